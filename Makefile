@@ -51,6 +51,7 @@ test-long: install $(CLIENTS)/.installed
 	$(PYTEST) tests -m long $(ARGS)
 
 lint: install
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

@@ -1,22 +1,30 @@
-"""Who is refused, and whether it had to be: the rule of the gateway and the one before it, side by side in virtual time.
+"""Who is refused, and whether it had to be: the rule of the gateway and the one before it, side by side in virtual
+time.
 
-Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a batch, clients that come
-again when they are told to, to any of the gateways. The clock is virtual, so the processor has no part in the figures.
+Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a
+batch, clients that come again when they are told to, to any of the gateways. The clock is virtual, so the processor has
+no part in the figures.
 
-* false: refused (at once or later) although it would have been answered a tenth of its budget and one batch early, behind all that was
+* false: refused (at once or later) although it would have been answered a tenth of its budget and one batch early,
+  behind all that was
   ahead of it and all that had been promised a turn; of all requests;
-* late: accepted and not answered within the budget; of the accepted. Onset: from the start, a stall or a slow-down on, for twice the budget
+* late: accepted and not answered within the budget; of the accepted. Onset: from the start, a stall or a slow-down on,
+  for twice the budget
   or ten batches;
-* struck: late as well, but accepted before the stall or the slow-down, or within one usual batch after it; or refused when the device had
-  stood still for as long as the budget, and the stall ended in time: nobody could know. Neither in `late` nor in `false`, of all requests;
+* struck: late as well, but accepted before the stall or the slow-down, or within one usual batch after it; or refused
+  when the device had
+  stood still for as long as the budget, and the stall ended in time: nobody could know. Neither in `late` nor in
+  `false`, of all requests;
 * served: let in and answered in time, of those who came again at their Retry-After;
-* told before: the same of those who were told to come again before the stall or the slow-down could be known (a usual batch after a stall
-  began, two slow batches after the device became slow) and whom it met. They are not in `served`: nobody could foresee it;
+* told before: the same of those who were told to come again before the stall or the slow-down could be known (a usual
+  batch after a stall
+  began, two slow batches after the device became slow) and whom it met. They are not in `served`: nobody could foresee
+  it;
 * goodput: answers in time of the capacity, after the onset, where requests come at ten times that.
 
-The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a full batch: a request
-may come as a batch begins, and waits for its end and for its own. Where not even a batch of one request satisfies this, a device under load
-cannot answer at all. These cells are listed and in no average.
+The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a
+full batch: a request may come as a batch begins, and waits for its end and for its own. Where not even a batch of one
+request satisfies this, a device under load cannot answer at all. These cells are listed and in no average.
 
     python bench/admission.py [--set tuned|held-out] [--every 7] [--jobs 2] [--out bench/results/admission.md]
 """
@@ -62,29 +70,49 @@ class Matrix(NamedTuple):
 
 
 MATRICES = {
-    "tuned": Matrix((0.001, 0.01, 0.1, 0.5), (2e-6, 2e-5, 2e-4, 2e-3), CLIENTS, (1.0, 10.0, 60.0), 8, (64, 8), (1, 3), 1),
+    "tuned": Matrix(
+        (0.001, 0.01, 0.1, 0.5), (2e-6, 2e-5, 2e-4, 2e-3), CLIENTS, (1.0, 10.0, 60.0), 8, (64, 8), (1, 3), 1
+    ),
     "held-out": Matrix((0.003, 0.04, 0.2), (5e-6, 7e-5, 7e-4), (3, 30, 250), (1.5, 4.0, 30.0), 24, (32, 12), (2,), 77),
 }
 
 
 def closed(of: Matrix) -> Iterator[Case]:
-    for batch_s, token_s, clients, budget_s, start in itertools.product(of.batch_s, of.token_s, of.clients, of.budget_s, STARTS):
+    for batch_s, token_s, clients, budget_s, start in itertools.product(
+        of.batch_s, of.token_s, of.clients, of.budget_s, STARTS
+    ):
         one_s = batch_s + token_s * of.tokens * of.items[0]
         seconds = max(40.0, 8 * budget_s, 100 * one_s)
         yield Case(
-            batch_s, token_s, clients, budget_s, start, tokens=of.tokens, batch_items=of.items[0], seconds=seconds, requests=MAX_CLOSED,
+            batch_s,
+            token_s,
+            clients,
+            budget_s,
+            start,
+            tokens=of.tokens,
+            batch_items=of.items[0],
+            seconds=seconds,
+            requests=MAX_CLOSED,
             seed=of.seed,
-        )  # fmt: skip
+        )
 
 
 def overload(of: Matrix) -> Iterator[Case]:
     for batch_s, token_s, budget_s, items, workers, gateways in itertools.product(
         of.batch_s, of.token_s, of.budget_s, of.items, of.workers, (1, 2)
-    ):  # fmt: skip
+    ):
         case = Case(
-            batch_s, token_s, 0, budget_s, load="open", tokens=of.tokens, batch_items=items, workers=workers, gateways=gateways,
+            batch_s,
+            token_s,
+            0,
+            budget_s,
+            load="open",
+            tokens=of.tokens,
+            batch_items=items,
+            workers=workers,
+            gateways=gateways,
             seed=of.seed,
-        )  # fmt: skip
+        )
         seconds = 3 * max(2 * budget_s, 10 * case.full_s())
         requests = int(10 * seconds * case.capacity())
         if requests <= MAX_OPEN:
@@ -109,10 +137,17 @@ class Cell(NamedTuple):
 def run(case: Case, rule: str) -> Cell:
     report = World(case, RULES[rule]).run()
     return Cell(
-        len(report.tries), len(report.of("refused")), len(report.of("shed")), report.false, report.lost(), report.late(onset=False),
-        report.late(onset=True), report.returns(), report.returns(foreseen=False),
+        len(report.tries),
+        len(report.of("refused")),
+        len(report.of("shed")),
+        report.false,
+        report.lost(),
+        report.late(onset=False),
+        report.late(onset=True),
+        report.returns(),
+        report.returns(foreseen=False),
         report.goodput() if case.load == "open" else None,
-    )  # fmt: skip
+    )
 
 
 def _row(cells: list[Cell]) -> str:
@@ -139,7 +174,9 @@ def _kind(case: Case) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=MATRICES, default="tuned", help="held-out: other costs, budgets, sizes and seeds")
+    parser.add_argument(
+        "--set", choices=MATRICES, default="tuned", help="held-out: other costs, budgets, sizes and seeds"
+    )
     parser.add_argument("--every", type=int, default=1, help="only each N-th cell")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cells")
     parser.add_argument("--rule", choices=RULES, action="append", help="only this rule; may be repeated")
@@ -160,12 +197,21 @@ def main() -> None:
                 print(rule, _row([cell]), case, file=sys.stderr, flush=True)
     say = Lines()
     say("# Who is refused\n")
-    chosen = f"{f' --set {options.set}' if options.set != 'tuned' else ''}{f' --every {options.every}' if options.every > 1 else ''}"
+    chosen = f" --set {options.set}" if options.set != "tuned" else ""
+    chosen += f" --every {options.every}" if options.every > 1 else ""
     say(f"`python bench/admission.py{chosen}`, virtual time; run on {_processor()}.")
-    say(f"a {_ms(matrix.batch_s)} ms for each batch, b {_us(matrix.token_s)} us for each token, {matrix.clients} clients, budgets of")
-    say(f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten times the capacity")
+    say(
+        f"a {_ms(matrix.batch_s)} ms for each batch, b {_us(matrix.token_s)} us for each token, {matrix.clients} "
+        "clients, budgets of"
+    )
+    say(
+        f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten"
+        " times the capacity"
+    )
     say(f"{matrix.workers} workers, 1 and 2 gateways. What the columns mean is said in the file itself.\n")
-    measures = "requests | refused | later | false | late, steady | late, onset | struck | served | told before | goodput"
+    measures = (
+        "requests | refused | later | false | late, steady | late, onset | struck | served | told before | goodput"
+    )
     say(f"| load | rule | cells | {measures} |")
     say("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for (kind, rule), cells in sorted(groups.items()):
@@ -176,8 +222,13 @@ def main() -> None:
 
 def _say_impossible(say: Lines, cases: list[Case]) -> None:
     found = sorted({(case.budget_s, case.batch_s * case.slowest, case.token_s * case.slowest) for case in cases})
-    told = ", ".join(f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in found)
-    say(f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with a and b): {told}.\n")
+    told = ", ".join(
+        f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in found
+    )
+    say(
+        f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with "
+        f"a and b): {told}.\n"
+    )
 
 
 def _ms(values: tuple[float, ...]) -> str:

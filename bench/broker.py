@@ -2,9 +2,9 @@
 
     python bench/broker.py [--messages 20000] [--consumers 1 50 200] [--credit 1 16]
 
-One process publishes and takes results as a gateway does, with 64 requests in flight, another one pulls and answers as a sidecar does,
-with so much credit at each consumer, topped up at half. The broker is a nats-server of its own, file storage, sync_interval 100ms.
-Nothing computes, so that all CPU is the queue's.
+One process publishes and takes results as a gateway does, with 64 requests in flight, another one pulls and answers as
+a sidecar does, with so much credit at each consumer, topped up at half. The broker is a nats-server of its own, file
+storage, sync_interval 100ms. Nothing computes, so that all CPU is the queue's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def measure(server: NatsServer, consumers: int, messages: int, worker_process: psutil.Process) -> dict[str, float]:
+async def measure(
+    server: NatsServer, consumers: int, messages: int, worker_process: psutil.Process
+) -> dict[str, float]:
     broker = await connect(server.url, name="gateway")
     waiting: dict[bytes, asyncio.Future[None]] = {}
 
@@ -88,7 +90,11 @@ async def measure(server: NatsServer, consumers: int, messages: int, worker_proc
         subjects.append(spec.subject)
     await asyncio.sleep(0.5)
     assert server._process is not None
-    processes = {"broker": psutil.Process(server._process.pid), "gateway side": psutil.Process(), "worker side": worker_process}
+    processes = {
+        "broker": psutil.Process(server._process.pid),
+        "gateway side": psutil.Process(),
+        "worker side": worker_process,
+    }
     count = 0
 
     async def client() -> None:
@@ -107,7 +113,9 @@ async def measure(server: NatsServer, consumers: int, messages: int, worker_proc
     started_s, idle = time.monotonic(), {name: cpu_s(process) for name, process in processes.items()}
     await asyncio.sleep(8.0)
     idle_s = time.monotonic() - started_s
-    found |= {f"{name} idle, % of a core": (cpu_s(process) - idle[name]) / idle_s * 100 for name, process in processes.items()}
+    found |= {
+        f"{name} idle, % of a core": (cpu_s(process) - idle[name]) / idle_s * 100 for name, process in processes.items()
+    }
     await subscription.stop()
     await broker.close()
     return {"a second": messages / wall_s, **found}
@@ -127,7 +135,10 @@ async def run(consumers: list[int], credits: list[int], messages: int, report: C
             finally:
                 process.terminate()
                 process.join()
-        report(f"{number:>4} consumers, credit {credit:>2}: " + ", ".join(f"{name} {value:,.1f}" for name, value in found.items()))
+        report(
+            f"{number:>4} consumers, credit {credit:>2}: "
+            + ", ".join(f"{name} {value:,.1f}" for name, value in found.items())
+        )
 
 
 if __name__ == "__main__":

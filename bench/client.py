@@ -1,4 +1,6 @@
-"""A load generator that costs little: prebuilt requests over keep-alive connections, replies cut by their length and not parsed."""
+"""A load generator that costs little: prebuilt requests over keep-alive connections, replies cut by their length and
+not parsed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from typing import cast
 class Connection(asyncio.Protocol):
     """One HTTP/1.1 connection with one request in progress.
 
-    `head` is that of the last response, in lower case. `unasked` counts bytes that came while no request was in progress.
+    `head` is that of the last response, in lower case. `unasked` counts bytes that came while no request was in
+    progress.
     """
 
     def __init__(self) -> None:
@@ -82,8 +85,12 @@ def request(path: str, body: bytes, content_type: str = "application/msgpack", *
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
-async def closed_loop(host: str, port: int, requests: Sequence[bytes], *, clients: int, seconds: float) -> tuple[int, float, list[float]]:
-    """Each client sends its next request when the last was answered. Returns (answered, seconds taken, latencies); raises on any error."""
+async def closed_loop(
+    host: str, port: int, requests: Sequence[bytes], *, clients: int, seconds: float
+) -> tuple[int, float, list[float]]:
+    """Each client sends its next request when the last was answered. Returns (answered, seconds taken, latencies);
+    raises on any error.
+    """
     latencies: list[float] = []
     end_s = time.perf_counter() + seconds
     turn = 0
@@ -120,7 +127,9 @@ class Answer:
 
 
 class Clients:
-    """Clients of one server that send their next request when the last was answered, until told to stop. Failures are answers too."""
+    """Clients of one server that send their next request when the last was answered, until told to stop. Failures are
+    answers too.
+    """
 
     def __init__(self, host: str, port: int, requests: Iterator[bytes], *, count: int, pause_s: float = 0.0) -> None:
         self.answers: list[Answer] = []
@@ -147,13 +156,16 @@ class Clients:
 
 
 class OpenLoop:
-    """Requests at a fixed rate, whatever happens to those before. Connections are kept and used again; `most` of them at once.
+    """Requests at a fixed rate, whatever happens to those before. Connections are kept and used again; `most` of them
+    at once.
 
-    `late_s` is the longest that a request left after its time: above some ms the generator, not the server, was measured.
-    `unsent` counts those for which there was no connection.
+    `late_s` is the longest that a request left after its time: above some ms the generator, not the server, was
+    measured. `unsent` counts those for which there was no connection.
     """
 
-    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float, most: int = 4096) -> None:
+    def __init__(
+        self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float, most: int = 4096
+    ) -> None:
         self.answers: list[Answer] = []
         self.late_s = 0.0
         self.unsent = 0

@@ -1,4 +1,5 @@
-"""The most expensive places of a collapsed profile (`py-spy record --format raw`): microseconds of a request, by function.
+"""The most expensive places of a collapsed profile (`py-spy record --format raw`): microseconds of a request, by
+function.
 
     python bench/collapsed.py FILE --cpu-us 346 [--top 15] [--lines]
 

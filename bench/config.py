@@ -1,6 +1,8 @@
-"""What a large catalogue costs: starts, resolutions, a change on its way to a gateway and a worker, memory, and doing nothing.
+"""What a large catalogue costs: starts, resolutions, a change on its way to a gateway and a worker, memory, and doing
+nothing.
 
-A broker, a config service, a gateway and a worker; the catalogue gets its models while they run, then each process starts again.
+A broker, a config service, a gateway and a worker; the catalogue gets its models while they run, then each process
+starts again.
 
     python bench/config.py [--models 10000] [--idle 60]
 """
@@ -63,7 +65,9 @@ def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
 
 
 async def read_s(stack: Stack) -> tuple[float, float, large_catalogue.Catalogue]:
-    """Processor seconds of reading the export into a catalogue, the longest turn of the loop meanwhile, and the catalogue."""
+    """Processor seconds of reading the export into a catalogue, the longest turn of the loop meanwhile, and the
+    catalogue.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)  # as in a gateway
@@ -100,7 +104,11 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     answered, seen = written_ms(stack, served[len(served) // 2]["model_id"])
     acked = f"{stack.config_url}{path}/{served[len(served) // 2]['model_id']}/status"
     headers = {"Authorization": f"Bearer {READ}"}
-    until(lambda: httpx.get(acked, headers=headers, trust_env=False).json()["all_bundles_acked"], 30, "the worker's acknowledgement")
+    until(
+        lambda: httpx.get(acked, headers=headers, trust_env=False).json()["all_bundles_acked"],
+        30,
+        "the worker's acknowledgement",
+    )
     took_s, longest_s, catalogue = asyncio.run(read_s(stack))
     before = {name: part.cpu_s() for name, part in parts.items()}
     time.sleep(options.idle)
@@ -112,16 +120,22 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
         say(f"| {name} | {starts[name]:.2f} | {part.rss_bytes() / MIB:.0f} | {idle[name] * 100:.2f} |")
     say()
     resolved = ", ".join(f"{how} {took_us:.1f}" for how, took_us in large_catalogue.resolving(catalogue).items())
-    say(f"Resolution, us of processor time: {resolved}; a name that there is none of, with suggestions: "
-        f"{large_catalogue.unknown_us(catalogue):.0f}.")  # fmt: skip
+    say(
+        f"Resolution, us of processor time: {resolved}; a name that there is none of, with suggestions: "
+        f"{large_catalogue.unknown_us(catalogue):.0f}."
+    )
     say()
     applied_ms = large_catalogue.applying_us(catalogue) / 1000
     say(f"A delta, from its bytes to the first resolution through it: {applied_ms:.2f} ms of processor time.")
-    say(f"A write is answered after {statistics.median(answered):.1f} ms (at most {max(answered):.1f}); "
-        f"{statistics.median(seen):.1f} ms later (at most {max(seen):.1f}) the gateway serves by it.")  # fmt: skip
+    say(
+        f"A write is answered after {statistics.median(answered):.1f} ms (at most {max(answered):.1f}); "
+        f"{statistics.median(seen):.1f} ms later (at most {max(seen):.1f}) the gateway serves by it."
+    )
     say()
-    say(f"The whole export becomes a catalogue in {took_s:.2f} s of processor time, once in 300 s and after a gap, in turns of at most "
-        f"{longest_s * 1000:.1f} ms.")  # fmt: skip
+    say(
+        f"The whole export becomes a catalogue in {took_s:.2f} s of processor time, once in 300 s and after a gap, in "
+        f"turns of at most {longest_s * 1000:.1f} ms."
+    )
 
 
 def main() -> None:

@@ -1,18 +1,24 @@
-"""The engine on a GPU beside sentence-transformers on the same card and the same weights: texts a second, FLOPs utilisation, busy share.
+"""The engine on a GPU beside sentence-transformers on the same card and the same weights: texts a second, FLOPs
+utilisation, busy share.
 
-    python bench/device.py [--device cuda] [--precision bfloat16] [--sizes ...] [--lengths 50 512] [--texts 4096] [--rounds 5]
-    python bench/device.py --device cpu --precision float32 --sizes tiny --lengths 16 --texts 64 --rounds 1 --out -      a rehearsal
+    python bench/device.py [--device cuda] [--precision bfloat16] [--sizes ...] [--lengths 50 512] [--texts 4096]
+    [--rounds 5] python bench/device.py --device cpu --precision float32 --sizes tiny --lengths 16 --texts 64 --rounds 1
+    --out -      a rehearsal
 
-Random weights in the geometry of the named models, since speed does not depend on weights. All variants are loaded at once and run in
-turn; figures are medians of rounds. Results are written to bench/results/device-<name>.md, or printed only with `--out -`.
+Random weights in the geometry of the named models, since speed does not depend on weights. All variants are loaded at
+once and run in turn; figures are medians of rounds. Results are written to bench/results/device-<name>.md, or printed
+only with `--out -`.
 
-    engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as connections queue them
-    sentence-transformers   encode(), tokenising included, which the engine leaves to another process: default (float32, batches of 32),
+    engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as
+      connections queue them
+    sentence-transformers   encode(), tokenising included, which the engine leaves to another process: default (float32,
+      batches of 32),
                             and in --precision with batches of 32 and of 256
 
-Utilisation: the products of linear layers and attention, 2 operations for each multiplication, a second of the engine, divided by the dense
-16-bit peak of the data sheet, or by a measured product where the card is not in the list or the precision is float32. Busy share: the mean
-of NVML's utilisation while the engine runs. `cosine`: the worst of all texts between engine and default.
+Utilisation: the products of linear layers and attention, 2 operations for each multiplication, a second of the engine,
+divided by the dense 16-bit peak of the data sheet, or by a measured product where the card is not in the list or the
+precision is float32. Busy share: the mean of NVML's utilisation while the engine runs. `cosine`: the worst of all texts
+between engine and default.
 """
 
 from __future__ import annotations
@@ -42,18 +48,33 @@ from sie_contracts.settings import Settings
 
 WORDS = 120
 LONGEST = 512
-_LARGE: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
 _TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 SIZES: dict[str, PreTrainedConfig] = {
     "bert-large": BertConfig(**_LARGE),
-    "xlm-r-large": XLMRobertaConfig(**_LARGE, vocab_size=250_002, max_position_embeddings=LONGEST + 2, type_vocab_size=1),
+    "xlm-r-large": XLMRobertaConfig(
+        **_LARGE, vocab_size=250_002, max_position_embeddings=LONGEST + 2, type_vocab_size=1
+    ),
     "tiny": BertConfig(**_TINY, vocab_size=WORDS),
 }
 # Dense 16-bit operations a second, without sparsity, from the vendor's data sheets.
 PEAKS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12,
-    "A10": 125e12, "T4": 65e12,
-}  # fmt: skip
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "T4": 65e12,
+}
 
 Run = Callable[[], np.ndarray]  # vectors [texts, width]
 
@@ -72,13 +93,20 @@ class Load:
 
 
 def save(folder: Path, config: PreTrainedConfig) -> None:
-    """Random weights and a tokenizer of WORDS words, without special tokens, so that a text has as many tokens as words."""
+    """Random weights and a tokenizer of WORDS words, without special tokens, so that a text has as many tokens as
+    words.
+    """
     torch.manual_seed(0)
     AutoModel.from_config(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token=f"w{WORDS - 1}"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token=f"w{WORDS - 1}")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=f"w{WORDS - 1}", pad_token=f"w{config.pad_token_id}", model_max_length=LONGEST
+        tokenizer_object=tokenizer,
+        unk_token=f"w{WORDS - 1}",
+        pad_token=f"w{config.pad_token_id}",
+        model_max_length=LONGEST,
     ).save_pretrained(folder)
 
 
@@ -89,7 +117,11 @@ def engine_run(engine: Engine, model: str, load: Load, batch_tokens: int) -> Run
         part = load.ids[start : start + size]
         lengths = np.full(len(part), part.shape[1], "<i4").tobytes()
         options = (Group(0, len(part)),)
-        messages.append(RunBatch(str(start), model, "encode", lengths, np.ascontiguousarray(part).tobytes(), options, pooling="mean"))
+        messages.append(
+            RunBatch(
+                str(start), model, "encode", lengths, np.ascontiguousarray(part).tobytes(), options, pooling="mean"
+            )
+        )
 
     def run() -> np.ndarray:
         replies: list[list[Reply]] = [[] for _ in messages]
@@ -109,7 +141,9 @@ def engine_run(engine: Engine, model: str, load: Load, batch_tokens: int) -> Run
 
 
 def stock_run(model: SentenceTransformer, load: Load, batch: int) -> Run:
-    return lambda: np.asarray(model.encode(load.texts, batch_size=batch, normalize_embeddings=True, show_progress_bar=False), np.float32)
+    return lambda: np.asarray(
+        model.encode(load.texts, batch_size=batch, normalize_embeddings=True, show_progress_bar=False), np.float32
+    )
 
 
 def stock(folder: str, device: torch.device, precision: str) -> SentenceTransformer:
@@ -185,7 +219,9 @@ def measure(runs: dict[str, Run], rounds: int, device: torch.device, busy: list[
                 run()
                 seconds[name].append(time.perf_counter() - started_s)
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return {name: statistics.median(found) for name, found in seconds.items()}, float(((first * second).sum(1) / norms).min())
+    return {name: statistics.median(found) for name, found in seconds.items()}, float(
+        ((first * second).sum(1) / norms).min()
+    )
 
 
 def rows(size: str, arguments: argparse.Namespace, engine: Engine, batch_tokens: int) -> Iterator[str]:
@@ -195,7 +231,9 @@ def rows(size: str, arguments: argparse.Namespace, engine: Engine, batch_tokens:
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), config)
         width = int(config.hidden_size)
-        entry = ModelEntry(id=size, weights=Weights(path=folder), family="text-encoder", outputs={"dense": width}, max_tokens=LONGEST)
+        entry = ModelEntry(
+            id=size, weights=Weights(path=folder), family="text-encoder", outputs={"dense": width}, max_tokens=LONGEST
+        )
         loaded = engine.residency.ensure(size, entry, "default", ())[0].describe(0.0)
         if loaded.precision != arguments.precision:
             raise SystemExit(f"this device computes in {loaded.precision}, not in {arguments.precision}")
@@ -203,15 +241,23 @@ def rows(size: str, arguments: argparse.Namespace, engine: Engine, batch_tokens:
         for length in arguments.lengths:
             load = Load.of(arguments.texts, length)
             runs = {
-                "engine": engine_run(engine, size, load, batch_tokens), "default": stock_run(default, load, 32),
-                "same 32": stock_run(same, load, 32), "same 256": stock_run(same, load, 256),
-            }  # fmt: skip
+                "engine": engine_run(engine, size, load, batch_tokens),
+                "default": stock_run(default, load, 32),
+                "same 32": stock_run(same, load, 32),
+                "same 256": stock_run(same, load, 256),
+            }
             busy: list[int] = []
             seconds, cosine = measure(runs, arguments.rounds, device, busy)
             rate = {name: arguments.texts / found for name, found in seconds.items()}
             cells = [size, str(length), loaded.attention, *(f"{found:.0f}" for found in rate.values())]
-            cells += [f"{rate['engine'] / rate['default']:.2f}", f"{rate['engine'] / max(rate['same 32'], rate['same 256']):.2f}"]
-            cells.append(f"{100 * operations(config, length) * rate['engine'] / ceiling:.0f} % of {ceiling / 1e12:.1f} T ({source})")
+            cells += [
+                f"{rate['engine'] / rate['default']:.2f}",
+                f"{rate['engine'] / max(rate['same 32'], rate['same 256']):.2f}",
+            ]
+            cells.append(
+                f"{100 * operations(config, length) * rate['engine'] / ceiling:.0f} % of {ceiling / 1e12:.1f} T "
+                f"({source})"
+            )
             cells += [f"{statistics.mean(busy):.0f} %" if busy else "-", f"{cosine:.6f}"]
             yield f"| {' | '.join(cells)} |"
     engine.residency.release(size)
@@ -233,15 +279,20 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     prepare_process()
-    settings = Settings(device=arguments.device, default_compute_precision=arguments.precision, attention_backend=arguments.attention)
+    settings = Settings(
+        device=arguments.device, default_compute_precision=arguments.precision, attention_backend=arguments.attention
+    )
     engine = Engine(settings)
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
     batch_tokens = settings.max_batch_cost
     lines = [
-        f"# The engine beside sentence-transformers on one device\n\n{name}, torch {torch.__version__}, {arguments.precision}, batches of"
-        f" {batch_tokens} tokens, {arguments.texts} texts of one length, random weights; medians of {arguments.rounds} rounds, in turn.\n",
-        "| model | tokens | attention | engine, texts/s | default, texts/s | same precision, 32 | same precision, 256 | to default |"
-        " to the better of the same | utilisation | busy | cosine |\n|" + "---|" * 12,
+        (
+            f"# The engine beside sentence-transformers on one device\n\n{name}, torch {torch.__version__}, "
+            f"{arguments.precision}, batches of {batch_tokens} tokens, {arguments.texts} texts of one length, random "
+            f"weights; medians of {arguments.rounds} rounds, in turn.\n"
+        ),
+        "| model | tokens | attention | engine, texts/s | default, texts/s | same precision, 32 | same precision, 256 |"
+        " to default | to the better of the same | utilisation | busy | cosine |\n|" + "---|" * 12,
     ]
     for size in arguments.sizes:
         lines += rows(size, arguments, engine, batch_tokens)

@@ -2,17 +2,20 @@
 
     python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
-Every variant is a process of its own that stays up; rounds alternate between them, so that a change of the machine's load meets all alike.
-Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`, texts of 8 tokens; `mail`, the texts of a folder of JSON files
-with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, whose figure is milliseconds.
+Every variant is a process of its own that stays up; rounds alternate between them, so that a change of the machine's
+load meets all alike. Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`, texts of 8 tokens;
+`mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at
+a time, whose figure is milliseconds.
 
     engine ...                our packed engine, one lane per core; `eager` with the written-out attention
     sentence-transformers     as its users call it: default (float32), and bfloat16; tokenising included
-    onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request over all cores; not tokenising
-    floor                     the matrix products of the linear layers and the attention, nothing else, on the engine's lanes
+    onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request over all cores;
+    not tokenising
+    floor                     the matrix products of the linear layers and the attention, nothing else, on the engine's
+      lanes
 
-Packages onnx, onnxruntime and openvino are needed for their rows; without one its rows are left out. `cosine` is the worst of a sample
-against sentence-transformers in float32.
+Packages onnx, onnxruntime and openvino are needed for their rows; without one its rows are left out. `cosine` is the
+worst of a sample against sentence-transformers in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +52,21 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "onnxruntime int8": ("onnxruntime", "int8"),
     "openvino bf16": ("openvino", "bfloat16"),
 }
-WORDS = ("search", "index", "query", "vector", "model", "queue", "river", "mountain", "engine", "paper", "market", "signal", "winter")
+WORDS = (
+    "search",
+    "index",
+    "query",
+    "vector",
+    "model",
+    "queue",
+    "river",
+    "mountain",
+    "engine",
+    "paper",
+    "market",
+    "signal",
+    "winter",
+)
 
 
 def model_folder() -> Path:
@@ -131,13 +148,17 @@ def engine(precision: str, attention: str = "auto") -> Run:
         for reply in done:
             if isinstance(reply, Refused):
                 raise TypeError(reply.error.message)
-        return np.concatenate([np.frombuffer(reply.block, "<f4").reshape(-1, 384) for reply in done if isinstance(reply, BatchDone)])
+        return np.concatenate(
+            [np.frombuffer(reply.block, "<f4").reshape(-1, 384) for reply in done if isinstance(reply, BatchDone)]
+        )
 
     return run
 
 
 def floor(precision: str) -> Run:
-    """The engine's model with everything but its linear layers and its attention taken out, on as many threads as it has lanes."""
+    """The engine's model with everything but its linear layers and its attention taken out, on as many threads as it
+    has lanes.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
@@ -154,21 +175,34 @@ def floor(precision: str) -> Run:
     config, dtype = AutoConfig.from_pretrained(model_folder()), getattr(torch, precision)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     shapes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
-    layers = nn.ModuleList(nn.Linear(*shape) for _ in range(config.num_hidden_layers) for shape in shapes).to(dtype).requires_grad_(False)
+    layers = (
+        nn.ModuleList(nn.Linear(*shape) for _ in range(config.num_hidden_layers) for shape in shapes)
+        .to(dtype)
+        .requires_grad_(False)
+    )
     with torch.inference_mode():
         block_linears(layers)
     threads = ThreadPoolExecutor(CORES)
 
     def one(batch: list[np.ndarray]) -> None:
         with torch.inference_mode():
-            packed = pack(Items(np.array([len(each) for each in batch]), np.concatenate(batch)), np.arange(len(batch)), Positions())
-            bounds, layout = torch.from_numpy(packed.bounds), torch.from_numpy(attention.layout_of(attention.Kernel.SDPA, packed))
+            packed = pack(
+                Items(np.array([len(each) for each in batch]), np.concatenate(batch)),
+                np.arange(len(batch)),
+                Positions(),
+            )
+            bounds, layout = (
+                torch.from_numpy(packed.bounds),
+                torch.from_numpy(attention.layout_of(attention.Kernel.SDPA, packed)),
+            )
             states, wide = torch.randn(len(packed.ids), hidden).to(dtype), torch.randn(len(packed.ids), inner).to(dtype)
             split = states.unflatten(1, (heads, -1))
             for number, layer in enumerate(layers):
                 layer(wide if shapes[number % 6][0] == inner else states)
                 if number % 6 == 2:
-                    torch.ops.sie.packed_attention(split, split, split, bounds, layout, 1.0, attention.FAR, attention.FAR)
+                    torch.ops.sie.packed_attention(
+                        split, split, split, bounds, layout, 1.0, attention.FAR, attention.FAR
+                    )
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> None:
         list(threads.map(one, batched(ids)))
@@ -231,7 +265,9 @@ def exported() -> Path:
         axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
         names = ["input_ids", "attention_mask"]
         made = path.with_suffix(".part")
-        torch.onnx.export(States(), sample, made, input_names=names, output_names=["states"], dynamic_axes=axes, dynamo=False)
+        torch.onnx.export(
+            States(), sample, made, input_names=names, output_names=["states"], dynamic_axes=axes, dynamo=False
+        )
         made.rename(path)
     return path
 
@@ -262,7 +298,9 @@ def openvino(precision: str) -> Run:
 
 
 def padding(rounds: int) -> None:
-    """A family that cannot run packed: batches in order of arrival, padded to their longest, against ours, by length. Prints both."""
+    """A family that cannot run packed: batches in order of arrival, padded to their longest, against ours, by length.
+    Prints both.
+    """
     import torch
     from transformers import MPNetConfig, MPNetModel
 
@@ -280,7 +318,9 @@ def padding(rounds: int) -> None:
     ids = [np.clip(each, 4, 30000) for each in ids_of(texts_of("mix", ""))]
 
     def packed(part: Sequence[np.ndarray]) -> Any:
-        return backbone.pack(Items(np.array([len(each) for each in part], np.int64), np.concatenate(part)), np.arange(len(part)))
+        return backbone.pack(
+            Items(np.array([len(each) for each in part], np.int64), np.concatenate(part)), np.arange(len(part))
+        )
 
     def first_in_first_out(part: Sequence[np.ndarray]) -> int:
         shape = (len(part), max(map(len, part)))
@@ -313,11 +353,15 @@ def made(name: str) -> Run:
     kind, precision = VARIANTS[name]
     if kind == "eager":
         return engine(precision, "eager")
-    return {"engine": engine, "floor": floor, "sentence": sentence, "onnxruntime": onnxruntime, "openvino": openvino}[kind](precision)
+    return {"engine": engine, "floor": floor, "sentence": sentence, "onnxruntime": onnxruntime, "openvino": openvino}[
+        kind
+    ](precision)
 
 
 def work(name: str, corpus: str) -> None:
-    """A worker: for each line with the name of a load, run it and print texts and seconds; for `sample`, vectors as JSON."""
+    """A worker: for each line with the name of a load, run it and print texts and seconds; for `sample`, vectors as
+    JSON.
+    """
     sys.stdout, out = sys.stderr, sys.stdout  # libraries print
     run = made(name)
     loads = {load: texts_of(load, corpus) for load in ("mix", "short", "single", *(("mail",) if corpus else ()))}
@@ -350,7 +394,9 @@ def ask(worker: subprocess.Popen[str], line: str) -> str:
 
 def available(name: str) -> bool:
     kind = VARIANTS[name][0]
-    return kind not in ("onnxruntime", "openvino") or all(importlib.util.find_spec(package) for package in (kind, "onnx"))
+    return kind not in ("onnxruntime", "openvino") or all(
+        importlib.util.find_spec(package) for package in (kind, "onnx")
+    )
 
 
 def main() -> None:
@@ -370,7 +416,9 @@ def main() -> None:
     fleet = {}
     for name in filter(available, options.only):
         command = [sys.executable, str(Path(__file__)), "--work", name, "--corpus", options.corpus]
-        fleet[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        fleet[name] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         ready = fleet[name].stdout.readline().strip()  # type: ignore[union-attr]
         if ready != "ready":
             raise SystemExit(f"{name} did not start; run `--work {name!r}` to see why")
@@ -382,13 +430,17 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, worker in fleet.items():
                 texts, seconds = map(float, ask(worker, load).split())
-                figures.setdefault((name, load), []).append(1000 * seconds / texts if load == "single" else texts / seconds)
+                figures.setdefault((name, load), []).append(
+                    1000 * seconds / texts if load == "single" else texts / seconds
+                )
     print(f"{'':32}{'cosine':>9}" + "".join(f"{load:>16}" for load in loads))
     for name in fleet:
         cosine = ""
         if right is not None and samples[name] is not None:
             left, other = np.array(samples[name]), np.array(right)
-            cosine = f"{((left * other).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(other, axis=1)).min():.5f}"
+            cosine = (
+                f"{((left * other).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(other, axis=1)).min():.5f}"
+            )
         cells = []
         for load in loads:
             middle = statistics.median(figures[name, load])

@@ -9,8 +9,8 @@ For each device, in this order:
 5. saturated     interactive clients that fill the device alone: bulk keeps 20 % of its rate alone
 6. two keys      one key has a backlog of --backlog texts, the other one client, both interactive: p99 of the other
 
-The bound of 3 and 6 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch. That time is what the
-bulk answers of step 2 say of their forward passes (p99).
+The bound of 3 and 6 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch. That
+time is what the bulk answers of step 2 say of their forward passes (p99).
 
     python bench/fairness.py [--device fixed,minilm] [--code CHECKOUT]
 """
@@ -43,7 +43,21 @@ from stack import Device, Plan, Stack
 
 TOY = "toy/one"
 QUERY = "What is deep learning?"
-WORDS = ("search", "index", "query", "vector", "model", "river", "mountain", "engine", "paper", "market", "garden", "music", "history")
+WORDS = (
+    "search",
+    "index",
+    "query",
+    "vector",
+    "model",
+    "river",
+    "mountain",
+    "engine",
+    "paper",
+    "market",
+    "garden",
+    "music",
+    "history",
+)
 BULK_CLIENTS = 30
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
 KEYS = ("first-key", "second-key")
@@ -52,7 +66,9 @@ REQUEST_TEXTS = 2048
 
 @dataclass(frozen=True)
 class Load:
-    """What runs on a device: texts of a bulk request, words of each, and the clients that saturate it with single queries."""
+    """What runs on a device: texts of a bulk request, words of each, and the clients that saturate it with single
+    queries.
+    """
 
     model: str
     device: Device | None
@@ -77,7 +93,9 @@ class Bench:
         self.host, self.port = str(pieces.hostname), int(pieces.port or 0)
         self._rng = np.random.default_rng(7)
 
-    def _request(self, texts: Sequence[str], *, priority: str = "interactive", key: str = KEYS[0], budget_ms: int = 120_000) -> bytes:
+    def _request(
+        self, texts: Sequence[str], *, priority: str = "interactive", key: str = KEYS[0], budget_ms: int = 120_000
+    ) -> bytes:
         body = msgspec.msgpack.encode({"items": list(texts)})
         headers = {"authorization": f"Bearer {key}", "x_sie_priority": priority, "x_sie_timeout_ms": str(budget_ms)}
         return request(f"/v1/encode/{self.load.model}", body, **headers)
@@ -86,7 +104,9 @@ class Bench:
         def text() -> str:
             return " ".join(self._rng.choice(WORDS, self.load.words))
 
-        return itertools.cycle([self._request([text() for _ in range(self.load.texts)], priority="bulk") for _ in range(32)])
+        return itertools.cycle(
+            [self._request([text() for _ in range(self.load.texts)], priority="bulk") for _ in range(32)]
+        )
 
     def _queries(self, **options: object) -> Iterator[bytes]:
         return itertools.repeat(self._request([QUERY], **options))  # type: ignore[arg-type]
@@ -120,7 +140,9 @@ class Bench:
         unloaded = await self.samples(self._queries(), options.samples, 0.0, 60)
         assert all(each.status == 200 for each in unloaded), _statuses(unloaded)
         unloaded_ms = percentile(_millis(unloaded), 0.99)
-        self.say(f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms of {len(unloaded)}.")
+        self.say(
+            f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms of {len(unloaded)}."
+        )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
         await asyncio.sleep(3)  # until its first requests are through
@@ -170,7 +192,9 @@ class Bench:
         found = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
         enough = len(answers) >= self.options.samples
         tail = f", {_statuses(failed)}" if failed else ""
-        self.judge(what, f"p99 {found:.0f} ms of {len(answers)}{tail}", f"<= {bound_ms:.0f} ms", enough and found <= bound_ms)
+        self.judge(
+            what, f"p99 {found:.0f} ms of {len(answers)}{tail}", f"<= {bound_ms:.0f} ms", enough and found <= bound_ms
+        )
 
     def judge(self, what: str, found: str, goal: str, met: bool) -> None:
         self.say(f"| {what} | {found} | {goal} | {'met' if met else 'MISSED'} |")

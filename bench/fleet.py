@@ -1,9 +1,10 @@
 """What a request costs in a gateway that knows many models and many workers.
 
-One real gateway, broker, config service and worker with an adapter that costs nothing. All further workers of its lane are simulated by
-their heartbeats, one each 5 s, which share the other models of the catalogue among them. The requests, one short text each at 16 clients,
-go to the one model that the real worker has. What the gateway does without any request (heartbeats, placement) is measured apart, as a part
-of a core, and taken off: it does not grow with the requests.
+One real gateway, broker, config service and worker with an adapter that costs nothing. All further workers of its lane
+are simulated by their heartbeats, one each 5 s, which share the other models of the catalogue among them. The requests,
+one short text each at 16 clients, go to the one model that the real worker has. What the gateway does without any
+request (heartbeats, placement) is measured apart, as a part of a core, and taken off: it does not grow with the
+requests.
 
 Cases take turns, so that what else the machine does meets all of them.
 
@@ -51,11 +52,25 @@ def beats(workers: int, models: list[str]) -> list[Heartbeat]:
     for number in range(workers):
         own = list(dict.fromkeys(models[(number * each + index) % len(models)] for index in range(each)))
         rates = generator.exponential(50, len(own)).tolist()
-        statuses = tuple(ModelStatus(model, "loaded", load_s=5.0, cost_rate=rate) for model, rate in zip(own, rates, strict=True))
+        statuses = tuple(
+            ModelStatus(model, "loaded", load_s=5.0, cost_rate=rate) for model, rate in zip(own, rates, strict=True)
+        )
         beat = Heartbeat(
-            f"simulated-{number:04}", "_default", "cpu", "default", True, "0", models=statuses, slots=MAX_EACH, rate=5000.0,
-            credit_cost=32_768, credit_items=64, batch_cost=16_384, pipeline=2, reads_parts=True,
-        )  # fmt: skip
+            f"simulated-{number:04}",
+            "_default",
+            "cpu",
+            "default",
+            True,
+            "0",
+            models=statuses,
+            slots=MAX_EACH,
+            rate=5000.0,
+            credit_cost=32_768,
+            credit_items=64,
+            batch_cost=16_384,
+            pipeline=2,
+            reads_parts=True,
+        )
         found.append(beat)
     return found
 
@@ -114,7 +129,11 @@ class Case:
 
     def cost(self) -> float:
         """Microseconds of the gateway for a request, less what it does without any."""
-        return float(np.median([cost_us - 1e6 * self.idle[0] / rate for cost_us, rate in zip(self.cost_us, self.rates, strict=True)]))
+        return float(
+            np.median(
+                [cost_us - 1e6 * self.idle[0] / rate for cost_us, rate in zip(self.cost_us, self.rates, strict=True)]
+            )
+        )
 
     def measure(self) -> None:
         body = '{"items": ["What is deep learning?"]}'
@@ -139,10 +158,17 @@ def main() -> None:
     if not wrk.installed():
         sys.exit("wrk was not found; it is the Debian package of that name")
     say = Report()
-    cpus = {line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+    cpus = {
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
     cpu = ", ".join(sorted(cpus)) or platform.processor()
     say("# What a request costs with many models and workers\n")
-    say(f"`python bench/fleet.py`, {os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {options.clients} clients, ")
+    say(
+        f"`python bench/fleet.py`, {os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, "
+        f"{options.clients} clients, "
+    )
     say(f"{options.rounds} rounds of {options.seconds:g} s, the cases in turn; medians.\n")
     stack.START_S = 240.0
     with contextlib.ExitStack() as stacked:
@@ -158,10 +184,16 @@ def main() -> None:
         for case in cases:
             case.idle_cpu(5.0)
         costs = [case.cost() for case in cases]
-        say("| models | workers | gateway us per request | beside the first | requests/s | without requests, of one core |")
+        say(
+            "| models | workers | gateway us per request | beside the first | requests/s | without requests, of one "
+            "core |"
+        )
         say("|---" * 6 + "|")
         for case, cost in zip(cases, costs, strict=True):
-            say(f"| {case.name} | {cost:.0f} | {cost / costs[0] - 1:+.1%} | {np.median(case.rates):.0f} | {case.idle[0]:.1%} |")
+            say(
+                f"| {case.name} | {cost:.0f} | {cost / costs[0] - 1:+.1%} | {np.median(case.rates):.0f} | "
+                f"{case.idle[0]:.1%} |"
+            )
     say(f"\nThe dearest beside the cheapest: {max(costs) / min(costs) - 1:+.1%} (goal: within 10 %).")
     say.save(options.out)
 

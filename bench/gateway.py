@@ -1,8 +1,10 @@
-"""What a format of replies costs the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no time.
+"""What a format of replies costs the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
+time.
 
-Each format is measured beside a gateway that sends prepared bytes in the place of its reply, as many as the vectors have: all that is
-left there is the request, the queue, the results and the writing of the bytes. What a format costs above that is its serialisation.
-Rounds of all formats take turns; the median by rate is shown. Rates depend on what else the machine does, processor time much less.
+Each format is measured beside a gateway that sends prepared bytes in the place of its reply, as many as the vectors
+have: all that is left there is the request, the queue, the results and the writing of the bytes. What a format costs
+above that is its serialisation. Rounds of all formats take turns; the median by rate is shown. Rates depend on what
+else the machine does, processor time much less.
 
     python bench/gateway.py [--seconds 4] [--rounds 3] [--out FILE]
 """
@@ -70,9 +72,12 @@ FORMATS = (
 def size_of(stack: Stack, each: Format, texts: int) -> int:
     """Bytes of a reply. Raises RuntimeError for one that is no success."""
     answer = httpx.post(
-        stack.urls[0] + each.path, content=each.body(texts), timeout=30, trust_env=False,
+        stack.urls[0] + each.path,
+        content=each.body(texts),
+        timeout=30,
+        trust_env=False,
         headers={"content-type": "application/json", "accept": each.accept},
-    )  # fmt: skip
+    )
     if answer.status_code != 200:
         raise RuntimeError(f"{each.name}: {answer.status_code} {answer.text[:300]}")
     return len(answer.content)
@@ -91,10 +96,15 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
         (patch / "sitecustomize.py").write_text(PREPARE)
         python_path = os.pathsep.join([str(patch), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
         workers = [Device(lanes=2, width=width)]
-        bare = Plan(workers=workers, code=options.code, environ={PREPARED: str(4 * texts * width), "PYTHONPATH": python_path})
+        bare = Plan(
+            workers=workers, code=options.code, environ={PREPARED: str(4 * texts * width), "PYTHONPATH": python_path}
+        )
         rounds: dict[str, list[Sample]] = {each.name: [] for each in FORMATS}
         sizes: dict[str, int] = {}
-        with Stack(Path(folder, "real"), Plan(workers=workers, code=options.code)) as real, Stack(Path(folder, "bare"), bare) as fixed:
+        with (
+            Stack(Path(folder, "real"), Plan(workers=workers, code=options.code)) as real,
+            Stack(Path(folder, "bare"), bare) as fixed,
+        ):
             for turn in range(options.rounds + 1):
                 for each in FORMATS:
                     stack = fixed if each.prepared else real
@@ -111,12 +121,17 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
         own = found.cpu_us["gateway"] - base.cpu_us["gateway"]
         others = sum(found.cpu_us[role] for role in OTHERS)
         load, gateway_us = found.load, found.cpu_us["gateway"]
-        figures = f"{sizes[each.name]} | {load.rate:.0f} | {load.p50_ms:.1f} | {gateway_us:.0f} | {own:+.0f} | {own / gateway_us:+.0%}"
+        figures = (
+            f"{sizes[each.name]} | {load.rate:.0f} | {load.p50_ms:.1f} | {gateway_us:.0f} | {own:+.0f} | "
+            f"{own / gateway_us:+.0%}"
+        )
         say(f"| {each.name} | {figures} | {others:.0f} |")
     for name in ("raw bytes", "msgpack"):
         ratio = middle(rounds[name]).cpu_us["gateway"] / base.cpu_us["gateway"] - 1
-        say(f"\n{name}: {ratio:+.0%} processor time of the gateway beside prepared bytes (goal: within {GOAL:.0%}), "
-            f"{middle(rounds[name]).load.rate / base.load.rate - 1:+.0%} requests/s.")  # fmt: skip
+        say(
+            f"\n{name}: {ratio:+.0%} processor time of the gateway beside prepared bytes (goal: within {GOAL:.0%}), "
+            f"{middle(rounds[name]).load.rate / base.load.rate - 1:+.0%} requests/s."
+        )
 
 
 def main() -> None:
@@ -130,7 +145,10 @@ def main() -> None:
     if not wrk.installed():
         parser.error("wrk is not installed (Debian: apt-get install wrk)")
     say = Report()
-    say(f"`python bench/gateway.py`, {os.cpu_count()} cores, {options.clients} clients, {options.rounds} rounds of {options.seconds:g} s.")
+    say(
+        f"`python bench/gateway.py`, {os.cpu_count()} cores, {options.clients} clients, {options.rounds} rounds of "
+        f"{options.seconds:g} s."
+    )
     for shape in options.shapes:
         texts, _, width = shape.partition("x")
         measure(int(texts), int(width), options, say)

@@ -1,9 +1,10 @@
-"""Milliseconds an item of fixed dimensional encodings: the batched form against the steps written out per item in numpy.
+"""Milliseconds an item of fixed dimensional encodings: the batched form against the steps written out per item in
+numpy.
 
     python bench/muvera.py [--rounds 9] [--block-mib 2]
 
-Defaults, 128 tokens of width 128, batches of 32, one thread; both keep their matrices; rounds alternate, so that a change of the
-machine's load meets both alike.
+Defaults, 128 tokens of width 128, batches of 32, one thread; both keep their matrices; rounds alternate, so that a
+change of the machine's load meets both alike.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def main() -> None:
                 spent[form].append(1e3 * (time.perf_counter() - started) / ITEMS)
         middle = {form: statistics.median(values) for form, values in spent.items()}
         ratio = middle["naive"] / middle["batched"]
-        print(f"{name:26} {middle['naive']:6.2f} ms {middle['batched']:6.2f} ms {ratio:6.1f}x   {middle['alone']:6.2f} ms   {worst:.1e}")
+        print(
+            f"{name:26} {middle['naive']:6.2f} ms {middle['batched']:6.2f} ms {ratio:6.1f}x   {middle['alone']:6.2f} ms"
+            f"   {worst:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """What the cluster costs over its engine, measured side by side in one run.
 
-1. One short text: the forward pass in this process (tokenise, forward, pool) and the same text over HTTP through the whole cluster, in
+1. One short text: the forward pass in this process (tokenise, forward, pool) and the same text over HTTP through the
+  whole cluster, in
    turn; the difference of each pair.
-2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine profile), against
-   the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and their ratio.
-3. Where it goes: the engine alone once more, in batches as large as the cluster formed at 64 x 1, and the processor time of each process
+2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine
+  profile), against
+   the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and
+   their ratio.
+3. Where it goes: the engine alone once more, in batches as large as the cluster formed at 64 x 1, and the processor
+  time of each process
    for one text. What the engine loses by smaller batches is not overhead of the processes, and the reverse.
 
 Run `make bench`. Writes a table to bench/results/overhead.md.
@@ -47,8 +51,35 @@ from sie_sidecar.tokens import ModelTokenizer
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 SHORT = "What is deep learning?"
 WORDS = (  # one token each, so that the lengths below are token counts
-    *("search", "index", "query", "vector", "model", "worker", "stream", "river", "mountain", "engine", "paper", "market", "signal"),
-    *("winter", "garden", "music", "history", "physics", "language", "protein", "election", "planet", "museum", "bridge", "contract"),
+    *(
+        "search",
+        "index",
+        "query",
+        "vector",
+        "model",
+        "worker",
+        "stream",
+        "river",
+        "mountain",
+        "engine",
+        "paper",
+        "market",
+        "signal",
+    ),
+    *(
+        "winter",
+        "garden",
+        "music",
+        "history",
+        "physics",
+        "language",
+        "protein",
+        "election",
+        "planet",
+        "museum",
+        "bridge",
+        "contract",
+    ),
 )
 TARGETS = {"mix": (0.85, 0.95), "short": (0.50, 0.50)}
 
@@ -65,7 +96,9 @@ class Alone:
 
     def __init__(self, environ: dict[str, str]) -> None:
         prepare_process()
-        settings = load(environ={**environ, "SIE_MACHINE_PROFILE": "cpu" if not torch.cuda.is_available() else "cuda"}).settings
+        settings = load(
+            environ={**environ, "SIE_MACHINE_PROFILE": "cpu" if not torch.cuda.is_available() else "cuda"}
+        ).settings
         self.engine = Engine(settings)
         self.budget = settings.max_batch_cost
         entry = packaged_catalogue().entries[MODEL]
@@ -76,7 +109,9 @@ class Alone:
     def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:
         lengths = np.array([len(each) for each in ids], np.int32)
         group = ipc.Group(0, len(ids))
-        return ipc.RunBatch("b", MODEL, "encode", lengths.tobytes(), np.concatenate(ids).astype(np.int32).tobytes(), (group,))
+        return ipc.RunBatch(
+            "b", MODEL, "encode", lengths.tobytes(), np.concatenate(ids).astype(np.int32).tobytes(), (group,)
+        )
 
     def one(self, text: str) -> None:
         """Tokenise and run one text on the calling thread."""
@@ -131,9 +166,21 @@ class Cluster:
         self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
         argv = [
-            str(Path(sys.executable).with_name("sie")), "serve", "--port", str(self.port), "--data-dir", self._folder.name + "/data",
-            "--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port), "--preload", MODEL, "--no-spare", *extra,
-        ]  # fmt: skip
+            str(Path(sys.executable).with_name("sie")),
+            "serve",
+            "--port",
+            str(self.port),
+            "--data-dir",
+            self._folder.name + "/data",
+            "--gateway-metrics-port",
+            "0",
+            "--worker-metrics-port",
+            str(self._worker_port),
+            "--preload",
+            MODEL,
+            "--no-spare",
+            *extra,
+        ]
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT)
         end_s = time.monotonic() + 60
         while not self._ready():
@@ -151,7 +198,11 @@ class Cluster:
     def batch_sizes(self) -> tuple[float, float]:
         """Texts and batches so far."""
         text = httpx.get(f"http://127.0.0.1:{self._worker_port}/metrics", timeout=5, trust_env=False).text
-        lines = [line.split() for line in text.splitlines() if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))]
+        lines = [
+            line.split()
+            for line in text.splitlines()
+            if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))
+        ]
         found = {name.partition("{")[0]: float(value) for name, value in lines}
         return found.get("sie_batch_size_sum", 0.0), found.get("sie_batch_size_count", 0.0)
 
@@ -229,14 +280,27 @@ def main() -> None:
 
 def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores"
-    say(f"# Overhead of the cluster over its engine\n\n`python bench/overhead.py`, {versions}, MiniLM-L6 in {alone.precision}.\n")
+    say(
+        f"# Overhead of the cluster over its engine\n\n`python bench/overhead.py`, {versions}, MiniLM-L6 in "
+        f"{alone.precision}.\n"
+    )
     here, there = uvloop.run(latency(alone, cluster, arguments.pairs))
     difference = [b - a for a, b in zip(here, there, strict=True)]
     say("| one short text, ms | p50 | p99 |\n|---|---|---|")
-    for name, values in (("in this process", here), ("through the cluster", there), ("difference of each pair", difference)):
+    for name, values in (
+        ("in this process", here),
+        ("through the cluster", there),
+        ("difference of each pair", difference),
+    ):
         say(f"| {name} | {statistics.median(values):.2f} | {percentile(values, 0.99):.2f} |")
-    say(f"\nGoals: difference p50 <= 2 ms, p99 <= 5 ms.\n\nTexts per second, median of {arguments.rounds} rounds, each in turn:\n")
-    say("| texts | engine alone | cluster, 64 x 1 | ratio | cluster, 8 x 32 | ratio | goals |\n|---|---|---|---|---|---|---|")
+    say(
+        f"\nGoals: difference p50 <= 2 ms, p99 <= 5 ms.\n\nTexts per second, median of {arguments.rounds} rounds, each "
+        "in turn:\n"
+    )
+    say(
+        "| texts | engine alone | cluster, 64 x 1 | ratio | cluster, 8 x 32 | ratio | goals "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     for kind, (goal_one, goal_many) in TARGETS.items():
         texts = texts_of(kind, 1024 if kind == "mix" else 8192)
         batches = alone.batches(texts)
@@ -258,7 +322,10 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
             f"| {statistics.median(bulk):.0f} | {ratio_many:.2f} | {goal_one:.2f}, {goal_many:.2f} |"
         )
     say("\nWhere it goes at 64 x 1:\n")
-    say("| texts | texts a batch | engine alone, such batches | cluster | ratio | ms of CPU for a text |\n|---|---|---|---|---|---|")
+    say(
+        "| texts | texts a batch | engine alone, such batches | cluster | ratio | ms of CPU for a text "
+        "|\n|---|---|---|---|---|---|"
+    )
     for kind in TARGETS:
         say(profile(alone, cluster, kind, arguments))
 
@@ -272,14 +339,20 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
     (texts_after, batches_after), cpu_after = cluster.batch_sizes(), cluster.cpu_s()
     done = texts_after - texts_before
     size = max(1, round(done / (batches_after - batches_before)))
-    engine = statistics.median(alone.rate(alone.batches(texts, size), arguments.seconds) for _ in range(arguments.rounds))
+    engine = statistics.median(
+        alone.rate(alone.batches(texts, size), arguments.seconds) for _ in range(arguments.rounds)
+    )
     rate = statistics.median(rates)
-    cpu = ", ".join(f"{role} {1000 * (cpu_after[role] - cpu_before[role]) / done:.2f}" for role in cpu_after if role != "config")
+    cpu = ", ".join(
+        f"{role} {1000 * (cpu_after[role] - cpu_before[role]) / done:.2f}" for role in cpu_after if role != "config"
+    )
     return f"| {kind} | {size} | {engine:.0f} | {rate:.0f} | {rate / engine:.2f} | {cpu} |"
 
 
 def _cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, each: int) -> float:
-    answered, taken_s, _ = uvloop.run(closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds))
+    answered, taken_s, _ = uvloop.run(
+        closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds)
+    )
     return answered * each / taken_s
 
 

@@ -4,16 +4,19 @@
 
 The corners of the matrix that `bench/admission.py` runs in virtual time; each cell begins with fresh processes.
 
-* cold: the first requests that the processes see; tiny: after one small request; stall: the adapter is stopped for 6 s a third of the way
+* cold: the first requests that the processes see; tiny: after one small request; stall: the adapter is stopped for 6 s
+  a third of the way
   in; slow: from then on all processes have a tenth of the machine, by a control group;
 * 10x: clients come at ten times the capacity, each with one request.
 
 A client that is refused waits its Retry-After and comes again. The columns:
 
-* false: refused although it would have been answered: behind all that had been let in by then, which is known from when that was answered,
-  and behind all who had been told to come again and had not yet, at the largest rate that was seen of this device (slow: after the
-  slow-down), with a full batch and a tenth of the budget to spare; of all requests;
-* late: let in and not answered within the budget; of those let in. Onset: until ten full batches and twice the budget have passed, but for
+* false: refused although it would have been answered: behind all that had been let in by then, which is known from when
+  that was answered,
+  and behind all who had been told to come again and had not yet, at the largest rate that was seen of this device
+  (slow: after the slow-down), with a full batch and a tenth of the budget to spare; of all requests;
+* late: let in and not answered within the budget; of those let in. Onset: until ten full batches and twice the budget
+  have passed, but for
   half of the cell at most, and from a stall or a slow-down on; steady: else;
 * served: let in and answered in time, of those who came again when they were told to;
 * goodput: answers in time a second in the second half of a cell, of what full batches would give;
@@ -21,7 +24,8 @@ A client that is refused waits its Retry-After and comes again. The columns:
 
     python bench/overload.py [--before CHECKOUT] [--only TEXT] [--out bench/results/overload.md]
 
-`--before` runs another checkout's processes in turns with these, in the cells that are cheap: tiny, and 10x with one gateway.
+`--before` runs another checkout's processes in turns with these, in the cells that are cheap: tiny, and 10x with one
+gateway.
 """
 
 from __future__ import annotations
@@ -176,7 +180,8 @@ class Found:
         count = len(self.tries)
         return (
             f"{count} | {refused / count:.1%} | {self.false() / count:.2%} | {_share(self.late(onset=False))} | "
-            f"{_share(self.late(onset=True))} | {_share(self.served())} | {f'{self.goodput():.0%}' if case.start == '10x' else ''} | "
+            f"{_share(self.late(onset=True))} | {_share(self.served())} | "
+            f"{f'{self.goodput():.0%}' if case.start == '10x' else ''} | "
             f"{self.log_lines / (self.ended_s - self.began_s):.1f} | {others} |"
         )
 
@@ -198,7 +203,9 @@ class Run:
 
     def _message(self, client: int) -> bytes:
         body = msgspec.json.encode({"items": [f"{client:06d}"]})
-        return request(f"/v1/encode/{MODEL}", body, "application/json", x_sie_timeout_ms=str(int(1000 * self.case.budget_s)))
+        return request(
+            f"/v1/encode/{MODEL}", body, "application/json", x_sie_timeout_ms=str(int(1000 * self.case.budget_s))
+        )
 
     async def _ask(self, client: int, *, is_return: bool = False) -> Try:
         way = client % len(self._ways)
@@ -287,7 +294,13 @@ class Run:
 
 def cell(case: Case, code: Path | None) -> Found:
     device = Device(1000 * case.device[0], 1e6 * case.device[1])
-    plan = Plan([MODEL], gateways=case.gateways, workers=[device], environ={"SIE_BATCHER_MAX_BATCH_REQUESTS": str(REQUESTS)}, code=code)
+    plan = Plan(
+        [MODEL],
+        gateways=case.gateways,
+        workers=[device],
+        environ={"SIE_BATCHER_MAX_BATCH_REQUESTS": str(REQUESTS)},
+        code=code,
+    )
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan) as stack:
         return uvloop.run(Run(case, stack).run())
 
@@ -300,14 +313,26 @@ def main() -> None:
     options = parser.parse_args()
     say, began_s = Report(), time.perf_counter()
     say("# Overload, stalls and slow machines at real processes\n")
-    say(f"`python bench/overload.py{' --before CHECKOUT' if options.before else ''}`, {_processor()}, {os.cpu_count()} cores,")
-    say(f"load average before {os.getloadavg()[0]:.1f}. A device takes a for a batch of at most {REQUESTS} requests and b for a token.")
+    say(
+        f"`python bench/overload.py{' --before CHECKOUT' if options.before else ''}`, {_processor()}, {os.cpu_count()} "
+        "cores,"
+    )
+    say(
+        f"load average before {os.getloadavg()[0]:.1f}. A device takes a for a batch of at most {REQUESTS} requests and"
+        " b for a token."
+    )
     say(f"A request has {TOKENS} tokens. What the columns mean is said in the file itself.\n")
-    say("| start | a, b | clients | budget | code | requests | refused | false | late, steady | late, onset | served | goodput | log/s | |")
+    say(
+        "| start | a, b | clients | budget | code | requests | refused | false | late, steady | late, onset | served | "
+        "goodput | log/s | |"
+    )
     say("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     rates: dict[tuple[float, float], float] = {}
     for case in cases():
-        if options.only and options.only not in f"{case.start} {case.clients} {case.budget_s:g} {case.device[0]:g} {case.gateways}":
+        if (
+            options.only
+            and options.only not in f"{case.start} {case.clients} {case.budget_s:g} {case.device[0]:g} {case.gateways}"
+        ):
             continue
         codes = [("now", None), *([("before", options.before)] if options.before and case.is_compared else [])]
         for name, code in codes:

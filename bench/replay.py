@@ -1,8 +1,11 @@
-"""How well `sie bench replay` predicts: real processes and a device of fixed cost, recorded once, then run as each what-if has it.
+"""How well `sie bench replay` predicts: real processes and a device of fixed cost, recorded once, then run as each
+what-if has it.
 
-1. Requests arrive at random at a cluster of real processes (gateway, broker, sidecar) before the fixed-cost adapter; the sidecar records.
+1. Requests arrive at random at a cluster of real processes (gateway, broker, sidecar) before the fixed-cost adapter;
+  the sidecar records.
 2. The device is fitted to what was recorded.
-3. The cluster is started again with each what-if in force, and replayed with it. Measured beside predicted. Each run has the arrivals that
+3. The cluster is started again with each what-if in force, and replayed with it. Measured beside predicted. Each run
+  has the arrivals that
    the broker saw in it: on a busy machine a client is late, and differently each time.
 
 Run `python bench/replay.py`. The device is a clock, so busy cores cost latency of the processes but no device time.
@@ -73,7 +76,10 @@ async def sent(url: str, requests: Sequence[traces.Request]) -> tuple[list[float
 
 def measured(requests: Sequence[traces.Request], environ: dict[str, str], device: stack.Device) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
-        cluster, file = stack.Stack(Path(folder), stack.Plan(workers=[device], environ=environ)), Path(folder) / "trace.jsonl"
+        cluster, file = (
+            stack.Stack(Path(folder), stack.Plan(workers=[device], environ=environ)),
+            Path(folder) / "trace.jsonl",
+        )
         cluster.workers[0].sidecar.argv += ["--record-trace", str(file)]
         with cluster:
             latency_s, lone_s = asyncio.run(sent(cluster.urls[0], requests))
@@ -91,7 +97,9 @@ def main() -> None:
     host = traces.numbers(HOST_DEFAULT, tuple(HOST))
     was: Seen | None = None
     print(f"{options.arrivals}, a batch takes {options.batch_ms:g} ms + {options.token_us:g} us a token\n")
-    names = [each for name in ("p50, ms", "p99, ms", "device, s", "batches") for each in (f"{name} measured", "predicted")]
+    names = [
+        each for name in ("p50, ms", "p99, ms", "device, s", "batches") for each in (f"{name} measured", "predicted")
+    ]
     print(f"| | {' | '.join(names)} | a lone request, ms |\n|{'---|' * 10}")
     for name, environ in TRIED.items():
         changes = traces.numbers(name, PLAN) if "=" in name else {}
@@ -99,7 +107,9 @@ def main() -> None:
         was = was or seen
         machine = Machine(*traces.fit(was.trace.ran), *(host[each] / unit for each, unit in HOST.items()))
         settings = load(environ={"SIE_MACHINE_PROFILE": "cpu"}).settings
-        found = replay(seen.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine)
+        found = replay(
+            seen.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine
+        )
         # what the replay does not know, HTTP and the broker, is what a lone request takes beyond its forward pass
         beyond_s = seen.lone_s - machine.batch_s(64, 64**2)
         cells = [name]
@@ -107,7 +117,12 @@ def main() -> None:
             cells.append(f"{percentile(sorted(seen.latency_s), percent) * 1e3:.1f}")
             cells.append(f"{(percentile(sorted(found.latency_s), percent) + beyond_s) * 1e3:.1f}")
         ran = seen.trace.ran[20:]
-        cells += [f"{sum(each.seconds for each in ran):.2f}", f"{found.device_s:.2f}", f"{len(ran)}", f"{found.batches}"]
+        cells += [
+            f"{sum(each.seconds for each in ran):.2f}",
+            f"{found.device_s:.2f}",
+            f"{len(ran)}",
+            f"{found.batches}",
+        ]
         cells.append(f"{seen.lone_s * 1e3:.1f}")
         print("| " + " | ".join(cells) + " |", flush=True)
 

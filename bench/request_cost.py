@@ -1,7 +1,9 @@
 """What the queue costs: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
-1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process, the load generator apart.
-2. The same with 1, 20 and 200 models that have had traffic: all of it on one of them, then on each in turn. The former must not depend on
+1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process, the load
+  generator apart.
+2. The same with 1, 20 and 200 models that have had traffic: all of it on one of them, then on each in turn. The former
+  must not depend on
    how many there are; the latter loses what requests of one model share, a batch above all.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
@@ -66,15 +68,27 @@ def check(stack: Stack, models: Sequence[str]) -> None:
 
 def sample(stack: Stack, models: Sequence[str], *, clients: int, seconds: float) -> Sample:
     """A request for each of these models in turn, as `measured`."""
-    return measured(stack, [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models], clients=clients, seconds=seconds)
+    return measured(
+        stack,
+        [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models],
+        clients=clients,
+        seconds=seconds,
+    )
 
 
 def measured(
-    stack: Stack, requests: Sequence[tuple[str, str]], *, clients: int, seconds: float, headers: Mapping[str, str] = wrk.NO_HEADERS
+    stack: Stack,
+    requests: Sequence[tuple[str, str]],
+    *,
+    clients: int,
+    seconds: float,
+    headers: Mapping[str, str] = wrk.NO_HEADERS,
 ) -> Sample:
     """Requests, (path, JSON body), in turn. Raises RuntimeError when one was not answered with 200."""
     before = stack.cpu_s()
-    load = wrk.closed_loop(stack.urls[0], requests, clients=clients, seconds=seconds, folder=stack.folder, headers=headers)
+    load = wrk.closed_loop(
+        stack.urls[0], requests, clients=clients, seconds=seconds, folder=stack.folder, headers=headers
+    )
     after = stack.cpu_s()
     if load.refused or load.failed:
         raise RuntimeError(f"{load.refused} answers were no 200, {load.failed} did not come\n{stack.log()}")
@@ -92,7 +106,11 @@ def row(name: str, each: Sample) -> str:
     return f"| {name} | {load.rate:.0f} | {load.p50_ms:.1f} | {load.p99_ms:.1f} | {cpu} | {each.generator_us:.0f} |"
 
 
-HEAD = "| {} | requests/s | p50 ms | p99 ms | gateway us | sidecar us | broker us | adapter us | wrk us |\n" + 9 * "|---" + "|"
+HEAD = (
+    "| {} | requests/s | p50 ms | p99 ms | gateway us | sidecar us | broker us | adapter us | wrk us |\n"
+    + 9 * "|---"
+    + "|"
+)
 
 
 def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -105,7 +123,9 @@ def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             check(stack, models)
             sample(stack, models, clients=options.clients, seconds=2)
             for name, used in (("one", models[:1]), ("in turn", models)) if count > 1 else (("", models),):
-                rounds = [sample(stack, used, clients=options.clients, seconds=options.seconds) for _ in range(options.rounds)]
+                rounds = [
+                    sample(stack, used, clients=options.clients, seconds=options.seconds) for _ in range(options.rounds)
+                ]
                 found.setdefault(count, middle(rounds))
                 say(row(f"{count} {name}".strip(), middle(rounds)))
             if options.profile and count == options.models[0]:
@@ -115,7 +135,10 @@ def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     spread = (max(totals.values()) - min(totals.values())) / totals[options.models[0]]
     cost = ", ".join(f"{role} {first.cpu_us[role]:.0f} us (goal {goal})" for role, goal in GOALS_US.items())
     say(f"\nAt {options.models[0]} model: {first.load.rate:.0f} requests/s (goal {GOAL_RATE}), {cost}.")
-    say(f"Processor time of a request to one of {min(found)} to {max(found)} models: within {spread:.0%} (goal: 10 %).\n")
+    say(
+        f"Processor time of a request to one of {min(found)} to {max(found)} models: within {spread:.0%} (goal: 10 "
+        "%).\n"
+    )
 
 
 def plan(options: argparse.Namespace, models: Sequence[str]) -> Plan:
@@ -133,13 +156,19 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             total += each.load.answered
             seconds = min(60.0, max(2.0, options.requests / 10 / each.load.rate))
             seen.append((total, stack.rss_bytes()))
-    say("| process | MiB at the start | MiB after 20 % | MiB at the end | KiB per 1,000 requests |\n|---|---|---|---|---|")
+    say(
+        "| process | MiB at the start | MiB after 20 % | MiB at the end | KiB per 1,000 requests "
+        "|\n|---|---|---|---|---|"
+    )
     fitted = seen[max(1, len(seen) // 5) :]
     for role in ROLES:
         slope = float(np.polyfit([count for count, _ in fitted], [rss[role] for _, rss in fitted], 1)[0])
         first, second, last = (rss[role] / 2**20 for rss in (seen[0][1], fitted[0][1], seen[-1][1]))
         say(f"| {role} | {first:.1f} | {second:.1f} | {last:.1f} | {slope * 1000 / 1024:+.1f} |")
-    say(f"\nOver {total} requests at {options.clients} clients; the slope is fitted over the last {len(fitted)} of {len(seen)} readings.\n")
+    say(
+        f"\nOver {total} requests at {options.clients} clients; the slope is fitted over the last {len(fitted)} of "
+        f"{len(seen)} readings.\n"
+    )
 
 
 def profile(stack: Stack, models: Sequence[str], options: argparse.Namespace) -> None:
@@ -148,7 +177,19 @@ def profile(stack: Stack, models: Sequence[str], options: argparse.Namespace) ->
     spy = str(Path(sys.executable).with_name("py-spy"))
     for part in (stack.gateways[0], stack.workers[0].sidecar):
         out = options.profile / f"{part.role}.txt"
-        argv = [spy, "record", "--pid", str(part.pid), "--format", "raw", "--rate", "250", "--output", str(out), *options.spy]
+        argv = [
+            spy,
+            "record",
+            "--pid",
+            str(part.pid),
+            "--format",
+            "raw",
+            "--rate",
+            "250",
+            "--output",
+            str(out),
+            *options.spy,
+        ]
         recording = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         sample(stack, models, clients=options.clients, seconds=options.seconds * 2)
         recording.send_signal(signal.SIGINT)
@@ -173,7 +214,10 @@ def main() -> None:
     say = Report()
     if not wrk.installed():
         sys.exit("wrk was not found; it is the Debian package of that name")
-    say(f"`python bench/request_cost.py`, Python {platform.python_version()}, {os.cpu_count()} cores, {options.clients} clients.\n")
+    say(
+        f"`python bench/request_cost.py`, Python {platform.python_version()}, {os.cpu_count()} cores, {options.clients}"
+        " clients.\n"
+    )
     by_models(options, say)
     if options.long:
         memory(options, say)

@@ -2,9 +2,11 @@
 
     python bench/rulings.py [transforms] [processes] [lengths] [--rounds 5]
 
-transforms   normalise, quantise and MUVERA in the lane, after the forward pass, against in a pool of threads while the lane goes on
+transforms   normalise, quantise and MUVERA in the lane, after the forward pass, against in a pool of threads while the
+  lane goes on
 processes    one process with a lane per core for all models, against a process per model, each with a lane per core
-lengths      time of a token by the length of its text, beside the cost that waits are predicted with (backbones of random weights)
+lengths      time of a token by the length of its text, beside the cost that waits are predicted with (backbones of
+  random weights)
 
 all-MiniLM-L6-v2 in bfloat16, the product's own functions, one torch thread per lane.
 """
@@ -35,7 +37,11 @@ MODELS = 4
 
 
 def cpu() -> str:
-    names = {line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+    names = {
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
     return f"{CORES} cores of {', '.join(sorted(names)) or 'an unnamed processor'}"
 
 
@@ -106,8 +112,14 @@ def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             each.join()
         return BATCH * (BATCHES // CORES * CORES) / (time.perf_counter() - begun_s), statistics.median(took_s)
 
-    say(f"## Transforms: in the lane or in a pool\n\n{CORES} lanes, {BATCH} texts of {LENGTH} tokens a batch, a pool of {CORES} threads.\n")
-    say("| transform | alone, ms a batch | lane, texts/s | pool, texts/s | pool beside lane | lane, ms to the answer | pool, ms |")
+    say(
+        f"## Transforms: in the lane or in a pool\n\n{CORES} lanes, {BATCH} texts of {LENGTH} tokens a batch, a pool of"
+        f" {CORES} threads.\n"
+    )
+    say(
+        "| transform | alone, ms a batch | lane, texts/s | pool, texts/s | pool beside lane | lane, ms to the answer | "
+        "pool, ms |"
+    )
     say("|---" * 7 + "|")
     with ThreadPoolExecutor(CORES, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for name, kind in kinds.items():
@@ -118,8 +130,13 @@ def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             alone_ms = (time.perf_counter() - begun_s) * 100
             rounds = [(run(kind, None), run(kind, pool)) for _ in range(options.rounds)]
             inline, apart = ([each[side] for each in rounds] for side in (0, 1))
-            (lane, lane_s), (pooled, pooled_s) = (tuple(map(statistics.median, zip(*each, strict=True))) for each in (inline, apart))
-            figures = f"{alone_ms:.1f} | {lane:.0f} | {pooled:.0f} | {pooled / lane - 1:+.1%} | {1000 * lane_s:.0f} | {1000 * pooled_s:.0f}"
+            (lane, lane_s), (pooled, pooled_s) = (
+                tuple(map(statistics.median, zip(*each, strict=True))) for each in (inline, apart)
+            )
+            figures = (
+                f"{alone_ms:.1f} | {lane:.0f} | {pooled:.0f} | {pooled / lane - 1:+.1%} | {1000 * lane_s:.0f} | "
+                f"{1000 * pooled_s:.0f}"
+            )
             say(f"| {name} | {figures} |")
     say("")
 
@@ -156,7 +173,9 @@ def serve(models: list[str], pipe: Any) -> None:
         for turn in range(max(counts.values())):
             for model in models:
                 if turn < counts[model]:
-                    jobs.append(Job(RunBatch("b", model, "encode", lengths, ids, (Group(0, BATCH),)), lambda reply: None))
+                    jobs.append(
+                        Job(RunBatch("b", model, "encode", lengths, ids, (Group(0, BATCH),)), lambda reply: None)
+                    )
                     made.lanes.submit(jobs[-1])
         for job in jobs:
             job.finished.wait()
@@ -201,7 +220,10 @@ def processes(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     names = [f"mini-{number}" for number in range(MODELS)]
     one, each = Served([names]), Served([[name] for name in names])
     traffic = {"equal": [4, 4, 4, 4], "one hot model": [13, 1, 1, 1], "one model alone": [16, 0, 0, 0]}
-    say(f"## One process for {MODELS} models, or one each\n\n{BATCH} texts of {LENGTH} tokens a batch, {CORES} lanes in every process.\n")
+    say(
+        f"## One process for {MODELS} models, or one each\n\n{BATCH} texts of {LENGTH} tokens a batch, {CORES} lanes in"
+        " every process.\n"
+    )
     say("| traffic | one process, texts/s | a process each, texts/s | each beside one |\n|---|---|---|---|")
     for name, shares in traffic.items():
         counts = dict(zip(names, shares, strict=True))
@@ -224,16 +246,28 @@ def of_width() -> dict[str, Callable[[], Any]]:
     small = {"vocab_size": 1000, "max_position_embeddings": 4200, "pad_token_id": 0}
 
     def bert(width: int) -> Callable[[], Any]:
-        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 12, "num_hidden_layers": 2}
+        sizes = {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 2,
+        }
         return lambda: BertModel(BertConfig(**sizes, **small))
 
     modern = {"num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    qwen = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    qwen = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 2,
+    }
     return {
-        "BERT, 384": bert(384), "BERT, 768": bert(768),
+        "BERT, 384": bert(384),
+        "BERT, 768": bert(768),
         "ModernBERT, 768, a third of the layers full": lambda: ModernBertModel(ModernBertConfig(**modern, **small)),
         "Qwen3, 1024": lambda: Qwen3Model(Qwen3Config(**qwen, head_dim=128, **small)),
-    }  # fmt: skip
+    }
 
 
 def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -247,7 +281,10 @@ def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     sizes = [16, 64, 128, 256, 512, 1024, 2048, 4096]
     facts = device.attention_facts(torch.device("cpu"), torch.bfloat16)
     compute = device.Compute(torch.device("cpu"), torch.bfloat16, *device.resolve_attention("auto", facts), facts)
-    say(f"## Time of a token by the length of its text\n\n{BATCH_TOKENS} tokens a batch, one thread, bfloat16. Each beside 16 tokens:")
+    say(
+        f"## Time of a token by the length of its text\n\n{BATCH_TOKENS} tokens a batch, one thread, bfloat16. Each "
+        "beside 16 tokens:"
+    )
     say("measured as processor time, then by its cost.\n")
     say(f"| backbone, width | {' | '.join(map(str, sizes))} |")
     say("|---" * (len(sizes) + 1) + "|")
@@ -269,8 +306,10 @@ def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Callable[[str], None]], None]] = {
-    "transforms": transforms, "processes": processes, "lengths": lengths,
-}  # fmt: skip
+    "transforms": transforms,
+    "processes": processes,
+    "lengths": lengths,
+}
 
 
 def main() -> None:
@@ -280,7 +319,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     say = Report()
-    say(f"# Choices of the adapter, measured\n\n`python bench/rulings.py`, {cpu()}, {options.rounds} rounds; medians.\n")
+    say(
+        f"# Choices of the adapter, measured\n\n`python bench/rulings.py`, {cpu()}, {options.rounds} rounds; medians.\n"
+    )
     for name in options.parts:
         PARTS[name](options, say)
     say.save(options.out)

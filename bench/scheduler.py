@@ -1,6 +1,8 @@
-"""What the scheduler's core costs: microseconds for each job that is added and sent, with many models and many jobs waiting.
+"""What the scheduler's core costs: microseconds for each job that is added and sent, with many models and many jobs
+waiting.
 
-Run `python bench/scheduler.py`. One thread, no device: every batch is taken as soon as it is formed and as many jobs come as went.
+Run `python bench/scheduler.py`. One thread, no device: every batch is taken as soon as it is formed and as many jobs
+come as went.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""What tokenising costs: texts one by one against one batch and the pool, long texts against short ones. One run, in turn, medians.
+"""What tokenising costs: texts one by one against one batch and the pool, long texts against short ones. One run, in
+turn, medians.
 
-1. Texts of 500 characters: one call each, one batch, and the pool (the same texts in as many groups as it has workers); wall time and
+1. Texts of 500 characters: one call each, one batch, and the pool (the same texts in as many groups as it has workers);
+  wall time and
    processor time of a text, and the share that goes to the ids' way from the library to numpy.
 2. A text of 10 kB and one of 10 MB, cut to 512 tokens at either end, and the 10 MB counted whole.
 3. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
-4. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a thread of its own,
-   and as the product does it. How long the gather takes, its processor time, and how late the loop's timers are meanwhile.
+4. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a
+  thread of its own,
+   and as the product does it. How long the gather takes, its processor time, and how late the loop's timers are
+   meanwhile.
 
 Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
 """
@@ -39,7 +43,9 @@ TICK_S = 0.0005
 
 
 def prose(words: Sequence[str], characters: int, seed: int) -> str:
-    """Words of the vocabulary, few of them common. With its space a token is some six characters, as in easy English."""
+    """Words of the vocabulary, few of them common. With its space a token is some six characters, as in
+    easy English.
+    """
     common = [1 / rank for rank in range(1, len(words) + 1)]
     parts = random.Random(seed).choices(words, common, k=characters // 4 + 9)
     return " ".join(word + "." if number % 17 == 0 else word for number, word in enumerate(parts))[:characters]
@@ -53,17 +59,24 @@ def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tup
             wall, cpu = time.perf_counter(), time.process_time()
             run()
             taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return {name: (statistics.median(w for w, _ in each), statistics.median(c for _, c in each)) for name, each in taken.items()}
+    return {
+        name: (statistics.median(w for w, _ in each), statistics.median(c for _, c in each))
+        for name, each in taken.items()
+    }
 
 
-def batches(ours: ModelTokenizer, library: Tokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+def batches(
+    ours: ModelTokenizer, library: Tokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int
+) -> None:
     workers = os.cpu_count() or 1
     pool = TokenizerPool(workers)
     texts = [prose(words, 500, seed) for seed in range(TEXTS)]
     groups = [texts[worker::workers] for worker in range(workers)]
 
     async def pooled() -> None:
-        await asyncio.gather(*(pool.run(sum(map(len, group)), partial(ours.encode, group, "END", 0)) for group in groups))
+        await asyncio.gather(
+            *(pool.run(sum(map(len, group)), partial(ours.encode, group, "END", 0)) for group in groups)
+        )
 
     encodings = library.encode_batch_fast(texts)
     found = medians(
@@ -91,7 +104,12 @@ def long_texts(ours: ModelTokenizer, words: Sequence[str], rounds: int) -> None:
 
     cuts: tuple[Truncate, ...] = ("END", "START")
     found = medians(
-        {f"{truncate} {size}": run(text, truncate) for truncate in cuts for size, text in (("10 kB", short), ("10 MB", long))}, rounds
+        {
+            f"{truncate} {size}": run(text, truncate)
+            for truncate in cuts
+            for size, text in (("10 kB", short), ("10 MB", long))
+        },
+        rounds,
     )
     print(f"cut to {LIMIT} tokens: wall ms")
     for truncate in cuts:
@@ -177,14 +195,27 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
     for count, characters in ((4, 200), (8, 200), (16, 200), (32, 200), (64, 200), (8, 900), (16, 900), (64, 900)):
         options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
         items = [Work([Input(prose(words, characters, seed))], None, each) for seed, each in enumerate(options)]
-        works: list[tuple[int, Callable[[], object]]] = [(characters, partial(rows.make, ours, Rows("text"), [item])) for item in items]
-        ways = {"on the loop": here, "a thread each": apart, "together": InPool(os.cpu_count() or 1, count * characters)}
+        works: list[tuple[int, Callable[[], object]]] = [
+            (characters, partial(rows.make, ours, Rows("text"), [item])) for item in items
+        ]
+        ways = {
+            "on the loop": here,
+            "a thread each": apart,
+            "together": InPool(os.cpu_count() or 1, count * characters),
+        }
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
         for _ in range(3 * rounds):
             for name, run in ways.items():
                 found[name].append(loop.run_until_complete(gathered(run, works)))
-        figures = [" ".join(f"{1e3 * statistics.median(one):6.2f}" for one in zip(*each, strict=True)) for each in found.values()]
-        print(f"  {count:2} x {characters}: " + ";  ".join(f"{name} {each}" for name, each in zip(found, figures, strict=True)), flush=True)
+        figures = [
+            " ".join(f"{1e3 * statistics.median(one):6.2f}" for one in zip(*each, strict=True))
+            for each in found.values()
+        ]
+        print(
+            f"  {count:2} x {characters}: "
+            + ";  ".join(f"{name} {each}" for name, each in zip(found, figures, strict=True)),
+            flush=True,
+        )
     executor.shutdown()
 
 

@@ -1,4 +1,6 @@
-"""Drive `wrk` (Debian package), the cheapest load generator at hand: prebuilt requests, keep-alive connections, its own processor time."""
+"""Drive `wrk` (Debian package), the cheapest load generator at hand: prebuilt requests, keep-alive connections, its own
+processor time.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ function request()
 end
 function done(summary, latency, requests)
   local errors = summary.errors
-  io.write(string.format("RESULT %%d %%d %%d %%d %%d %%d\\n", summary.requests, summary.duration, latency:percentile(50),
-    latency:percentile(99), errors.status, errors.connect + errors.read + errors.write + errors.timeout))
+  io.write(string.format("RESULT %%d %%d %%d %%d %%d %%d\\n", summary.requests, summary.duration,
+    latency:percentile(50), latency:percentile(99), errors.status,
+    errors.connect + errors.read + errors.write + errors.timeout))
 end
 """
 
@@ -57,16 +60,37 @@ def installed() -> bool:
 
 
 def closed_loop(
-    url: str, requests: Sequence[tuple[str, str]], *, clients: int, seconds: float, folder: Path, headers: Mapping[str, str] = NO_HEADERS
+    url: str,
+    requests: Sequence[tuple[str, str]],
+    *,
+    clients: int,
+    seconds: float,
+    folder: Path,
+    headers: Mapping[str, str] = NO_HEADERS,
 ) -> Load:
-    """`clients` connections, each sending its next request, a (path, JSON body), when the last was answered, for whole `seconds`.
+    """`clients` connections, each sending its next request, a (path, JSON body), when the last was answered, for whole
+    `seconds`.
 
-    Raises RuntimeError."""
+    Raises RuntimeError.
+    """
     script = folder / "requests.lua"
     bodies = ", ".join(f"{{ {_quoted(path)}, {_quoted(body)} }}" for path, body in requests)
-    script.write_text(_SCRIPT % (bodies, "\n".join(f"wrk.headers[{_quoted(name)}] = {_quoted(value)}" for name, value in headers.items())))
+    script.write_text(
+        _SCRIPT
+        % (bodies, "\n".join(f"wrk.headers[{_quoted(name)}] = {_quoted(value)}" for name, value in headers.items()))
+    )
     pieces = urlsplit(url)
-    argv = ["wrk", "-t1", f"-c{clients}", f"-d{math.ceil(seconds)}s", "--timeout", "30s", "-s", str(script), f"{pieces.scheme}://{pieces.netloc}"]
+    argv = [
+        "wrk",
+        "-t1",
+        f"-c{clients}",
+        f"-d{math.ceil(seconds)}s",
+        "--timeout",
+        "30s",
+        "-s",
+        str(script),
+        f"{pieces.scheme}://{pieces.netloc}",
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     with process.stdout as output:
@@ -82,4 +106,10 @@ def closed_loop(
 
 def _quoted(text: str) -> str:
     """A Lua string."""
-    return '"' + "".join(f"\\{byte:03d}" if byte < 32 or byte > 126 or chr(byte) in '"\\' else chr(byte) for byte in text.encode()) + '"'
+    return (
+        '"'
+        + "".join(
+            f"\\{byte:03d}" if byte < 32 or byte > 126 or chr(byte) in '"\\' else chr(byte) for byte in text.encode()
+        )
+        + '"'
+    )

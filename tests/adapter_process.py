@@ -1,7 +1,7 @@
 """The real adapter process and a client of its socket.
 
-    with running(folder / "a.sock") as adapter, adapter.connect() as client:
-        client.load()
+with running(folder / "a.sock") as adapter, adapter.connect() as client:
+    client.load()
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import Operation
 
 MODEL = "mini"
-ENTRY: dict[str, Any] = yaml.safe_load((packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text())
+ENTRY: dict[str, Any] = yaml.safe_load(
+    (packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text()
+)
 
 
 class Refusal(Exception):
@@ -102,10 +104,16 @@ class Adapter:
 def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) -> Adapter:
     """`before`: what the process does first."""
     code = (
-        f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\n"
-        f"from sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, spare={spare}))"
+        f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\nfrom "
+        "sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, "
+        f"spare={spare}))"
     )
-    kept = ("PATH", "HOME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # the last two let a CPU stand in for a lesser one
+    kept = (
+        "PATH",
+        "HOME",
+        "ATEN_CPU_CAPABILITY",
+        "ONEDNN_MAX_CPU_ISA",
+    )  # the last two let a CPU stand in for a lesser one
     known = {name: os.environ[name] for name in kept if name in os.environ}
     settings = {
         "SIE_IPC_SOCKET_PATH": str(path),
@@ -116,7 +124,9 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
         "SIE_ALLOW_REMOTE_CODE": "true",
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
-    process = subprocess.Popen([sys.executable, "-c", code], env={**known, **settings, **environ}, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**known, **settings, **environ}, stderr=subprocess.PIPE, text=True
+    )
     return Adapter(path, process)
 
 
@@ -136,11 +146,19 @@ def stop(adapter: Adapter) -> None:
 
 
 def toy(folder: Path, **changes: Any) -> dict[str, Any]:
-    fields = {"id": folder.name, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280}
+    fields = {
+        "id": folder.name,
+        "weights": {"path": str(folder)},
+        "family": "text-encoder",
+        "outputs": {"dense": 32},
+        "max_tokens": 280,
+    }
     return {**fields, **changes}
 
 
-def batch(sequences: list[list[int]], model: str = MODEL, operation: Operation = "encode", **changes: Any) -> ipc.RunBatch:
+def batch(
+    sequences: list[list[int]], model: str = MODEL, operation: Operation = "encode", **changes: Any
+) -> ipc.RunBatch:
     fields: dict[str, Any] = {"groups": (ipc.Group(0, len(sequences)),), "batch": "b", **changes}
     lengths = np.array([len(ids) for ids in sequences], "<i4").tobytes()
     ids = np.array([token for ids in sequences for token in ids], "<i4").tobytes()

@@ -1,10 +1,13 @@
-"""Clients, the real Admission of gateways, and workers whose device is a clock, in virtual time: what a rule refuses, and whether it must.
+"""Clients, the real Admission of gateways, and workers whose device is a clock, in virtual time: what a rule refuses,
+and whether it must.
 
-    clients ──► Rule (Admission, or the rule before it) ──► queue ──► workers: a batch takes a + b x tokens ──► results ──► Rule
+    clients ──► Rule (Admission, or the rule before it) ──► queue ──► workers: a batch takes a + b x tokens ──► results
+    ──► Rule
 
 Of a request that was refused it is worked out what would have become of it: `true_s`
-takes all work that was ahead of it at that moment, and that of clients who were promised a turn before it, by the true times of the device,
-what is still to come included. A refusal is false if the request would then have been answered within its budget, with SPARE to spare.
+takes all work that was ahead of it at that moment, and that of clients who were promised a turn before it, by the true
+times of the device, what is still to come included. A refusal is false if the request would then have been answered
+within its budget, with SPARE to spare.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ BATCHES = 2.0  # that must fit into a budget: the one that runs when a request c
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix. `start`: "cold", "tiny" (one small request before), "stall" (nothing runs for 6 s after a third of the time
-    or of the requests), "slow" (everything takes the device ten times as long from then on). `load`: "closed", each client asks again when
-    it was answered; "open", requests come at ten times the capacity; "burst", each client asks once. A client that was refused comes again
-    when it was told to."""
+    """One cell of the matrix. `start`: "cold", "tiny" (one small request before), "stall" (nothing runs for 6 s after a
+    third of the time or of the requests), "slow" (everything takes the device ten times as long from then on). `load`:
+    "closed", each client asks again when it was answered; "open", requests come at ten times the capacity; "burst",
+    each client asks once. A client that was refused comes again when it was told to.
+    """
 
     batch_s: float
     token_s: float
@@ -73,7 +77,9 @@ class Case:
         return SLOWER if self.start == "slow" else 1.0
 
     def full_tokens(self, factor: float = 1.0) -> float:
-        """Of the largest batch of which BATCHES fit into the budget on a device that takes `factor` times as long. May be below 0."""
+        """Of the largest batch of which BATCHES fit into the budget on a device that takes `factor` times as long. May
+        be below 0.
+        """
         by_time = (self.budget_s / BATCHES / factor - self.batch_s) / self.token_s
         return min(self.batch_cost, self.batch_items * self.tokens, by_time)
 
@@ -114,9 +120,14 @@ class Report:
     seconds: float = 0.0
     phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
     stall: tuple[float, float] = (math.inf, math.inf)
-    struck: tuple[float, float] = (math.inf, math.inf)  # from, until: who came then could not know of the stall or the slow-down
+    struck: tuple[float, float] = (
+        math.inf,
+        math.inf,
+    )  # from, until: who came then could not know of the stall or the slow-down
     begun_s: float = math.inf  # the stall, or the slow-down
-    known_s: float = math.inf  # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
+    known_s: float = (
+        math.inf
+    )  # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
 
     def is_onset(self, at_s: float) -> bool:
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.phases)
@@ -126,7 +137,9 @@ class Report:
 
     @property
     def false(self) -> int:
-        """Refused at once although it would have been answered in time, with a tenth of the budget and a batch to spare."""
+        """Refused at once although it would have been answered in time, with a tenth of the budget and a batch to
+        spare.
+        """
         case = self.case
         spare_s = SPARE * case.budget_s + case.full_s()
         found = [each for each in self._refused() if each.would_s + spare_s <= each.deadline_s - each.at_s]
@@ -136,7 +149,9 @@ class Report:
         return self.of("refused") + self.of("shed")
 
     def _is_in_stall(self, one: Try) -> bool:
-        """Whether the device had stood still for as long as its budget when it was refused: nobody could know that this ends in time."""
+        """Whether the device had stood still for as long as its budget when it was refused: nobody could know that this
+        ends in time.
+        """
         return self.stall[0] + (one.deadline_s - one.at_s) <= one.end_s < self.stall[1]
 
     def late(self, *, onset: bool) -> tuple[int, int]:
@@ -144,20 +159,25 @@ class Report:
         return sum(each.outcome == "late" for each in accepted), len(accepted)
 
     def is_struck(self, one: Try) -> bool:
-        """Whether it came before anybody could see that the device stands still or is slow, and was not answered for that."""
+        """Whether it came before anybody could see that the device stands still or is slow, and was not answered for
+        that.
+        """
         return one.outcome == "late" and self.struck[0] <= one.at_s <= self.struck[1]
 
     def lost(self) -> int:
         """Late ones that were struck, and those that were refused in a stall although it ended in time."""
-        refused = [each for each in self._refused() if self._is_in_stall(each) and each.would_s <= each.deadline_s - each.at_s]
+        refused = [
+            each for each in self._refused() if self._is_in_stall(each) and each.would_s <= each.deadline_s - each.at_s
+        ]
         return sum(self.is_struck(each) for each in self._accepted()) + len(refused)
 
     def _accepted(self) -> list[Try]:
         return [each for each in self.tries if each.outcome in ("answered", "late", "shed")]
 
     def returns(self, *, foreseen: bool = True) -> tuple[int, int]:
-        """Those that were answered in time, of those that came again when they were told to. Not `foreseen`: of those only that were told
-        before the stall or the slow-down could be known, and that it met."""
+        """Those that were answered in time, of those that came again when they were told to. Not `foreseen`: of those
+        only that were told before the stall or the slow-down could be known, and that it met.
+        """
         found = [each for each in self.tries if each.is_return and each.outcome and self._is_foreseen(each) == foreseen]
         return sum(each.outcome == "answered" for each in found), len(found)
 
@@ -218,7 +238,14 @@ class Device:
         self.rate.ended(tokens, world.now_s)
         note = BatchNote(name, len(batch), len(batch), tokens)
         for job in batch:
-            result = WorkResult(job.name, 0, self.name, (Ok({}, job.one.tokens),), stages=Stages(inference_ms=seconds * 1000), batch=note)
+            result = WorkResult(
+                job.name,
+                0,
+                self.name,
+                (Ok({}, job.one.tokens),),
+                stages=Stages(inference_ms=seconds * 1000),
+                batch=note,
+            )
             world.at(world.now_s + WAY_S, lambda job=job, result=result: world.answered(job, result))
         self.take()
 
@@ -234,10 +261,13 @@ class Job:
 
 
 class Before(Admission):
-    """The rule before this one: all that is ahead and a full batch of every worker, by the rates that the workers tell of themselves, or
-    that full batches would have by the times of the last ones. No turns."""
+    """The rule before this one: all that is ahead and a full batch of every worker, by the rates that the workers tell
+    of themselves, or that full batches would have by the times of the last ones. No turns.
+    """
 
-    def check(self, key: str, lane: Lane, priority: Any, residency: str, cost: int, budget_s: float, client: Any = bytes) -> None:
+    def check(
+        self, key: str, lane: Lane, priority: Any, residency: str, cost: int, budget_s: float, client: Any = bytes
+    ) -> None:
         place = self._place(lane, priority, residency)
         ahead = place.window.ahead(key, cost)
         self._look(place, self._clock())
@@ -339,21 +369,36 @@ class World:
 
     def true_end_s(self, tokens: int) -> float:
         """When a request would be answered that is let in now, behind all that is ahead and all that was promised."""
-        running = [job.one.tokens for device in self.devices if device.running for job in device.running[1] if not job.withdrawn]
+        running = [
+            job.one.tokens
+            for device in self.devices
+            if device.running
+            for job in device.running[1]
+            if not job.withdrawn
+        ]
         promised = max(self.promised(one) for one, _ in self.gateways)
-        ahead, count = self.entered_tokens - sum(running) + promised, len(self.entered) - len(running) + promised / self.case.tokens
+        ahead, count = (
+            self.entered_tokens - sum(running) + promised,
+            len(self.entered) - len(running) + promised / self.case.tokens,
+        )
         return self.end_s(ahead + tokens, count + 1)
 
     def shed_end_s(self, job: Job) -> float:
         """The same of one that was let in."""
         running = {id(each) for device in self.devices if device.running for each in device.running[1]}
-        ahead = [each.one.tokens for each in itertools.takewhile(lambda each: each is not job, self.entered) if id(each) not in running]
+        ahead = [
+            each.one.tokens
+            for each in itertools.takewhile(lambda each: each is not job, self.entered)
+            if id(each) not in running
+        ]
         return self.end_s(sum(ahead) + job.one.tokens, len(ahead) + 1)
 
     def end_s(self, tokens: float, count: float) -> float:
         """When so much is done beside what runs."""
         case = self.case
-        batches = math.ceil(max(tokens / max(case.tokens, min(case.batch_cost, case.full_tokens())), count / case.batch_items))
+        batches = math.ceil(
+            max(tokens / max(case.tokens, min(case.batch_cost, case.full_tokens())), count / case.batch_items)
+        )
         begun_s = min(device.running[0] if device.running else self.now_s for device in self.devices)
         return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
 
@@ -363,10 +408,18 @@ class World:
     # ---- clients
 
     def ask(
-        self, client: int, *, is_return: bool = False, token: bytes = b"", told_s: float = -math.inf, then: Callable[[Try], None]
-    ) -> None:  # fmt: skip
+        self,
+        client: int,
+        *,
+        is_return: bool = False,
+        token: bytes = b"",
+        told_s: float = -math.inf,
+        then: Callable[[Try], None],
+    ) -> None:
         case = self.case
-        tokens = case.tokens if case.tokens < 16 else max(3, int(self.random.lognormvariate(math.log(case.tokens), 0.6)))
+        tokens = (
+            case.tokens if case.tokens < 16 else max(3, int(self.random.lognormvariate(math.log(case.tokens), 0.6)))
+        )
         one = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return, told_s=told_s)
         self.report.tries.append(one)
         gateway = self.random.randrange(case.gateways)
@@ -374,7 +427,9 @@ class World:
         try:
             admission.check("key", LANE, "interactive", MODEL, tokens, case.budget_s, lambda: token)
             number = str(len(self.report.tries))
-            permits = admission.enter("key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number)
+            permits = admission.enter(
+                "key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number
+            )
         except QueueFull as error:
             one.outcome, one.end_s, one.retry_s = "refused", self.now_s, error.retry_after_s
             one.would_s = self.true_end_s(tokens) - self.now_s
@@ -460,9 +515,15 @@ class World:
                     return
                 if one.outcome in ("refused", "shed"):
                     ready_s, told_s = self.now_s + one.retry_s + self.random.uniform(0.001, 0.02), self.now_s
-                    self.at(ready_s, lambda: self.ask(client, is_return=True, token=b"%d" % client, told_s=told_s, then=then))
+                    self.at(
+                        ready_s,
+                        lambda: self.ask(client, is_return=True, token=b"%d" % client, told_s=told_s, then=then),
+                    )
                 elif case.load == "closed":
-                    self.at(self.now_s + self.random.uniform(0.0, 0.002), lambda: self.ask(client, token=b"%d" % client, then=then))
+                    self.at(
+                        self.now_s + self.random.uniform(0.0, 0.002),
+                        lambda: self.ask(client, token=b"%d" % client, then=then),
+                    )
 
             self.ask(client, token=b"%d" % client, then=then)
 
@@ -483,9 +544,11 @@ class World:
                 self.at(begin_s + self.random.uniform(0, 0.002), lambda client=client: loop(client))
         while self._events:
             due_s, _, action = heapq.heappop(self._events)
-            if case.start in ("stall", "slow") and not self.stops and (
-                len(report.tries) >= case.requests / 3 or due_s >= start_s + case.seconds / 3
-            ):  # fmt: skip
+            if (
+                case.start in ("stall", "slow")
+                and not self.stops
+                and (len(report.tries) >= case.requests / 3 or due_s >= start_s + case.seconds / 3)
+            ):
                 if case.start == "stall":
                     self.stops = [(self.now_s, self.now_s + STALL_S, math.inf)]
                     report.stall = self.now_s, self.now_s + STALL_S
@@ -513,10 +576,21 @@ class World:
         case = self.case
         for one, fleet in self.gateways:
             for device in self.devices:
-                fleet.note(Heartbeat(
-                    device.name, "_default", "_default", "default", True, "0", models=(ModelStatus(MODEL, "loaded"),),
-                    rate=device.rate.tokens_per_s, credit_cost=3 * case.batch_cost, credit_items=3 * case.batch_items,
-                    batch_cost=case.batch_cost, pipeline=1,
-                ))  # fmt: skip
+                fleet.note(
+                    Heartbeat(
+                        device.name,
+                        "_default",
+                        "_default",
+                        "default",
+                        True,
+                        "0",
+                        models=(ModelStatus(MODEL, "loaded"),),
+                        rate=device.rate.tokens_per_s,
+                        credit_cost=3 * case.batch_cost,
+                        credit_items=3 * case.batch_items,
+                        batch_cost=case.batch_cost,
+                        pipeline=1,
+                    )
+                )
             one.sweep()
         self.at(self.now_s + BEAT_S, self.beat)

@@ -1,6 +1,6 @@
 """The routes of docs/api.md, made from the OpenAPI document of a gateway.
 
-    python tests/api_page.py
+python tests/api_page.py
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def _fields(title: str, schema: Schema) -> Iterator[str]:
     yield f"| {title} | | |"
     yield "|---|---|---|"
     for name, each in schema.get("properties", {}).items():
-        yield f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(each))} | {_cell(each.get('description', ''))} |"
+        yield (
+            f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(each))} | "
+            f"{_cell(each.get('description', ''))} |"
+        )
         if each.get("type") == "object":
             for inner, deeper in each.get("properties", {}).items():
                 yield f"| `{name}.{inner}` | {_cell(kind(deeper))} | {_cell(deeper.get('description', ''))} |"
@@ -70,7 +73,9 @@ def _body(operation: Schema) -> Schema | None:
 
 def _answer(operation: Schema) -> tuple[Schema, list[str]]:
     """The schema of a success in JSON, and the types in which it comes."""
-    found: Schema = next((operation["responses"][status] for status in ("200", "201") if status in operation["responses"]), {})
+    found: Schema = next(
+        (operation["responses"][status] for status in ("200", "201") if status in operation["responses"]), {}
+    )
     content = found.get("content", {})
     return content.get("application/json", {}).get("schema", {}), list(content)
 
@@ -111,7 +116,9 @@ def _headers(paths: Schema) -> Iterator[str]:
 
 def routes(found: Schema) -> str:
     """All operations by tag. Those that differ in their path alone stand together."""
-    summaries = {path: operation["summary"] for path, methods in found["paths"].items() for operation in methods.values()}
+    summaries = {
+        path: operation["summary"] for path, methods in found["paths"].items() for operation in methods.values()
+    }
     tags: dict[str, dict[tuple[str, str], tuple[list[str], Schema]]] = {}
     for path, methods in found["paths"].items():
         for method, operation in methods.items():

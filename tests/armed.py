@@ -1,6 +1,7 @@
 """Every failpoint of the product, what a test arms it with, and the cluster in which that happens.
 
-    Places: process started with --failpoints ──► whatever reaches the place ──► it died, failed or stood still there ──► started again
+    Places: process started with --failpoints ──► whatever reaches the place ──► it died, failed or stood still there
+    ──► started again
 
 The supervisor of these tests is `Field.supervise`: what is dead starts again, unarmed, as under `sie serve`.
 """
@@ -152,8 +153,11 @@ class Field:
         self.stack = stack
         self.worker = stack.workers[0]
         self.parts: dict[Role, Part] = {
-            "gateway": stack.gateways[0], "sidecar": self.worker.sidecar, "adapter": self.worker.adapter, "config": stack.config,
-        }  # fmt: skip
+            "gateway": stack.gateways[0],
+            "sidecar": self.worker.sidecar,
+            "adapter": self.worker.adapter,
+            "config": stack.config,
+        }
         self.payloads = stack.folder / "payloads"
         self._clients = ThreadPoolExecutor(16)
         self._expected: dict[str, np.ndarray] = {}
@@ -163,9 +167,13 @@ class Field:
     @contextlib.contextmanager
     def running(folder: Path, device: Device | None = Device(deadly=DEADLY)) -> Iterator[Field]:  # noqa: B008  frozen
         environ = {
-            "SIE_PAYLOAD_STORE_URL": str(folder / "payloads"), "SIE_INLINE_PAYLOAD_BYTES": str(INLINE_BYTES), "SIE_CHUNK_COST": "1000000",
-            "SIE_MAX_ITEMS_PER_REQUEST": str(BIG_ITEMS), "SIE_ACK_WAIT_S": str(ACK_WAIT_S), "SIE_KEY_WINDOW_TOKENS": "4000000",
-        }  # fmt: skip
+            "SIE_PAYLOAD_STORE_URL": str(folder / "payloads"),
+            "SIE_INLINE_PAYLOAD_BYTES": str(INLINE_BYTES),
+            "SIE_CHUNK_COST": "1000000",
+            "SIE_MAX_ITEMS_PER_REQUEST": str(BIG_ITEMS),
+            "SIE_ACK_WAIT_S": str(ACK_WAIT_S),
+            "SIE_KEY_WINDOW_TOKENS": "4000000",
+        }
         if device is not None:
             environ["SIE_PRELOAD_MODELS"] = WARM
         with Stack(folder, Plan([WARM, *COLD], workers=(device,), environ=environ, preload=device is None)) as stack:
@@ -201,9 +209,14 @@ class Field:
     def reached(self, name: str, action: Action, part: Part) -> None:
         """Wait until the process did what it was armed for, and start it again where that ended it."""
         if action == "error":
-            self._within(lambda: any(f"FailpointError: {name}" in line for line in part.log), f"{part.name} fails at {name}")
+            self._within(
+                lambda: any(f"FailpointError: {name}" in line for line in part.log), f"{part.name} fails at {name}"
+            )
         elif action == "stop":
-            self._within(lambda: psutil.Process(part.pid).status() == psutil.STATUS_STOPPED, f"{part.name} stands still at {name}")
+            self._within(
+                lambda: psutil.Process(part.pid).status() == psutil.STATUS_STOPPED,
+                f"{part.name} stands still at {name}",
+            )
             os.kill(part.pid, signal.SIGCONT)
         else:
             self._within(lambda: not part.alive, f"{part.name} dies at {name}")
@@ -243,13 +256,17 @@ class Field:
     def ask(
         self, *texts: str, model: str = WARM, budget_s: float = BUDGET_S, leave_s: float | None = None
     ) -> Future[Answer]:
-        """One request from a client of its own, which goes away after `leave_s`. A result is checked; an error must be typed."""
+        """One request from a client of its own, which goes away after `leave_s`. A result is checked; an error must be
+        typed.
+        """
 
         def run() -> Answer:
             started_s = time.monotonic()
             url, headers = f"{self.stack.urls[0]}/v1/encode/{model}", {"X-SIE-Timeout-Ms": str(int(budget_s * 1000))}
             try:
-                got = httpx.post(url, json={"items": texts}, headers=headers, timeout=leave_s or budget_s + 20, trust_env=False)
+                got = httpx.post(
+                    url, json={"items": texts}, headers=headers, timeout=leave_s or budget_s + 20, trust_env=False
+                )
             except httpx.TransportError:
                 return Answer(0, {}, time.monotonic() - started_s)
             answer = Answer(got.status_code, got.json(), time.monotonic() - started_s)
@@ -272,7 +289,9 @@ class Field:
 
     def learn(self, model: str, text: str) -> None:
         """Take what the unarmed adapter answers for right."""
-        answer = httpx.post(f"{self.stack.urls[0]}/v1/encode/{model}", json={"items": [text]}, timeout=60, trust_env=False)
+        answer = httpx.post(
+            f"{self.stack.urls[0]}/v1/encode/{model}", json={"items": [text]}, timeout=60, trust_env=False
+        )
         assert answer.status_code == 200, answer.text
         self._expected[text] = np.array(answer.json()["items"][0]["dense"]["values"])
 
@@ -295,7 +314,9 @@ class Field:
 
     def stream(self, name: str) -> dict[str, Any]:
         """State of a stream and of its consumers, by the broker's monitor."""
-        found = httpx.get(f"{self.stack.monitor_urls[0]}/jsz?streams=true&consumers=true", timeout=5, trust_env=False).json()
+        found = httpx.get(
+            f"{self.stack.monitor_urls[0]}/jsz?streams=true&consumers=true", timeout=5, trust_env=False
+        ).json()
         streams = {each["name"]: each for account in found["account_details"] for each in account["stream_detail"]}
         return streams.get(name, {"state": {"messages": 0}})
 

@@ -1,4 +1,5 @@
-"""Which versions of constraints.txt have known vulnerabilities, by a folder of advisories in the OSV format, as OSV and PyPA publish them.
+"""Which versions of constraints.txt have known vulnerabilities, by a folder of advisories in the OSV format, as OSV and
+PyPA publish them.
 
     python tests/audit.py ADVISORIES
 
@@ -38,7 +39,9 @@ def pinned(text: str) -> dict[str, Version]:
 
 
 def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """All that the folder has, at any depth, as JSON or YAML. Raises ValueError where there is none: an empty folder proves nothing."""
+    """All that the folder has, at any depth, as JSON or YAML. Raises ValueError where there is none: an empty folder
+    proves nothing.
+    """
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".json", ".yaml", ".yml"))
     if not files:
         raise ValueError(f"{folder} has no advisories")
@@ -50,7 +53,9 @@ def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def is_affected(affected: Mapping[str, Any], version: Version) -> bool:
-    """Whether a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to `last_affected`."""
+    """Whether a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to
+    `last_affected`.
+    """
     if any(_version(each) == version for each in affected.get("versions") or ()):
         return True
     ranges = [each for each in affected.get("ranges") or () if each.get("type") == "ECOSYSTEM"]

@@ -1,4 +1,6 @@
-"""A bound on the processor time of some processes: a control group of version 2 or 1, or stopping them for a part of the time."""
+"""A bound on the processor time of some processes: a control group of version 2 or 1, or stopping them for a part of
+the time.
+"""
 
 from __future__ import annotations
 

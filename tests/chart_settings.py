@@ -2,9 +2,10 @@
 
     python tests/chart_settings.py
 
-writes charts/sie-cluster/files/settings.json, types and bounds into values.schema.json, and files/nats-users.conf, whose source
-is that of `sie serve`: the broker of the chart and the embedded one give each user the same permissions. It writes the keys of the schema
-into files/keys.json: the schema itself refuses no key, so that templates can say which one was meant.
+writes charts/sie-cluster/files/settings.json, types and bounds into values.schema.json, and files/nats-users.conf,
+whose source is that of `sie serve`: the broker of the chart and the embedded one give each user the same permissions.
+It writes the keys of the schema into files/keys.json: the schema itself refuses no key, so that templates can say which
+one was meant.
 """
 
 from __future__ import annotations
@@ -25,16 +26,49 @@ USERS = CHART / "files" / "nats-users.conf"
 USERS_SOURCE = Path(sie_contracts.__file__).parent / "broker" / "nats" / "users.conf"
 
 # What templates write themselves, from keys of their own in values.yaml or because the chart alone can know it.
-OWN = frozenset({
-    "SIE_ADMIN_TOKEN", "SIE_AUTH_MODE", "SIE_AUTH_TOKENS", "SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_BUNDLE",
-    "SIE_CLUSTER_CACHE", "SIE_CONFIG_READ_TOKEN", "SIE_CONFIG_SERVICE_URL", "SIE_DEVICE", "SIE_DISK_CACHE_BYTES",
-    "SIE_GATEWAY_CONFIGURED_GPUS",
-    "SIE_GATEWAY_HEALTH_MODE", "SIE_GATEWAY_K8S_NAMESPACE", "SIE_GATEWAY_K8S_PORT", "SIE_GATEWAY_K8S_SERVICE", "SIE_GATEWAY_KUBERNETES",
-    "SIE_GATEWAY_METRICS_PORT", "SIE_GATEWAY_REQUEST_TIMEOUT", "SIE_GATEWAY_URL", "SIE_GPU_COUNT", "SIE_HF_FALLBACK", "SIE_IPC_SOCKET_PATH",
-    "SIE_LOCAL_CACHE", "SIE_LOG_JSON", "SIE_MACHINE_PROFILE", "SIE_MAX_BATCH_COST", "SIE_MODELS_DIR", "SIE_NATS_PASSWORD",
-    "SIE_NATS_URL", "SIE_PAYLOAD_STORE_URL", "SIE_POOL", "SIE_PRELOAD_MODELS", "SIE_ROOT_PATH", "SIE_STREAM_REPLICAS", "SIE_STREAM_STORAGE",
-    "SIE_TRACING_ENABLED", "SIE_WORKER_ID", "SIE_WORKER_METRICS_PORT",
-})  # fmt: skip
+OWN = frozenset(
+    {
+        "SIE_ADMIN_TOKEN",
+        "SIE_AUTH_MODE",
+        "SIE_AUTH_TOKENS",
+        "SIE_BATCHER_COALESCE_MS",
+        "SIE_BATCHER_MAX_BATCH_REQUESTS",
+        "SIE_BUNDLE",
+        "SIE_CLUSTER_CACHE",
+        "SIE_CONFIG_READ_TOKEN",
+        "SIE_CONFIG_SERVICE_URL",
+        "SIE_DEVICE",
+        "SIE_DISK_CACHE_BYTES",
+        "SIE_GATEWAY_CONFIGURED_GPUS",
+        "SIE_GATEWAY_HEALTH_MODE",
+        "SIE_GATEWAY_K8S_NAMESPACE",
+        "SIE_GATEWAY_K8S_PORT",
+        "SIE_GATEWAY_K8S_SERVICE",
+        "SIE_GATEWAY_KUBERNETES",
+        "SIE_GATEWAY_METRICS_PORT",
+        "SIE_GATEWAY_REQUEST_TIMEOUT",
+        "SIE_GATEWAY_URL",
+        "SIE_GPU_COUNT",
+        "SIE_HF_FALLBACK",
+        "SIE_IPC_SOCKET_PATH",
+        "SIE_LOCAL_CACHE",
+        "SIE_LOG_JSON",
+        "SIE_MACHINE_PROFILE",
+        "SIE_MAX_BATCH_COST",
+        "SIE_MODELS_DIR",
+        "SIE_NATS_PASSWORD",
+        "SIE_NATS_URL",
+        "SIE_PAYLOAD_STORE_URL",
+        "SIE_POOL",
+        "SIE_PRELOAD_MODELS",
+        "SIE_ROOT_PATH",
+        "SIE_STREAM_REPLICAS",
+        "SIE_STREAM_STORAGE",
+        "SIE_TRACING_ENABLED",
+        "SIE_WORKER_ID",
+        "SIE_WORKER_METRICS_PORT",
+    }
+)
 # What would be wrong in a pod: another way to name the machine profile, workers by URL.
 LEFT_OUT = frozenset({"SIE_GPU_TYPE", "SIE_GATEWAY_WORKERS"})
 
@@ -44,7 +78,10 @@ def readers() -> dict[str, list[str]]:
     return {
         row.name: sorted(row.components)
         for row in sorted(ROWS, key=lambda row: row.name)
-        if row.name.startswith("SIE_") and not row.secret and row.mode != "standalone" and row.name not in OWN | LEFT_OUT
+        if row.name.startswith("SIE_")
+        and not row.secret
+        and row.mode != "standalone"
+        and row.name not in OWN | LEFT_OUT
     }
 
 
@@ -75,7 +112,9 @@ def schema(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys(schema: dict[str, Any]) -> dict[str, Any]:
-    """The keys that values may have, each with those below it, or True where what is below is not looked at; `*` is any name."""
+    """The keys that values may have, each with those below it, or True where what is below is not looked at; `*` is any
+    name.
+    """
 
     def below(part: dict[str, Any]) -> Any:
         if "$ref" in part:

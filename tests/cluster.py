@@ -1,4 +1,6 @@
-"""A real `sie serve` under test: its own data directory, free ports, its log, its processes. Ends only what it started, by process id."""
+"""A real `sie serve` under test: its own data directory, free ports, its log, its processes. Ends only what it started,
+by process id.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +47,43 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> objec
 class Cluster:
     """One run of `sie serve`."""
 
-    def __init__(self, data_dir: Path, *args: str, environ: dict[str, str] | None = None, gateways: int = 1, workers: int = 1) -> None:
+    def __init__(
+        self, data_dir: Path, *args: str, environ: dict[str, str] | None = None, gateways: int = 1, workers: int = 1
+    ) -> None:
         self.data_dir = data_dir
         self.port, *_ = free_ports(gateways)
         self.worker_port, *_ = free_ports(workers)
         self.url = f"http://127.0.0.1:{self.port}"
         self.urls = [f"http://127.0.0.1:{self.port + number}" for number in range(gateways)]
         self.argv = [
-            SIE, "serve", "--port", str(self.port), "--data-dir", str(data_dir), "--gateway-metrics-port", "0",
-            "--worker-metrics-port", str(self.worker_port), "--gateways", str(gateways), "--workers", str(workers), *args,
-        ]  # fmt: skip
+            SIE,
+            "serve",
+            "--port",
+            str(self.port),
+            "--data-dir",
+            str(data_dir),
+            "--gateway-metrics-port",
+            "0",
+            "--worker-metrics-port",
+            str(self.worker_port),
+            "--gateways",
+            str(gateways),
+            "--workers",
+            str(workers),
+            *args,
+        ]
         self.environ = {**os.environ, **(environ or {})}
         self.lines: list[str] = []
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, timeout_s: float = 60.0) -> Cluster:
         self.process = subprocess.Popen(
-            self.argv, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            self.argv,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
@@ -130,7 +152,9 @@ class Cluster:
         found = self.access()
         return as_operator(found.broker_url).replace("@", f":{found.operator_password}@")
 
-    def encode(self, texts: list[str], *, url: str = "", client: httpx.Client | None = None, **headers: str) -> httpx.Response:
+    def encode(
+        self, texts: list[str], *, url: str = "", client: httpx.Client | None = None, **headers: str
+    ) -> httpx.Response:
         post = client.post if client else httpx.post
         body = json.dumps({"items": [{"text": text} for text in texts]})
         return post(f"{url or self.url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=180)
@@ -138,8 +162,15 @@ class Cluster:
     def consumers(self) -> list[dict[str, object]]:
         """Durable consumers of all work streams, as the broker's monitor tells."""
         answer = httpx.get(f"{self.access().broker_monitor_url}/jsz?consumers=true&config=true", timeout=5).json()
-        streams = [stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])]
-        return [consumer for stream in streams if stream["name"].startswith("WORK_") for consumer in stream.get("consumer_detail") or []]
+        streams = [
+            stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])
+        ]
+        return [
+            consumer
+            for stream in streams
+            if stream["name"].startswith("WORK_")
+            for consumer in stream.get("consumer_detail") or []
+        ]
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter over all sidecars, gateways excluded, whose labels match."""

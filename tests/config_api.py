@@ -33,7 +33,9 @@ class Api:
         self.server = server
         self.service = ConfigService(settings_of(**environ))
         transport = httpx.ASGITransport(create_app(self.service))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://config", headers={"Authorization": f"Bearer {ADMIN}"})
+        self.client = httpx.AsyncClient(
+            transport=transport, base_url="http://config", headers={"Authorization": f"Bearer {ADMIN}"}
+        )
         self.deltas: list[ConfigDelta] = []
         self._bundles = bundles
         self._subject = subject
@@ -59,7 +61,9 @@ class Api:
         """The JSON of the answer, whose status is checked."""
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        answer = await self.client.request(method, path, content=content, headers={"Content-Type": "application/json", **given})
+        answer = await self.client.request(
+            method, path, content=content, headers={"Content-Type": "application/json", **given}
+        )
         assert answer.status_code == status, answer.text
         found: dict[str, Any] = answer.json()
         return found

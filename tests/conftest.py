@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 settings.register_profile("shared machine", deadline=None)  # how long one example takes says what else runs here
 settings.load_profile("shared machine")
 
-# Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public server.
+# Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public
+# server.
 _PUBLIC = [{"cafile": path} for path in (certifi.where(), os.environ.get("SSL_CERT_FILE")) if path]
 _create = ssl.create_default_context
 _create_once = functools.cache(_create)
@@ -31,7 +32,9 @@ ssl.create_default_context = _context
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is left out of the collections to come, as in the processes: it took most of the time of an eviction."""
+    """What was imported is left out of the collections to come, as in the processes: it took most of the time of an
+    eviction.
+    """
     gc.collect()
     gc.freeze()
 

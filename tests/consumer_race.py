@@ -26,9 +26,16 @@ BUDGET_S = 60.0
 
 def item(model: str, request: str) -> WorkItem:
     return WorkItem(
-        request=request, chunk=0, model=model, revision="1", operation="encode", inputs=(Input("x"),), options=RunOptions(), reply="none",
+        request=request,
+        chunk=0,
+        model=model,
+        revision="1",
+        operation="encode",
+        inputs=(Input("x"),),
+        options=RunOptions(),
+        reply="none",
         budget_ms=int(BUDGET_S * 1000),
-    )  # fmt: skip
+    )
 
 
 def work_queue(broker: Broker, **environ: str) -> WorkQueue:
@@ -37,7 +44,9 @@ def work_queue(broker: Broker, **environ: str) -> WorkQueue:
 
 @dataclass
 class Outcome:
-    """`left`: messages that nobody got in the end. `longest_s`: the longest that a published one waited for its worker."""
+    """`left`: messages that nobody got in the end. `longest_s`: the longest that a published one waited
+    for its worker.
+    """
 
     deleted: int
     published: dict[str, float]
@@ -76,7 +85,12 @@ class _Worker:
 
 
 async def race(
-    connect: Callable[[str], Awaitable[Broker]], deletions: int, *, for_s: float = 600.0, publishers: int = 4, pause_s: float = 0.0
+    connect: Callable[[str], Awaitable[Broker]],
+    deletions: int,
+    *,
+    for_s: float = 600.0,
+    publishers: int = 4,
+    pause_s: float = 0.0,
 ) -> Outcome:
     """Publish without end while consumers are deleted, busy ones too, until there were `deletions` or `for_s` are over.
 
@@ -93,7 +107,9 @@ async def race(
         while not stop.requested:
             count += 1
             request = f"{number}-{count}"
-            await queue.publish(LANE, [item(MODELS[(number + count) % len(MODELS)], request)], time.perf_counter() + BUDGET_S)
+            await queue.publish(
+                LANE, [item(MODELS[(number + count) % len(MODELS)], request)], time.perf_counter() + BUDGET_S
+            )
             published[request] = time.monotonic()
             await asyncio.sleep(pause_s)
 
@@ -106,8 +122,10 @@ async def race(
 
     async with asyncio.TaskGroup() as group:
         long_lived = [
-            group.create_task(worker.run()), group.create_task(queue.consumers.run(stop)), group.create_task(collector.run(Stop()))
-        ]  # fmt: skip
+            group.create_task(worker.run()),
+            group.create_task(queue.consumers.run(stop)),
+            group.create_task(collector.run(Stop())),
+        ]
         publishing = [group.create_task(publish(number)) for number in range(publishers)]
         deleted = await delete()
         stop.request()

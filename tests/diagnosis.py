@@ -58,7 +58,9 @@ class Examined:
         """Status and output of a run with these settings and no others, on a machine without a `sie serve`."""
         clean = {name: None for name in os.environ if name.startswith("SIE_")}
         own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
-        found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env={**clean, **own})
+        found = CliRunner().invoke(
+            main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env={**clean, **own}
+        )
         assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
         self.output = found.output
         self.status = found.exit_code
@@ -85,10 +87,14 @@ def environ_of(stack: Stack) -> dict[str, str]:
     worker = stack.workers[0]
     names = ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")
     return {
-        "SIE_GATEWAY_URL": stack.urls[0], "SIE_NATS_URL": stack.broker_urls, "SIE_CONFIG_SERVICE_URL": stack.config_url,
-        "SIE_AUTH_TOKEN": TOKEN, "SIE_CONFIG_READ_TOKEN": READ, "SIE_GATEWAY_METRICS_PORT": stack.metrics_urls[0].rpartition(":")[2],
+        "SIE_GATEWAY_URL": stack.urls[0],
+        "SIE_NATS_URL": stack.broker_urls,
+        "SIE_CONFIG_SERVICE_URL": stack.config_url,
+        "SIE_AUTH_TOKEN": TOKEN,
+        "SIE_CONFIG_READ_TOKEN": READ,
+        "SIE_GATEWAY_METRICS_PORT": stack.metrics_urls[0].rpartition(":")[2],
         **{name: worker.sidecar.environ[name] for name in names},
-    }  # fmt: skip
+    }
 
 
 def health(stack: Stack) -> dict[str, Any]:

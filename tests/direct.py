@@ -1,7 +1,8 @@
-"""A sidecar without a gateway: work items into the broker in memory, results out of it, and an adapter that some inputs end.
+"""A sidecar without a gateway: work items into the broker in memory, results out of it, and an adapter that some inputs
+end.
 
-    test ──publish──► MemoryServer ──► sidecar ──Unix socket──► DeadlyAdapter
-                           ▲ results ──────┘
+test ──publish──► MemoryServer ──► sidecar ──Unix socket──► DeadlyAdapter
+                       ▲ results ──────┘
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _PLAIN = RunOptions()
 
 
 class DeadlyAdapter(FakeAdapter):
-    """Dies of every batch that holds one of `deadly`, after it said that it began, and is back at once. `deaths` holds their texts."""
+    """Dies of every batch that holds one of `deadly`, after it said that it began, and is back at once. `deaths` holds
+    their texts.
+    """
 
     def __init__(self, path: Path | str, *deadly: str, **options: Any) -> None:
         super().__init__(path, **options)
@@ -50,7 +53,9 @@ class DeadlyAdapter(FakeAdapter):
 
 
 class Direct(InProcess):
-    """`publish` is the gateway's part of sending, `results` of collecting. Nobody waits for a table, which nobody writes."""
+    """`publish` is the gateway's part of sending, `results` of collecting. Nobody waits for a table, which nobody
+    writes.
+    """
 
     lane = Lane("_default", "_default", "default")
 
@@ -87,15 +92,30 @@ class Direct(InProcess):
         await self.broker.send(message.reply, messages.encode(Confirmation(verdict)))  # type: ignore[arg-type]
 
     async def publish(
-        self, *texts: str | Input, request: str = "", chunk: int = 0, budget_ms: int = 60_000, operation: Operation = "encode",
-        options: RunOptions = _PLAIN, **more: Any,
-    ) -> WorkItem:  # fmt: skip
+        self,
+        *texts: str | Input,
+        request: str = "",
+        chunk: int = 0,
+        budget_ms: int = 60_000,
+        operation: Operation = "encode",
+        options: RunOptions = _PLAIN,
+        **more: Any,
+    ) -> WorkItem:
         self.sent += 1
         inputs = tuple(text if isinstance(text, Input) else Input(text) for text in texts)
         item = WorkItem(
-            request or f"r{self.sent}", chunk, ENTRY.id, ENTRY.revision, operation, inputs, options, "inbox", budget_ms,
-            cost=sum(each.nbytes + 2 for each in inputs), **more,
-        )  # fmt: skip
+            request or f"r{self.sent}",
+            chunk,
+            ENTRY.id,
+            ENTRY.revision,
+            operation,
+            inputs,
+            options,
+            "inbox",
+            budget_ms,
+            cost=sum(each.nbytes + 2 for each in inputs),
+            **more,
+        )
         subject = topology.work_subject(self.lane, "interactive", ENTRY.id)
         await self.broker.publish(subject, messages.encode(item), f"{item.request}.{chunk}")
         return item
@@ -130,4 +150,6 @@ def is_right(result: WorkResult, item: WorkItem, index: int) -> bool:
 
 def reasons(result: WorkResult) -> list[str]:
     """Of each outcome the code and reason of its error, empty for a value."""
-    return [f"{one.error.code} {one.error.reason}".strip() if isinstance(one, Failed) else "" for one in result.outcomes]
+    return [
+        f"{one.error.code} {one.error.reason}".strip() if isinstance(one, Failed) else "" for one in result.outcomes
+    ]

@@ -1,6 +1,7 @@
-"""The tables of docs/errors.md, made from the error tree, the shape of TEI's errors, our client's classes and the reasons in the code.
+"""The tables of docs/errors.md, made from the error tree, the shape of TEI's errors, our client's classes and the
+reasons in the code.
 
-    python tests/errors_page.py
+python tests/errors_page.py
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sie_contracts.errors import (
     SIEError,
     catalogue,
     envelope,
-)  # fmt: skip
+)
 from sie_gateway.dialects import tei
 from sie_sdk.errors import codes
 
@@ -48,7 +49,10 @@ def _row(error: SIEError) -> str:
     when = (type(error).__doc__ or "").partition("\n")[0]
     when = f"{when} Of the config service alone." if error.code in CONFIG_ONLY else when
     tei_cell = f"{status} `{body['error_type']}`"
-    return f"| `{error.code}` | {error.status} | {retry} | `{kind}` | {tei_cell} | `{codes()[error.code].__name__}` | {when} |"
+    return (
+        f"| `{error.code}` | {error.status} | {retry} | `{kind}` | {tei_cell} | `{codes()[error.code].__name__}` | "
+        f"{when} |"
+    )
 
 
 def table() -> str:
@@ -58,21 +62,29 @@ def table() -> str:
 
 
 ROUTES = {
-    "native": "all that are not named below, and where no route is known", "openai": "`/v1/embeddings`, `/embeddings`",
-    "jina": "`/v1/rerank`", "cohere": "`/v1/embed`, `/v2/embed`, `/v2/rerank`",
+    "native": "all that are not named below, and where no route is known",
+    "openai": "`/v1/embeddings`, `/embeddings`",
+    "jina": "`/v1/rerank`",
+    "cohere": "`/v1/embed`, `/v2/embed`, `/v2/rerank`",
     "voyage": "`/v1/embeddings` and the reranks, where the body has `truncation`",
-    "infinity": "`/rerank`, `/classify`", "tei": "those of Text Embeddings Inference, `/tei/...`, and `/rerank` with `texts`",
-}  # fmt: skip
+    "infinity": "`/rerank`, `/classify`",
+    "tei": "those of Text Embeddings Inference, `/tei/...`, and `/rerank` with `texts`",
+}
 HOLDS = {
-    "all": "everything, as a map", "code and message": "code and message, as a map", "message": "the message", "code": "the code",
-    "request id": "the id of the request", "TEI's name": "TEI's name of the error",
-}  # fmt: skip
+    "all": "everything, as a map",
+    "code and message": "code and message, as a map",
+    "message": "the message",
+    "code": "the code",
+    "request id": "the id of the request",
+    "TEI's name": "TEI's name of the error",
+}
 
 
 def families() -> str:
     """What an error's body holds at the routes of each family, and who reads it there."""
     rows = [
-        f"| {f'{family}: {ROUTES[family]}' if not number else ''} | `{member.name}` | {HOLDS[member.holds]} | {member.reader} |"
+        f"| {f'{family}: {ROUTES[family]}' if not number else ''} | `{member.name}` | {HOLDS[member.holds]} | "
+        f"{member.reader} |"
         for family, members in FAMILIES.items()
         for number, member in enumerate(members)
     ]

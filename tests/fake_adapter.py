@@ -1,8 +1,9 @@
-"""The adapter's side of `sie_contracts.ipc` in this event loop: real frames on a real Unix socket, toy models behind them.
+"""The adapter's side of `sie_contracts.ipc` in this event loop: real frames on a real Unix socket, toy models behind
+them.
 
-A model's tokenizer makes one token of each UTF-8 byte and adds two special ones. A vector is a function of its token ids alone
-(`vector_of`), so tests know every answer; output options are not applied. What an adapter may do wrong is a switch here: hold, refuse,
-freeze, die.
+A model's tokenizer makes one token of each UTF-8 byte and adds two special ones. A vector is a function of its token
+ids alone (`vector_of`), so tests know every answer; output options are not applied. What an adapter may do wrong is a
+switch here: hold, refuse, freeze, die.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ SPECIAL = 2
 
 def toy_entry(model: str = "toy/one", *, bundle: str = "default", max_tokens: int = 512, **more: object) -> ModelEntry:
     """A catalogue entry that this adapter serves."""
-    return parse_entry({
-        "id": model, "bundle": bundle, "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": WIDTH},
-        "max_tokens": max_tokens, **more,
-    })  # fmt: skip
+    return parse_entry(
+        {
+            "id": model,
+            "bundle": bundle,
+            "weights": {"path": "/toy"},
+            "family": "toy",
+            "outputs": {"dense": WIDTH},
+            "max_tokens": max_tokens,
+            **more,
+        }
+    )
 
 
 def toy_tokenizer() -> bytes:
@@ -42,7 +50,9 @@ def toy_tokenizer() -> bytes:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
     return tokenizer.to_str().encode()
 
 
@@ -64,8 +74,8 @@ def vector_of(ids: Sequence[int] | NDArray[np.int32], lora: str = "") -> NDArray
 class FakeAdapter:
     """Listens on `path` between `start` and `stop`.
 
-    `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model, or of a LoRA, with an
-    error, `failures` answers inputs of these texts with one. It keeps the last `most_loras` of a model.
+    `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model, or of
+    a LoRA, with an error, `failures` answers inputs of these texts with one. It keeps the last `most_loras` of a model.
     """
 
     def __init__(self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1) -> None:
@@ -117,7 +127,9 @@ class FakeAdapter:
         Path(self.path).unlink(missing_ok=True)
 
     async def die(self) -> None:
-        """Every connection closes in the middle of whatever runs, nothing stays loaded, and the next process listens at once."""
+        """Every connection closes in the middle of whatever runs, nothing stays loaded, and the next process listens at
+        once.
+        """
         await self.stop()
         self.running = 0
         await self.start()
@@ -194,9 +206,17 @@ class FakeAdapter:
                 return ipc.Pong(os.getpid(), batches=len(self.batches))
             case ipc.Describe():
                 return ipc.Description(
-                    ipc.PROTOCOL, os.getpid(), self.device, "fake", self.lanes, self.gpu, 1 << 20, 1 << 30, tuple(self.loaded.values()),
+                    ipc.PROTOCOL,
+                    os.getpid(),
+                    self.device,
+                    "fake",
+                    self.lanes,
+                    self.gpu,
+                    1 << 20,
+                    1 << 30,
+                    tuple(self.loaded.values()),
                     batches=self.described,
-                )  # fmt: skip
+                )
             case ipc.Release(model):
                 self.loaded.pop(model, None)
                 self.loras.pop(model, None)
@@ -216,7 +236,9 @@ class FakeAdapter:
         entry = parse_entry(request.entry)
         resolved = Catalogue.resolve_profile(entry, request.profile, request.model)
         precision = resolved.load.precision or "float32"
-        loaded = ipc.LoadedModel(request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20)
+        loaded = ipc.LoadedModel(
+            request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20
+        )
         self.loaded[request.model] = loaded
         return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows(tokens=True)})
 
@@ -260,10 +282,14 @@ def _computed(batch: ipc.RunBatch, failures: Mapping[str, ErrorInfo]) -> ipc.Bat
     ends = np.cumsum(lengths)
     vectors = [vector_of(ids[end - length : end], batch.lora) for end, length in zip(ends, lengths, strict=True)]
     outcomes: list[Outcome] = [
-        Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length)) for number, length in enumerate(lengths)
+        Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length))
+        for number, length in enumerate(lengths)
     ]
     if failures:
-        outcomes = [Failed(failures[text]) if text in failures else ok for text, ok in zip(texts_of(batch), outcomes, strict=True)]
+        outcomes = [
+            Failed(failures[text]) if text in failures else ok
+            for text, ok in zip(texts_of(batch), outcomes, strict=True)
+        ]
     return ipc.BatchDone(batch.batch, tuple(outcomes), b"".join(vector.tobytes() for vector in vectors), 1.0)
 
 
@@ -272,4 +298,6 @@ def texts_of(batch: ipc.RunBatch) -> list[str]:
     lengths, ids = np.frombuffer(batch.lengths, "<i4"), np.frombuffer(batch.ids, "<i4")
     tokenizer = Tokenizer.from_buffer(TOKENIZER)
     ends = np.cumsum(lengths)
-    return [tokenizer.decode(ids[end - length + 1 : end - 1].tolist()) for end, length in zip(ends, lengths, strict=True)]
+    return [
+        tokenizer.decode(ids[end - length + 1 : end - 1].tolist()) for end, length in zip(ends, lengths, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""Processes that fetch from a hub stub into one cache, forked from one that has done the imports, and killed where a test says."""
+"""Processes that fetch from a hub stub into one cache, forked from one that has done the imports, and killed where a
+test says.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,27 @@ REPOSITORY = "org/model"
 END_S = 60.0  # far above what is expected
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["fetching", "sie_adapter.weights", "huggingface_hub.hf_api", "huggingface_hub.utils"])
-EFFECTS = ("fsync", "replace", "rename", "link", "unlink", "rmdir", "mkdir")  # of `os`: what changes the disk for others to see
+EFFECTS = (
+    "fsync",
+    "replace",
+    "rename",
+    "link",
+    "unlink",
+    "rmdir",
+    "mkdir",
+)  # of `os`: what changes the disk for others to see
 
 
 class Fetcher:
-    """One process that obtains the snapshot. `news`: what it tells: "waiting", then its folder or the class and text of its failure."""
+    """One process that obtains the snapshot. `news`: what it tells: "waiting", then its folder or the class and text of
+    its failure.
+    """
 
     def __init__(self, hub: HubStub, cache: Path, *, dies_at: int = 0, removes: bool = False) -> None:
         self.news, theirs = _FORKS.Pipe(duplex=False)
-        self.process: ForkServerProcess = _FORKS.Process(target=_run, args=(theirs, hub.url, cache, dies_at, removes), daemon=True)
+        self.process: ForkServerProcess = _FORKS.Process(
+            target=_run, args=(theirs, hub.url, cache, dies_at, removes), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -60,7 +74,9 @@ def fetcher(hub: HubStub, cache: Path, **options: Any) -> Iterator[Fetcher]:
 
 
 def obtain(hub: HubStub, cache: Path) -> Path:
-    """What a process that is not killed gives: this one, whose client of the hub is made already. Raises FetchFailed."""
+    """What a process that is not killed gives: this one, whose client of the hub is made already. Raises
+    FetchFailed.
+    """
     from huggingface_hub import constants
 
     from sie_adapter.weights import LocalCache
@@ -101,7 +117,16 @@ def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bo
         if removes:
             news.send(local.remove(REPOSITORY, COMMIT))
         else:
-            news.send(local.obtain(REPOSITORY, COMMIT, hub_fetch(REPOSITORY, COMMIT, common), "it", wanted=common, progress=Telling("it")))
+            news.send(
+                local.obtain(
+                    REPOSITORY,
+                    COMMIT,
+                    hub_fetch(REPOSITORY, COMMIT, common),
+                    "it",
+                    wanted=common,
+                    progress=Telling("it"),
+                )
+            )
     except FetchFailed as error:
         news.send((error.error_class, error.message))
 

@@ -1,11 +1,13 @@
-"""An adapter process whose device is a clock: real frames on a real Unix socket, a batch takes a fixed time and no processor.
+"""An adapter process whose device is a clock: real frames on a real Unix socket, a batch takes a fixed time and no
+processor.
 
     RunBatch ──► the lane that is free first ──► BatchStarted ──(batch_ms + token_us x tokens)──► BatchDone
 
-Vectors are those of `fake_adapter.vector_of`, so whoever sent a text knows its answer. A lane's next batch begins where the one before
-ended, not where the timer fired: a late wake-up on a busy machine is no device time.
+Vectors are those of `fake_adapter.vector_of`, so whoever sent a text knows its answer. A lane's next batch begins where
+the one before ended, not where the timer fired: a late wake-up on a busy machine is no device time.
 
-    python tests/fixed_cost_adapter.py --socket /run/a.sock --lanes 2 --batch-ms 5 --token-us 20 --load-s 0.5 --deadly "the end"
+    python tests/fixed_cost_adapter.py --socket /run/a.sock --lanes 2 --batch-ms 5 --token-us 20 --load-s 0.5 --deadly
+    "the end"
 """
 
 from __future__ import annotations
@@ -56,7 +58,11 @@ class Device:
 
     def busy_for_s(self, now_s: float) -> float:
         """Age of the oldest batch that runs; 0 when all lanes are free."""
-        running = [now_s - begun_s for begun_s, free_s in zip(self.begun_s, self.free_s, strict=True) if begun_s <= now_s < free_s]
+        running = [
+            now_s - begun_s
+            for begun_s, free_s in zip(self.begun_s, self.free_s, strict=True)
+            if begun_s <= now_s < free_s
+        ]
         return max(running, default=0.0)
 
 
@@ -77,11 +83,19 @@ def answer(batch: ipc.RunBatch, inference_ms: float, width: int = WIDTH) -> ipc.
 
 
 class Adapter:
-    """What all connections share. `deadly`: a batch that holds this text ends the process, after the device took it. `slots`: how many
-    models fit, the one that ran longest ago goes first; 0 is no bound. `load_s_of`: models whose load does not take `load_s`."""
+    """What all connections share. `deadly`: a batch that holds this text ends the process, after the device took it.
+    `slots`: how many models fit, the one that ran longest ago goes first; 0 is no bound. `load_s_of`: models whose load
+    does not take `load_s`.
+    """
 
     def __init__(
-        self, device: Device, *, load_s: float, deadly: str, slots: int = 0, load_s_of: Mapping[str, float] = MappingProxyType({}),
+        self,
+        device: Device,
+        *,
+        load_s: float,
+        deadly: str,
+        slots: int = 0,
+        load_s_of: Mapping[str, float] = MappingProxyType({}),
         width: int = WIDTH,
     ) -> None:
         self.device = device
@@ -89,7 +103,9 @@ class Adapter:
         self._load_s_of = load_s_of
         self.slots = slots
         self.width = width
-        self.total_bytes = int((slots * (1 << 20) + BESIDE_BYTES) / MEMORY_USED) + 1 if slots else 1 << 30  # each model takes 1 MiB
+        self.total_bytes = (
+            int((slots * (1 << 20) + BESIDE_BYTES) / MEMORY_USED) + 1 if slots else 1 << 30
+        )  # each model takes 1 MiB
         self.loaded: dict[str, ipc.LoadedModel] = {}  # in the order of their last run
         self.batches = 0
         self._deadly = ids_of(deadly)[1:-1].astype("<i4").tobytes() if deadly else b""
@@ -115,9 +131,13 @@ class Adapter:
         entry = parse_entry(request.entry)
         resolved = Catalogue.resolve_profile(entry, request.profile, request.model)
         precision = resolved.load.precision or "float32"
-        loaded = ipc.LoadedModel(request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "none", 1 << 20)
+        loaded = ipc.LoadedModel(
+            request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "none", 1 << 20
+        )
         self.loaded[request.model] = loaded
-        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.load_s(request.model), tuple(evicted))
+        return ipc.Ready(
+            loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.load_s(request.model), tuple(evicted)
+        )
 
     def at_once(self, request: ipc.Request) -> ipc.Reply:
         """The answer to a short question."""
@@ -129,7 +149,9 @@ class Adapter:
                 used = BESIDE_BYTES + sum(model.memory_bytes for model in models)
                 lanes = len(self.device.free_s)
                 version = sie_contracts.__version__
-                return ipc.Description(ipc.PROTOCOL, os.getpid(), "clock", version, lanes, "", used, self.total_bytes, models)
+                return ipc.Description(
+                    ipc.PROTOCOL, os.getpid(), "clock", version, lanes, "", used, self.total_bytes, models
+                )
             case ipc.Release(model):
                 self.loaded.pop(model, None)
             case ipc.ApplyConfig(model, None):
@@ -203,7 +225,9 @@ class Connection(asyncio.Protocol):
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         while self._timers and self._timers[0].when() <= self._loop.time():
             self._timers.popleft()
-        if round(delay_s * 1000) <= 0:  # uvloop counts in milliseconds, and its handle of what is to run at once has no `when`
+        if (
+            round(delay_s * 1000) <= 0
+        ):  # uvloop counts in milliseconds, and its handle of what is to run at once has no `when`
             action()
         else:
             self._timers.append(self._loop.call_later(delay_s, action))
@@ -237,7 +261,9 @@ def main() -> None:
     parser.add_argument("--batch-ms", type=float, default=0.0, help="of every batch")
     parser.add_argument("--token-us", type=float, default=0.0, help="of every token in it")
     parser.add_argument("--load-s", type=float, default=0.0, help="of every load")
-    parser.add_argument("--load-s-of", action="append", default=[], metavar="MODEL=SECONDS", help="of the loads of one model")
+    parser.add_argument(
+        "--load-s-of", action="append", default=[], metavar="MODEL=SECONDS", help="of the loads of one model"
+    )
     parser.add_argument("--width", type=int, default=WIDTH, help="of a vector, a multiple of the default")
     parser.add_argument("--slots", type=int, default=0, help="models that fit, 0: any number")
     parser.add_argument("--deadly", default="", help="a text that ends the process when the device takes it")
@@ -245,7 +271,12 @@ def main() -> None:
     device = Device(options.lanes, options.batch_ms / 1000, options.token_us / 1e6)
     load_s_of = {model: float(load_s) for model, _, load_s in (each.rpartition("=") for each in options.load_s_of)}
     adapter = Adapter(
-        device, load_s=options.load_s, deadly=options.deadly, slots=options.slots, load_s_of=load_s_of, width=options.width
+        device,
+        load_s=options.load_s,
+        deadly=options.deadly,
+        slots=options.slots,
+        load_s_of=load_s_of,
+        width=options.width,
     )
     os.umask(0o177)  # of the socket
     uvloop.run(serve(options.socket, adapter))

@@ -1,6 +1,7 @@
 """Bodies that nobody should send: valid ones of each route, bent. One seed is one sequence of bodies.
 
-    valid body ──► a value somewhere becomes another, or goes, or is doubled ──► JSON or msgpack ──► some bytes flipped, cut, added
+    valid body ──► a value somewhere becomes another, or goes, or is doubled ──► JSON or msgpack ──► some bytes flipped,
+    cut, added
 
 `everywhere` is no chance: each value that only msgpack has, each text that is none, in each place and each parameter.
 """
@@ -34,30 +35,81 @@ def _ext(array: np.ndarray) -> msgspec.msgpack.Ext:
 
 # What only msgpack has: extension types, arrays of no, one and several elements, times, bytes, keys that are no text.
 ONLY_MSGPACK: tuple[Any, ...] = (
-    _ext(np.float32(1.5).reshape(())), _ext(np.zeros(0, np.float32)), _ext(np.ones(1, np.int32)), _ext(np.arange(2, dtype=np.int32)),
-    _ext(np.ones((2, 8), np.float32)), _ext(np.ones((2, 2, 2), np.float32)),
-    arrays.pack(np.ones(2, np.int8)), arrays.pack(np.ones((2, 8), np.float32)), arrays.pack(np.zeros((0, 8), np.float32)),
-    datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), msgspec.msgpack.Ext(5, b"x"), msgspec.msgpack.Ext(-1, b""),
-    msgspec.msgpack.Ext(arrays.NUMPY_EXT, b"<f4|2|abc"), msgspec.msgpack.Ext(arrays.NUMPY_EXT, b""),
-    b"", b"abc", b"\xff\xfe", [b"a", b"b"], {b"text": "a"}, {b"\xff": 1}, {1: 2}, {None: 1}, {True: "a"}, {2.5: {}},
-    [_ext(np.ones(2, np.float32)), _ext(np.ones(2, np.float32))], {"text": _ext(np.ones(2, np.float32))},
-)  # fmt: skip
+    _ext(np.float32(1.5).reshape(())),
+    _ext(np.zeros(0, np.float32)),
+    _ext(np.ones(1, np.int32)),
+    _ext(np.arange(2, dtype=np.int32)),
+    _ext(np.ones((2, 8), np.float32)),
+    _ext(np.ones((2, 2, 2), np.float32)),
+    arrays.pack(np.ones(2, np.int8)),
+    arrays.pack(np.ones((2, 8), np.float32)),
+    arrays.pack(np.zeros((0, 8), np.float32)),
+    datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+    msgspec.msgpack.Ext(5, b"x"),
+    msgspec.msgpack.Ext(-1, b""),
+    msgspec.msgpack.Ext(arrays.NUMPY_EXT, b"<f4|2|abc"),
+    msgspec.msgpack.Ext(arrays.NUMPY_EXT, b""),
+    b"",
+    b"abc",
+    b"\xff\xfe",
+    [b"a", b"b"],
+    {b"text": "a"},
+    {b"\xff": 1},
+    {1: 2},
+    {None: 1},
+    {True: "a"},
+    {2.5: {}},
+    [_ext(np.ones(2, np.float32)), _ext(np.ones(2, np.float32))],
+    {"text": _ext(np.ones(2, np.float32))},
+)
 _NO_TEXT = "~no text~"  # stands in JSON for bytes that are no UTF-8
 NO_TEXT: tuple[bytes, ...] = (
-    b'"\\ud800"', b'"a\\udc00b"', b'"\xff"', b'"\xed\xa0\x80"', b'"\xc0\xaf"', b'"\xf8\x88\x80\x80\x80"', b"NaN", b"\x00",
-)  # fmt: skip
+    b'"\\ud800"',
+    b'"a\\udc00b"',
+    b'"\xff"',
+    b'"\xed\xa0\x80"',
+    b'"\xc0\xaf"',
+    b'"\xf8\x88\x80\x80\x80"',
+    b"NaN",
+    b"\x00",
+)
 VALID: dict[str, Any] = {
     f"/v1/encode/{MODEL}": {
         "items": [{"id": "a", "text": "b", "metadata": {"c": [1, 2.5, None]}}, "plain"],
-        "params": {"output_types": ["dense"], "output_dtype": "float32", "is_query": True, "truncate": "END", "dimensions": None,
-                   "options": {"timing": "items"}},
+        "params": {
+            "output_types": ["dense"],
+            "output_dtype": "float32",
+            "is_query": True,
+            "truncate": "END",
+            "dimensions": None,
+            "options": {"timing": "items"},
+        },
     },
-    f"/v1/score/{MODEL}": {"query": {"text": "a"}, "items": [{"text": "b", "multivector": _ARRAY}], "options": {"score_mode": "dense"}},
-    f"/v1/extract/{MODEL}": {"items": ["a"], "params": {"labels": ["b", "c"], "threshold": 0.5, "output_schema": {"type": "object"}}},
+    f"/v1/score/{MODEL}": {
+        "query": {"text": "a"},
+        "items": [{"text": "b", "multivector": _ARRAY}],
+        "options": {"score_mode": "dense"},
+    },
+    f"/v1/extract/{MODEL}": {
+        "items": ["a"],
+        "params": {"labels": ["b", "c"], "threshold": 0.5, "output_schema": {"type": "object"}},
+    },
     "/v1/embeddings": {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64", "dimensions": 8, "user": "u"},
     "/embeddings": {"model": MODEL, "input": [[1, 2, 3], [4]], "encoding_format": "float"},
-    "/v1/rerank": {"model": MODEL, "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True, "priority": 3},
-    "/v2/embed": {"model": MODEL, "input_type": "search_query", "texts": ["a"], "embedding_types": ["float", "int8", "base64"]},
+    "/v1/rerank": {
+        "model": MODEL,
+        "query": "a",
+        "documents": ["b", {"text": "c"}],
+        "top_n": 1,
+        "return_documents": True,
+        "priority": 3,
+    },
+    "/v2/embed": {
+        "model": MODEL,
+        "input_type": "search_query",
+        "texts": ["a"],
+        "embedding_types": ["float", "int8", "base64"],
+    },
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
     "/embed": {"inputs": ["a", [1, 2]], "normalize": True, "truncate": None},
     "/predict": {"inputs": [["a"], ["a", "b"]], "raw_scores": False},
@@ -65,15 +117,51 @@ VALID: dict[str, Any] = {
     "/tokenize": {"inputs": ["a"], "add_special_tokens": False},
     "/decode": {"ids": [[1, 2], [3]], "skip_special_tokens": True},
     "/classify": {"model": MODEL, "input": ["a"], "raw_scores": True},
-}  # fmt: skip
+}
 _ODD: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2**31, -(2**63), 2**63, 1e308, -0.0, 0.5, "", "a", "\x00", "\ud7ff", "\U0010ffff", "é" * 300, "../..",
-    "%2e", "NaN", [], [[]], {}, {"": None}, {"nd": True}, {"nd": True, "type": "<f4", "shape": [2**40], "data": b"abcd"},
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    -(2**63),
+    2**63,
+    1e308,
+    -0.0,
+    0.5,
+    "",
+    "a",
+    "\x00",
+    "\ud7ff",
+    "\U0010ffff",
+    "é" * 300,
+    "../..",
+    "%2e",
+    "NaN",
+    [],
+    [[]],
+    {},
+    {"": None},
+    {"nd": True},
+    {"nd": True, "type": "<f4", "shape": [2**40], "data": b"abcd"},
     {"nd": True, "type": "|O", "kind": b"O", "shape": [1], "data": b"\x80\x04."},
     {b"nd": True, b"type": "<f4", b"shape": [-1], b"data": b""},
-    {"nd": False, "type": "<f8", "data": b"12345678"}, [None] * 70, "x" * 5000, b"\xff\xfe", ["a"] * 40, {"text": 1}, [1, "a", None, {}],
-    "binary", "float16", "START", "http://127.0.0.1:1/", "data:image/png;base64,AAAA", *ONLY_MSGPACK,
-)  # fmt: skip
+    {"nd": False, "type": "<f8", "data": b"12345678"},
+    [None] * 70,
+    "x" * 5000,
+    b"\xff\xfe",
+    ["a"] * 40,
+    {"text": 1},
+    [1, "a", None, {}],
+    "binary",
+    "float16",
+    "START",
+    "http://127.0.0.1:1/",
+    "data:image/png;base64,AAAA",
+    *ONLY_MSGPACK,
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +200,9 @@ def everywhere() -> Iterator[Case]:
         for place in _places(body):
             yield from _with(path, body, place)
         for name in sorted({*FIELDS, "x"}):
-            for level in ((), ("params",), ("options",), ("params", "options"))[: 4 if path.startswith("/v1/e") or "score" in path else 1]:
+            for level in ((), ("params",), ("options",), ("params", "options"))[
+                : 4 if path.startswith("/v1/e") or "score" in path else 1
+            ]:
                 yield from _with(path, body, (*level, name))
 
 
@@ -153,14 +243,46 @@ def spread(every: int, first: int) -> Iterator[Case]:
 
 
 HEADERS = (
-    "authorization", "content-type", "accept", "x-sie-machine-profile", "x-sie-pool", "x-sie-timeout-ms", "x-sie-priority", "x-sie-strict",
-    "x-sie-on-item-error", "x-sie-explain", "x-sie-sdk-version", "x-sie-route-key", "x-request-id", "traceparent", "tracestate", "if-match",
-    "idempotency-key", "content-encoding", "user-agent", "accept-encoding", "expect",
-)  # fmt: skip
+    "authorization",
+    "content-type",
+    "accept",
+    "x-sie-machine-profile",
+    "x-sie-pool",
+    "x-sie-timeout-ms",
+    "x-sie-priority",
+    "x-sie-strict",
+    "x-sie-on-item-error",
+    "x-sie-explain",
+    "x-sie-sdk-version",
+    "x-sie-route-key",
+    "x-request-id",
+    "traceparent",
+    "tracestate",
+    "if-match",
+    "idempotency-key",
+    "content-encoding",
+    "user-agent",
+    "accept-encoding",
+    "expect",
+)
 ODD_HEADERS = (
-    b"", b"\xff\xfe", "é".encode(), "\u2028".encode(), b"\xed\xa0\x80", b"a\tb", b"1e999", b"-1", b"nan", b"9" * 400, b"x" * 9000,
-    b"*/*;q=\xff", b"application/msgpack", b"00-" + b"f" * 32 + b"-" + b"f" * 16 + b"-ff", "٣".encode(), b"W/\"1\"",
-)  # fmt: skip
+    b"",
+    b"\xff\xfe",
+    "é".encode(),
+    "\u2028".encode(),
+    b"\xed\xa0\x80",
+    b"a\tb",
+    b"1e999",
+    b"-1",
+    b"nan",
+    b"9" * 400,
+    b"x" * 9000,
+    b"*/*;q=\xff",
+    b"application/msgpack",
+    b"00-" + b"f" * 32 + b"-" + b"f" * 16 + b"-ff",
+    "٣".encode(),
+    b'W/"1"',
+)
 
 
 def requests() -> Iterator[Case]:
@@ -170,30 +292,84 @@ def requests() -> Iterator[Case]:
         yield Case(f"/v1/encode/{MODEL}", {name: odd}, body)
         yield Case("/v1/models", {name: odd}, b"", "GET")
         yield Case("/v1/configs/resolve", {name: odd}, b'{"model": "toy/one"}')
-    for odd_text in ("%ff", "%ed%a0%80", "%00", "%F0%9F%98%80", "%0d%0a", "%25", "+", "a" * 5000, "%C0%AF", "..", "%5B"):
-        for path in ("models/{}", "models?task={}", "models?output={}&loaded={}", "configs/models/{}", "configs/models/{}/status",
-                     "configs/bundles/{}", "pools/{}", "pools/assignments?worker={}", "scaling/{}", "{}"):
+    for odd_text in (
+        "%ff",
+        "%ed%a0%80",
+        "%00",
+        "%F0%9F%98%80",
+        "%0d%0a",
+        "%25",
+        "+",
+        "a" * 5000,
+        "%C0%AF",
+        "..",
+        "%5B",
+    ):
+        for path in (
+            "models/{}",
+            "models?task={}",
+            "models?output={}&loaded={}",
+            "configs/models/{}",
+            "configs/models/{}/status",
+            "configs/bundles/{}",
+            "pools/{}",
+            "pools/assignments?worker={}",
+            "scaling/{}",
+            "{}",
+        ):
             yield Case("/v1/" + path.format(odd_text, odd_text), {}, b"", "GET")
         for path in ("/v1/encode/{}", "/v1/score/{}", "/v1/extract/{}", "/tei/{}/embed", "/v1/pools/{}/renew"):
             yield Case(path.format(odd_text), {}, body)
         yield Case(f"/v1/pools/{odd_text}", {}, b"", "DELETE")
     for raw in (*NO_TEXT, b"", b"[]", b"1", b"{", b"null"):
-        for pool in (b"%b", b'{"name": %b, "gpus": {"x": 1}}', b'{"name": "a", "gpus": %b}', b'{"name": "a", "gpus": {%b: 1}}'):
+        for pool in (
+            b"%b",
+            b'{"name": %b, "gpus": {"x": 1}}',
+            b'{"name": "a", "gpus": %b}',
+            b'{"name": "a", "gpus": {%b: 1}}',
+        ):
             yield Case("/v1/pools", {}, pool % raw)
 
 
 _WEIGHTS = b'{"hub": "a/b", "unpinned": true}'
-_ENTRY = b'{"id": "fuzz/one", "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8, "weights": %b}' % _WEIGHTS
-_PARTS = (b'"fuzz/one"', b'"text-encoder"', b'{"dense": 8}', b"8,", b'"dense"', b'"a/b"', b'"hub"', b'"weights"', b"true", _WEIGHTS)
+_ENTRY = (
+    b'{"id": "fuzz/one", "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8, "weights": %b}' % _WEIGHTS
+)
+_PARTS = (
+    b'"fuzz/one"',
+    b'"text-encoder"',
+    b'{"dense": 8}',
+    b"8,",
+    b'"dense"',
+    b'"a/b"',
+    b'"hub"',
+    b'"weights"',
+    b"true",
+    _WEIGHTS,
+)
 _KINDS = ("application/json", "application/yaml", "application/json; charset=utf-16")
 
 
 def documents(authorization: str) -> Iterator[Case]:
     """Writes of configurations with text that is none in each place, and what is no document."""
     odd = (
-        *NO_TEXT, b"", b"[]", b"1", b"null", b"{", b"!!python/object:os.system a", b"&a [*a]", b"2026-01-01", b"!!binary /w==", b".nan",
-        b"? [a] : b", b"{1: 2}", b"{~: 1}", b"0x" + b"f" * 40, b"1e999",
-    )  # fmt: skip
+        *NO_TEXT,
+        b"",
+        b"[]",
+        b"1",
+        b"null",
+        b"{",
+        b"!!python/object:os.system a",
+        b"&a [*a]",
+        b"2026-01-01",
+        b"!!binary /w==",
+        b".nan",
+        b"? [a] : b",
+        b"{1: 2}",
+        b"{~: 1}",
+        b"0x" + b"f" * 40,
+        b"1e999",
+    )
     bodies = [*odd]
     for old in _PARTS:
         bodies += [_ENTRY.replace(old, raw, 1) for raw in odd]
@@ -224,7 +400,9 @@ def _bend(value: Any, chance: random.Random) -> None:
             continue
         action = chance.random()
         if action < 0.7:
-            value[key] = copy.deepcopy(chance.choice(_ODD)) if chance.random() < 0.9 else _deep(chance.randrange(1, 200))
+            value[key] = (
+                copy.deepcopy(chance.choice(_ODD)) if chance.random() < 0.9 else _deep(chance.randrange(1, 200))
+            )
         elif action < 0.85:
             del value[key]
         else:

@@ -1,4 +1,6 @@
-"""The real helm on the chart: what a values file renders, as text and as objects. Each file is rendered once in a session."""
+"""The real helm on the chart: what a values file renders, as text and as objects. Each file is rendered once in a
+session.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,15 @@ import yaml
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
 RELEASE, NAMESPACE, SECRET = "sie", "search", "sie-tokens"
 FILES = (
-    "values.yaml", "values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "values-kind.yaml", "values-gpu.yaml", "values-ha.yaml",
+    "values.yaml",
+    "values-gke.yaml",
+    "values-eks.yaml",
+    "values-aks.yaml",
+    "values-kind.yaml",
+    "values-gpu.yaml",
+    "values-ha.yaml",
     "everything.yaml",
-)  # fmt: skip
+)
 # Every part that a value can turn on, with something in every list and map, so that each key has something to act on.
 EVERYTHING = Path(__file__).parent / "chart" / "everything.yaml"
 CHOSEN = {"auth": {"mode": "static", "secretName": SECRET}}
@@ -105,7 +113,9 @@ def allowed(found: tuple[Object, ...] | list[Object], source: str, target: str, 
     labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(found).items()}
 
     def passes(own: str, other: str, direction: str, key: str) -> bool:
-        policies = [each["spec"] for each in of_kind("NetworkPolicy", found).values() if matches(each["spec"], labels[own])]
+        policies = [
+            each["spec"] for each in of_kind("NetworkPolicy", found).values() if matches(each["spec"], labels[own])
+        ]
         assert any(direction.capitalize() in policy["policyTypes"] for policy in policies), f"{own} is open"
         return any(
             any(each["port"] == port for each in rule.get("ports", ()))

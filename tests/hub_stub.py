@@ -1,8 +1,9 @@
-"""A hub on loopback, for HF_ENDPOINT: what huggingface_hub asks of one, over real HTTP, with faults and a note of every request.
+"""A hub on loopback, for HF_ENDPOINT: what huggingface_hub asks of one, over real HTTP, with faults and a note of every
+request.
 
-    GET  /api/models/ID[/revision/REV]        the commit, and its files with `?blobs=true`
-    GET  /api/models/ID/tree/REV              the files
-    HEAD, GET  /ID/resolve/REV/PATH           a small file itself, a large one by a redirection to /cdn, both in ranges
+GET  /api/models/ID[/revision/REV]        the commit, and its files with `?blobs=true`
+GET  /api/models/ID/tree/REV              the files
+HEAD, GET  /ID/resolve/REV/PATH           a small file itself, a large one by a redirection to /cdn, both in ranges
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LARGE_BYTES = 4096  # and every safetensors file: such a file has a SHA-256 in the listing, a smaller one the digest of a blob of git
+# and every safetensors file: such a file has a SHA-256 in the listing, a smaller one the digest of a blob of git
+LARGE_BYTES = 4096
 _PIECE_BYTES = 1 << 14
 
 
@@ -35,7 +37,9 @@ class Asked(NamedTuple):
 
 @dataclass
 class HubStub:
-    """What the hub has and how it fails. Fields may be changed while it serves; `sent` counts the bytes of each file that went out."""
+    """What the hub has and how it fails. Fields may be changed while it serves; `sent` counts the bytes of each file
+    that went out.
+    """
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commit: str = COMMIT
@@ -43,11 +47,15 @@ class HubStub:
     gated: bool = False  # to those without the token; else the repository does not exist for them
     status: int = 0  # of every answer
     failures: Counter[str] = field(default_factory=Counter)  # answers 503 so often, by path of a file
-    cuts: dict[str, list[int]] = field(default_factory=dict)  # closes the connection after so many bytes of an answer, each once
+    cuts: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # closes the connection after so many bytes of an answer, each once
     wrong: Counter[str] = field(default_factory=Counter)  # so many answers have other bytes
     ignores_ranges: bool = False
     lists_only_names: bool = False
-    before_piece: Callable[[str, int], None] = lambda path, sent: None  # called before each piece of a file: blocks for a slow hub
+    before_piece: Callable[[str, int], None] = lambda path, sent: (
+        None
+    )  # called before each piece of a file: blocks for a slow hub
     asked: list[Asked] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     url: str = ""
@@ -55,7 +63,11 @@ class HubStub:
 
     def add(self, repository: str, folder: Path) -> None:
         """Have the files of a folder."""
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         self.repositories[repository] = files
 
     def of(self, prefix: str) -> list[Asked]:
@@ -124,14 +136,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif revision not in (self.hub.commit, "main"):
             self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         elif word == "/tree/":
-            self._json([{"type": "file", "path": name, **_listed(name, data, "oid", "oid")} for name, data in sorted(files.items())])
+            self._json(
+                [
+                    {"type": "file", "path": name, **_listed(name, data, "oid", "oid")}
+                    for name, data in sorted(files.items())
+                ]
+            )
         else:
             with_facts = "blobs" in query and not self.hub.lists_only_names
             facts = [
                 {"rfilename": name, **(_listed(name, data, "blobId", "sha256") if with_facts else {})}
                 for name, data in sorted(files.items())
             ]
-            self._json({"_id": "1", "id": repository, "modelId": repository, "sha": self.hub.commit, "siblings": facts, "private": False})
+            self._json(
+                {
+                    "_id": "1",
+                    "id": repository,
+                    "modelId": repository,
+                    "sha": self.hub.commit,
+                    "siblings": facts,
+                    "private": False,
+                }
+            )
 
     def _resolve(self, path: str, start: int, token: str) -> None:
         repository, name, data = self._found(path, "/resolve/")
@@ -147,10 +173,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(503, "", "try again")
         elif is_large(name, data):
             digest = hashlib.sha256(data).hexdigest()
-            self._answer(302, b"", {
-                "Location": f"/cdn/{repository}/at/{self.hub.commit}/{name}", "X-Repo-Commit": self.hub.commit,
-                "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data)), "ETag": f'"{blob(data)}"',
-            })  # fmt: skip
+            self._answer(
+                302,
+                b"",
+                {
+                    "Location": f"/cdn/{repository}/at/{self.hub.commit}/{name}",
+                    "X-Repo-Commit": self.hub.commit,
+                    "X-Linked-Etag": f'"{digest}"',
+                    "X-Linked-Size": str(len(data)),
+                    "ETag": f'"{blob(data)}"',
+                },
+            )
         else:
             self._file(repository, name, data, start)
 

@@ -1,4 +1,5 @@
-"""A whole cluster in the event loop of a test: the real `serve` of gateway and sidecar over the broker in memory, before fake adapters.
+"""A whole cluster in the event loop of a test: the real `serve` of gateway and sidecar over the broker in memory,
+before fake adapters.
 
     test ──HTTP──► gateway ──► MemoryServer ──► sidecar ──Unix socket──► FakeAdapter
 
@@ -41,7 +42,9 @@ def settings_of(mode: Mode = "queue", **environ: str) -> Settings:
 
 
 async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the time-out."""
+    """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the
+    time-out.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -77,7 +80,10 @@ class Source:
 
     async def export(self) -> ConfigExport:
         self.exports += 1
-        models = tuple(ConfigModel(name, msgspec.to_builtins(entry), self._revisions[name]) for name, entry in self._entries.items())
+        models = tuple(
+            ConfigModel(name, msgspec.to_builtins(entry), self._revisions[name])
+            for name, entry in self._entries.items()
+        )
         bundles = tuple({"id": bundle} for bundle in {entry.bundle or "default" for entry in self._entries.values()})
         return ConfigExport(self.present_epoch, models, bundles)
 
@@ -156,7 +162,9 @@ class InProcess:
         await self._observer.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_beat)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def _on_beat(self, message: CoreMessage) -> None:
@@ -173,7 +181,9 @@ class InProcess:
 
     async def gateway(self, source: Source | None = None, *, ready: bool = True, **environ: str) -> GatewayProcess:
         """A gateway that listens, and is ready unless `ready` is false. Raises what made it refuse to start."""
-        settings = settings_of(**{"SIE_GATEWAY_METRICS_PORT": str(free_port()), "SIE_GATEWAY_HEALTH_MODE": "nats", **environ})
+        settings = settings_of(
+            **{"SIE_GATEWAY_METRICS_PORT": str(free_port()), "SIE_GATEWAY_HEALTH_MODE": "nats", **environ}
+        )
         stop, broker = Stop(), self.server.connect("gateway")
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = serve_gateway(
@@ -186,7 +196,9 @@ class InProcess:
             task.result()
         url = f"http://127.0.0.1:{listening.result()}"
         # a connection per request: kept ones wait 40 ms for a delayed acknowledgement on this loop
-        client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
+        client = httpx.AsyncClient(
+            base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         side_url = f"http://127.0.0.1:{settings.gateway_metrics_port}"
         gateway = GatewayProcess(settings, stop, task, broker, side_url, url, client)
         self._processes.append(gateway)
@@ -195,9 +207,17 @@ class InProcess:
         return gateway
 
     async def sidecar(
-        self, adapter: FakeAdapter | None = None, *, source: Source | None = None, ready: bool = True, mode: Mode = "queue", **environ: str
+        self,
+        adapter: FakeAdapter | None = None,
+        *,
+        source: Source | None = None,
+        ready: bool = True,
+        mode: Mode = "queue",
+        **environ: str,
     ) -> SidecarProcess:
-        """A sidecar before `adapter`, by default one of its own. Returns when it is ready, or at once if `ready` is false."""
+        """A sidecar before `adapter`, by default one of its own. Returns when it is ready, or at once if `ready` is
+        false.
+        """
         number = sum(isinstance(process, SidecarProcess) for process in self._processes)
         if adapter is None and "SIE_IPC_SOCKET_PATH" not in environ:
             adapter = await self.adapter(f"{number}.sock")
@@ -214,7 +234,9 @@ class InProcess:
         if ready:
             await eventually_ready(sidecar)
             # the beat that follows readiness is what gateways route by
-            await until(lambda: self.last_beat(sidecar.worker, ready=True), f"a heartbeat of {sidecar.worker} that says ready")
+            await until(
+                lambda: self.last_beat(sidecar.worker, ready=True), f"a heartbeat of {sidecar.worker} that says ready"
+            )
         return sidecar
 
     def last_beat(self, worker: str, *, ready: bool | None = None) -> Heartbeat | None:

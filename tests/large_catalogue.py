@@ -1,4 +1,6 @@
-"""A catalogue of many models: copies of the packaged ones under other ids, and the bucket of a config service that holds them."""
+"""A catalogue of many models: copies of the packaged ones under other ids, and the bucket of a config service that
+holds them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def entries(count: int) -> dict[str, ModelEntry]:
 def export(count: int, epoch: str = "large:9") -> bytes:
     """What a config service tells of them."""
     bundles = tuple(msgspec.to_builtins(bundle) for bundle in packaged_catalogue().bundles.values())
-    models = tuple(ConfigModel(name, normalised(entry), 1, ("default",), written=9) for name, entry in entries(count).items())
+    models = tuple(
+        ConfigModel(name, normalised(entry), 1, ("default",), written=9) for name, entry in entries(count).items()
+    )
     return msgspec.json.encode(ConfigExport(epoch, models, bundles))
 
 
@@ -61,7 +65,9 @@ def median_us(action: Callable[[], object], rounds: int = 200) -> float:
 def resolving(catalogue: Catalogue) -> dict[str, float]:
     """Microseconds of a resolution, by how the model is named."""
     plain = list(catalogue.entries)[len(catalogue.entries) // 2]
-    with_profile = next(f"{name}:{list(entry.profiles)[-1]}" for name, entry in catalogue.entries.items() if len(entry.profiles) > 2)
+    with_profile = next(
+        f"{name}:{list(entry.profiles)[-1]}" for name, entry in catalogue.entries.items() if len(entry.profiles) > 2
+    )
     pinned = f"{plain}@{catalogue.entries[plain].revision}"
     names = {"id": plain, "id@revision": pinned, "id:profile": with_profile, "another case": plain.upper()}
     return {how: median_us(lambda name=name: catalogue.resolve(name)) for how, name in names.items()}  # type: ignore[misc]

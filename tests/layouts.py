@@ -1,4 +1,6 @@
-"""A placement table made anew, as a pure function: what `Layout` is compared with, and a short way to ask it one thing."""
+"""A placement table made anew, as a pure function: what `Layout` is compared with, and a short way to
+ask it one thing.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,18 @@ Table = dict[str, tuple[str, ...]]
 
 
 def place(
-    prev: Mapping[str, tuple[str, ...]], wanted: Mapping[str, int], workers: Mapping[str, Holdings], demand: Mapping[str, float],
+    prev: Mapping[str, tuple[str, ...]],
+    wanted: Mapping[str, int],
+    workers: Mapping[str, Holdings],
+    demand: Mapping[str, float],
     slots: Mapping[str, int],
-) -> Table:  # fmt: skip
-    """The hosts of each model of `wanted`: as many live workers as it asks for, or all of them. It is what `Layout` comes to.
+) -> Table:
+    """The hosts of each model of `wanted`: as many live workers as it asks for, or all of them. It is what `Layout`
+    comes to.
 
-    `prev`: the table before. `wanted`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model, in workers' worth of
-    time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at once; 0 or missing is no bound.
+    `prev`: the table before. `wanted`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model,
+    in workers' worth of time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at
+    once; 0 or missing is no bound.
     """
     layout = Layout()
     for name, holdings in workers.items():

@@ -45,9 +45,11 @@ class Load:
     async def one(self, client: httpx.AsyncClient, url: str, number: int) -> Outcome:
         text, started_s = TEXTS[number % len(TEXTS)], time.monotonic()
         headers = {
-            "content-type": "application/msgpack", "accept": "application/msgpack", "x-sie-explain": "1",
+            "content-type": "application/msgpack",
+            "accept": "application/msgpack",
+            "x-sie-explain": "1",
             "x-sie-timeout-ms": str(int(self.timeout_s * 1000)),
-        }  # fmt: skip
+        }
         try:
             answer = await client.post(
                 f"{url}/v1/encode/{MODEL}", content=msgspec.msgpack.encode({"items": [text]}), headers=headers
@@ -76,7 +78,9 @@ class Load:
                     await asyncio.sleep(0.05)  # a client's own pause before it tries again
 
     def start(self, clients: int) -> list[asyncio.Task[None]]:
-        return [asyncio.create_task(self._client(self.urls[number % len(self.urls)], number)) for number in range(clients)]
+        return [
+            asyncio.create_task(self._client(self.urls[number % len(self.urls)], number)) for number in range(clients)
+        ]
 
     async def stop(self, tasks: list[asyncio.Task[None]]) -> None:
         self.stopping = True
@@ -96,5 +100,3 @@ class Load:
 
     def longest_s(self) -> float:
         return max(each.ended_s - each.started_s for each in self.outcomes)
-
-

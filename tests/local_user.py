@@ -2,7 +2,8 @@
 
     python tests/local_user.py '{"ports": [...], "pids": [...], "folders": [...], "data_dir": "..."}'
 
-It prints one JSON object: what each port answered, which files, sockets and processes opened, and all bytes that it got, as `loot`.
+It prints one JSON object: what each port answered, which files, sockets and processes opened, and all bytes that it
+got, as `loot`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,52 @@ from typing import Any
 NOBODY = 65534
 WAIT_S = 5.0
 CONNECTS = (
-    {}, {"user": "operator"}, {"user": "operator", "pass": ""}, {"user": "operator", "pass": "operator"},
+    {},
+    {"user": "operator"},
+    {"user": "operator", "pass": ""},
+    {"user": "operator", "pass": "operator"},
     {"user": "gateway", "pass": "gateway"},
-    {"user": "sys", "pass": "pass"}, {"auth_token": "operator"}, {"user": "operator", "pass": "$OPERATOR_PASSWORD"},
-)  # fmt: skip
+    {"user": "sys", "pass": "pass"},
+    {"auth_token": "operator"},
+    {"user": "operator", "pass": "$OPERATOR_PASSWORD"},
+)
 PATHS = (
-    "/", "/varz", "/connz?auth=1&subs=1", "/jsz?streams=1&consumers=1&config=1", "/subsz?subs=1", "/accountz", "/routez", "/gatewayz",
-    "/leafz", "/healthz", "/stacksz", "/ipqueuesz", "/expvarz", "/raftz", "/debug/pprof/", "/debug/vars", "/metrics", "/readyz", "/livez",
-    "/v1/configs/models", "/v1/configs/export", "/v1/configs/epoch", "/docs", "/openapi.json", "/ws/status", "/ws/cluster-status",
-    "/v1/models", "/health", "/v1/pools", "/v1/scaling/_default.cpu.default",
-)  # fmt: skip
+    "/",
+    "/varz",
+    "/connz?auth=1&subs=1",
+    "/jsz?streams=1&consumers=1&config=1",
+    "/subsz?subs=1",
+    "/accountz",
+    "/routez",
+    "/gatewayz",
+    "/leafz",
+    "/healthz",
+    "/stacksz",
+    "/ipqueuesz",
+    "/expvarz",
+    "/raftz",
+    "/debug/pprof/",
+    "/debug/vars",
+    "/metrics",
+    "/readyz",
+    "/livez",
+    "/v1/configs/models",
+    "/v1/configs/export",
+    "/v1/configs/epoch",
+    "/docs",
+    "/openapi.json",
+    "/ws/status",
+    "/ws/cluster-status",
+    "/v1/models",
+    "/health",
+    "/v1/pools",
+    "/v1/scaling/_default.cpu.default",
+)
 WRITES = (
     ("POST", "/v1/configs/models", {"id": "evil/code", "weights": {"path": "/tmp/evil"}, "family": "encoder"}),
     ("POST", "/v1/encode/sentence-transformers/all-MiniLM-L6-v2", {"items": ["x"]}),
     ("POST", "/v1/pools", {"name": "mine", "gpus": {"cpu": 1}}),
-)  # fmt: skip
+)
 
 
 class Attacker:
@@ -64,8 +96,8 @@ class Attacker:
         """The status, 0 where the answer is no HTTP."""
         content = b"" if body is None else json.dumps(body).encode()
         head = (
-            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\nAuthorization: Bearer guessed\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\nAuthorization: Bearer "
+            f"guessed\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         answer = self.exchange(("127.0.0.1", port), head.encode() + content)
         return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
@@ -162,10 +194,13 @@ def main() -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
     attacker = Attacker()
     told = {
-        "uid": os.getuid(), "processes": attacker.processes(wanted["pids"]), "files": attacker.files(wanted["folders"]),
-        "named": attacker.named(wanted["paths"]), "abstract": attacker.abstract_sockets(wanted["pids"]),
+        "uid": os.getuid(),
+        "processes": attacker.processes(wanted["pids"]),
+        "files": attacker.files(wanted["folders"]),
+        "named": attacker.named(wanted["paths"]),
+        "abstract": attacker.abstract_sockets(wanted["pids"]),
         "ports": {str(port): attacker.port(port) for port in wanted["ports"]},
-    }  # fmt: skip
+    }
     told["loot"] = attacker.loot.decode("latin-1")
     print(json.dumps(told))
 

@@ -1,6 +1,6 @@
 """The tables of docs/metrics.md, made from the table of all metrics, the alerts of the chart and its dashboard.
 
-    python tests/metrics_page.py
+python tests/metrics_page.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def alerts() -> str:
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text("utf-8"))["groups"]:
         for rule in group["rules"]:
             summary = re.sub(r"{{ \$labels\.(\w+) }}", r"(\1)", rule["annotations"]["summary"])
-            lines.append(f"| `{rule['alert']}` | {rule['labels']['severity']} | {rule.get('for', 'at once')} | {summary} |")
+            lines.append(
+                f"| `{rule['alert']}` | {rule['labels']['severity']} | {rule.get('for', 'at once')} | {summary} |"
+            )
     return "\n".join(lines)
 
 
@@ -74,7 +76,9 @@ def panels() -> str:
 def page(old: str) -> str:
     """The page with its tables as they are now."""
     for name, made in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
-        old = re.sub(rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)", lambda _, made=made: f"\n{made}\n", old, flags=re.DOTALL)
+        old = re.sub(
+            rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)", lambda _, made=made: f"\n{made}\n", old, flags=re.DOTALL
+        )
     return old
 
 

@@ -27,11 +27,16 @@ def rules() -> list[dict[str, Any]]:
 
 def boards() -> dict[str, Any]:
     """The dashboards by the names of their files."""
-    return {file.stem: json.loads(file.read_text("utf-8")) for file in sorted((CHART / "files" / "dashboards").glob("*.json"))}
+    return {
+        file.stem: json.loads(file.read_text("utf-8"))
+        for file in sorted((CHART / "files" / "dashboards").glob("*.json"))
+    }
 
 
 def filled(expression: str, *, rate: str = "5m", span: str = "1h", interval_ms: int = 60_000) -> str:
-    """An expression of a panel with its variables as Grafana puts them in: `$__rate_interval` and `$__range` are durations."""
+    """An expression of a panel with its variables as Grafana puts them in: `$__rate_interval` and `$__range` are
+    durations.
+    """
     values = {"$namespace": NAMESPACE, "$__rate_interval": rate, "$__range": span, "$__interval_ms": f"{interval_ms}"}
     for name, value in values.items():
         expression = expression.replace(name, value)
@@ -42,16 +47,19 @@ def panels() -> list[tuple[str, str]]:
     """The expressions of all dashboards, each with the title of its panel."""
     return [
         (panel["title"], filled(target["expr"]))
-        for board in boards().values() for panel in board["panels"] for target in panel.get("targets", ())
-    ]  # fmt: skip
+        for board in boards().values()
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+    ]
 
 
 def relabelings() -> list[dict[str, Any]]:
     """What the chart's ServiceMonitors change in the labels of a target, one list for all of them."""
     (found,) = {
         json.dumps(endpoint.get("relabelings", []))
-        for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values() for endpoint in monitor["spec"]["endpoints"]
-    }  # fmt: skip
+        for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values()
+        for endpoint in monitor["spec"]["endpoints"]
+    }
     changes: list[dict[str, Any]] = json.loads(found)
     return changes
 

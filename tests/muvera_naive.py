@@ -1,4 +1,6 @@
-"""Fixed dimensional encodings written out step by step, one item at a time, in numpy: what the batched form is compared with."""
+"""Fixed dimensional encodings written out step by step, one item at a time, in numpy: what the batched form is compared
+with.
+"""
 
 from __future__ import annotations
 

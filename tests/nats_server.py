@@ -33,7 +33,9 @@ class NatsServer:
     Calls block until the process is ready or gone, at most for START_TIMEOUT_S and STOP_TIMEOUT_S.
     """
 
-    def __init__(self, folder: Path, *, max_payload: int = 1 << 20, sync_interval: str = "100ms", extra: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, max_payload: int = 1 << 20, sync_interval: str = "100ms", extra: str = ""
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.monitor_port = free_port()
@@ -61,7 +63,9 @@ class NatsServer:
         config = self.folder / "server.conf"
         ports = f'listen: "127.0.0.1:{self.port}"\nhttp: "127.0.0.1:{self.monitor_port}"\n'
         config.write_text(f"{ports}max_payload: {self._max_payload}\n{self._config}")
-        self._process = subprocess.Popen([binary(), "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [binary(), "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self._process, ready), daemon=True)
         self._reader.start()
@@ -109,5 +113,7 @@ class NatsServer:
     def __enter__(self) -> NatsServer:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill()

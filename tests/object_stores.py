@@ -1,4 +1,6 @@
-"""Object stores for tests: SeaweedFS in a process of its own, moto's S3 and Google's emulator in this one, and their faults."""
+"""Object stores for tests: SeaweedFS in a process of its own, moto's S3 and Google's emulator in this one, and their
+faults.
+"""
 
 from __future__ import annotations
 
@@ -58,20 +60,40 @@ class S3:
 
 
 def aws_environ(url: str) -> dict[str, str]:
-    return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
 
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3]:
-    keys = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
+    keys = {
+        "name": "test",
+        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+        "actions": ["Admin", "Read", "Write", "List"],
+    }
     (folder / "s3.json").write_text(json.dumps({"identities": [keys]}))
-    ports = {f"-{part}.port{kind}": free_port() for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")}
+    ports = {
+        f"-{part}.port{kind}": free_port() for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")
+    }
     argv = [
-        str(Path(sys.executable).with_name("weed")), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
-        f"-s3.config={folder / 's3.json'}", "-volume.max=4", "-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0",
+        str(Path(sys.executable).with_name("weed")),
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-filer",
+        "-s3",
+        f"-s3.config={folder / 's3.json'}",
+        "-volume.max=4",
+        "-master.volumeSizeLimitMB=64",
+        "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         *(f"{name}={port}" for name, port in ports.items()),
-    ]  # fmt: skip
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     server = S3(f"http://127.0.0.1:{ports['-s3.port']}", process)
     try:
@@ -101,10 +123,11 @@ class Request:
 
 @dataclass
 class Faults:
-    """What goes wrong at a server, and what it was asked. `refuse`: what to answer instead, status and code of S3, if anything.
+    """What goes wrong at a server, and what it was asked. `refuse`: what to answer instead, status and code of S3, if
+    anything.
 
-    An answer with a body of `slow_from` bytes or more comes in pieces of `piece_bytes` with `pause_s` between; after `cut_after` bytes of
-    all of them together every connection ends.
+    An answer with a body of `slow_from` bytes or more comes in pieces of `piece_bytes` with `pause_s` between; after
+    `cut_after` bytes of all of them together every connection ends.
     """
 
     refuse: Callable[[Request], tuple[str, str] | None] = lambda _: None
@@ -154,8 +177,12 @@ class Moto:
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         faults = self.faults
         request = Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("HTTP_RANGE", ""))
-        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):  # a client of Google's interface, which S3's is enough of
-            environ["HTTP_AUTHORIZATION"] = "AWS4-HMAC-SHA256 Credential=x/2026/us-east-1/s3/aws4_request,SignedHeaders=host,Signature=x"
+        if not environ.get("HTTP_AUTHORIZATION", "").startswith(
+            "AWS4"
+        ):  # a client of Google's interface, which S3's is enough of
+            environ["HTTP_AUTHORIZATION"] = (
+                "AWS4-HMAC-SHA256 Credential=x/2026/us-east-1/s3/aws4_request,SignedHeaders=host,Signature=x"
+            )
         with faults._lock:
             faults.requests.append(request)
             faults.now += 1
@@ -189,7 +216,9 @@ class Moto:
 
 
 class Google:
-    """Google's emulator with what its XML interface lacks: HEAD, DELETE, lists, empty objects, and the headers that every answer has."""
+    """Google's emulator with what its XML interface lacks: HEAD, DELETE, lists, empty objects, and the headers that
+    every answer has.
+    """
 
     def __init__(self, folder: Path) -> None:
         from gcp_storage_emulator.exceptions import NotFound
@@ -227,7 +256,9 @@ class Google:
             def do_PUT(self) -> None:
                 bucket, _, name = unquote(self.path).lstrip("/").partition("/")
                 data = self.rfile.read(int(self.headers["Content-Length"]))
-                resource = _make_object_resource(f"http://{self.headers['Host']}", bucket, name, "application/octet-stream", str(len(data)))
+                resource = _make_object_resource(
+                    f"http://{self.headers['Host']}", bucket, name, "application/octet-stream", str(len(data))
+                )
                 wanted = self.headers.get("x-goog-if-generation-match")
                 with writing:
                     files = {} if bucket not in self.storage.buckets else self.storage.objects.get(bucket, {})
@@ -249,7 +280,9 @@ class Google:
             def _list(self, bucket: str, query: dict[str, list[str]]) -> None:
                 prefix = query.get("prefix", [""])[0]
                 try:
-                    files, prefixes = self.storage.get_file_list(bucket, prefix or None, query.get("delimiter", [None])[0])
+                    files, prefixes = self.storage.get_file_list(
+                        bucket, prefix or None, query.get("delimiter", [None])[0]
+                    )
                 except NotFound:
                     self._xml(404, "<Error><Code>NoSuchBucket</Code></Error>")
                     return
@@ -258,8 +291,12 @@ class Google:
                     f"<Size>{file['size']}</Size></Contents>"
                     for file in files
                 )
-                common = "".join(f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in prefixes)
-                self._xml(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}{common}</ListBucketResult>")
+                common = "".join(
+                    f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in prefixes
+                )
+                self._xml(
+                    200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}{common}</ListBucketResult>"
+                )
 
             def _xml(self, status: int, text: str) -> None:
                 self.send_response(status)

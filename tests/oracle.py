@@ -12,8 +12,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = (
-    *("search", "index", "query", "vector", "model", "queue", "worker", "stream", "token", "batch", "river", "mountain", "engine"),
-    *("paper", "market", "signal", "winter", "garden", "music", "history", "physics", "language", "protein", "harbour", "election"),
+    *(
+        "search",
+        "index",
+        "query",
+        "vector",
+        "model",
+        "queue",
+        "worker",
+        "stream",
+        "token",
+        "batch",
+        "river",
+        "mountain",
+        "engine",
+    ),
+    *(
+        "paper",
+        "market",
+        "signal",
+        "winter",
+        "garden",
+        "music",
+        "history",
+        "physics",
+        "language",
+        "protein",
+        "harbour",
+        "election",
+    ),
     *("recipe", "compiler", "kernel", "planet", "museum", "violin", "bridge", "contract", "harvest"),
 )
 
@@ -40,7 +67,9 @@ def encode(texts: list[str]) -> NDArray[np.float32]:
 def ragged_texts(count: int, seed: int, longest: int = 300) -> list[str]:
     """Texts of log-normal length, the same for the same seed."""
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=max(1, min(longest, int(rng.lognormvariate(3.2, 1.0)))))) for _ in range(count)]
+    return [
+        " ".join(rng.choices(WORDS, k=max(1, min(longest, int(rng.lognormvariate(3.2, 1.0)))))) for _ in range(count)
+    ]
 
 
 def sts_benchmark() -> tuple[list[str], list[str], list[float]]:

@@ -57,7 +57,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._server.stop(None).wait()
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -77,12 +79,16 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return [span for span in self.spans if span.trace == trace]
 
     def until(self, condition: Callable[[list[Seen]], Any], what: str) -> Any:
-        """Wait for the spans that fulfil a condition; returns what it gave. Raises AssertionError, naming it, at the time-out."""
+        """Wait for the spans that fulfil a condition; returns what it gave. Raises AssertionError, naming it, at the
+        time-out.
+        """
         end_s = time.monotonic() + WAIT_S
         with self._changed:
             while not (found := condition(self._spans)):
                 left_s = end_s - time.monotonic()
-                assert left_s > 0, f"not within {WAIT_S} s: {what}; there are {sorted({span.name for span in self._spans})}"
+                assert left_s > 0, (
+                    f"not within {WAIT_S} s: {what}; there are {sorted({span.name for span in self._spans})}"
+                )
                 self._changed.wait(left_s)
             return found
 
@@ -90,12 +96,22 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def _seen(request: Any) -> list[Seen]:
     return [
         Seen(
-            span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.trace_state, span.start_time_unix_nano,
-            span.end_time_unix_nano, _values(span.attributes), tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
-            span.status.code == span.status.STATUS_CODE_ERROR, _values(each.resource.attributes),
+            span.name,
+            span.trace_id.hex(),
+            span.span_id.hex(),
+            span.parent_span_id.hex(),
+            span.trace_state,
+            span.start_time_unix_nano,
+            span.end_time_unix_nano,
+            _values(span.attributes),
+            tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+            span.status.code == span.status.STATUS_CODE_ERROR,
+            _values(each.resource.attributes),
         )
-        for each in request.resource_spans for scope in each.scope_spans for span in scope.spans
-    ]  # fmt: skip
+        for each in request.resource_spans
+        for scope in each.scope_spans
+        for span in scope.spans
+    ]
 
 
 def _values(attributes: Any) -> dict[str, Any]:
@@ -113,7 +129,9 @@ class HttpCollector:
             def do_POST(self) -> None:
                 sent = self.rfile.read(int(self.headers["content-length"]))
                 request = trace_service_pb2.ExportTraceServiceRequest.FromString(sent)
-                names = [span.name for group in request.resource_spans for scope in group.scope_spans for span in scope.spans]
+                names = [
+                    span.name for group in request.resource_spans for scope in group.scope_spans for span in scope.spans
+                ]
                 seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}, names))
                 self.send_response(200)
                 self.send_header("content-length", "0")

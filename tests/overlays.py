@@ -9,5 +9,7 @@ from sie_contracts.settings import Settings
 
 
 def wanted_models(settings: Settings) -> dict[str, tuple[ModelEntry | Alias, str]]:
-    """The packaged catalogue with SIE_MODELS_DIR over it, less what SIE_MODEL_FILTER leaves out. Raises as `Overlay.folders`."""
+    """The packaged catalogue with SIE_MODELS_DIR over it, less what SIE_MODEL_FILTER leaves out. Raises as
+    `Overlay.folders`.
+    """
     return dict(Overlay(settings).folders().models)

@@ -1,10 +1,12 @@
 """Pages whose commands are run as a reader would paste them.
 
-    page ──► blocks ──► Reader, with a folder, a home and ports of its own: runs each, compares what it prints with the page
+    page ──► blocks ──► Reader, with a folder, a home and ports of its own: runs each, compares what it prints with the
+    page
 
-A comment before a block says what it needs: `<!-- server -->` is left running in a terminal of its own until the next such block;
-ELSEWHERE has the reasons for which others are not run. A `text` block behind one is what it prints: numbers rounded as the page has them,
-and … for the rest of the line. `<!-- measured -->` before it says that its numbers are those of another machine: any stands for any other.
+A comment before a block says what it needs: `<!-- server -->` is left running in a terminal of its own until the next
+such block; ELSEWHERE has the reasons for which others are not run. A `text` block behind one is what it prints: numbers
+rounded as the page has them, and … for the rest of the line. `<!-- measured -->` before it says that its numbers are
+those of another machine: any stands for any other.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block that is not indented. `shown` is what the page says that it prints, None if it says nothing; `measured`: with numbers
-    of another machine."""
+    """A fenced block that is not indented. `shown` is what the page says that it prints, None if it says nothing;
+    `measured`: with numbers of another machine.
+    """
 
     language: str
     code: str
@@ -82,7 +85,9 @@ def runs(page: Path) -> int:
 def run(code: str, cluster: Cluster) -> list[str]:
     """The lines that a Python example prints, which speaks to the address of the pages."""
     script = code.replace(ADDRESS, cluster.url)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=BOUND_S, check=True).stdout.splitlines()
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=BOUND_S, check=True
+    ).stdout.splitlines()
 
 
 def differences(shown: str, printed: str, *, measured: bool = False) -> list[str]:
@@ -108,13 +113,16 @@ def _is_shown(shown: str, printed: str, *, measured: bool) -> bool:
 
 
 def _is_rounded(shown: str, printed: str) -> bool:
-    """Whether a number is the one that is shown, give or take one in the last place of a fraction: devices differ in rounding."""
+    """Whether a number is the one that is shown, give or take one in the last place of a fraction: devices differ in
+    rounding.
+    """
     places = len(shown.lower().partition("e")[0].partition(".")[2])
     return abs(float(shown) - float(printed)) <= (1.001 * 10**-places if places else 0)
 
 
 class Reader:
-    """Somebody at a terminal, in a folder of their own. Use as a context manager; what was started is ended, and must end well.
+    """Somebody at a terminal, in a folder of their own. Use as a context manager; what was started is ended, and must
+    end well.
 
     `environ` is what their machine has beside: where a hub or a bucket is.
     """
@@ -165,7 +173,10 @@ class Reader:
 
     def read(self, page: Path) -> None:
         """Do what a page says, from its top to its end. Raises AssertionError with the block that failed."""
-        self._terminal = {**self._environ, "SIE_GATEWAY_URL": self._cluster.url}  # for commands that mean the address without saying it
+        self._terminal = {
+            **self._environ,
+            "SIE_GATEWAY_URL": self._cluster.url,
+        }  # for commands that mean the address without saying it
         for block in blocks(page, *RUN):
             if block.mark in ELSEWHERE:
                 continue
@@ -187,7 +198,9 @@ class Reader:
         code = self._here(block.code)
         then = f"env -0 > {shlex.quote(str(exported))}"
         argv = [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euc", f"{code}\n{then}"]
-        done = subprocess.run(argv, cwd=self._folder, env=self._terminal, capture_output=True, text=True, timeout=BOUND_S, check=False)
+        done = subprocess.run(
+            argv, cwd=self._folder, env=self._terminal, capture_output=True, text=True, timeout=BOUND_S, check=False
+        )
         assert done.returncode == 0, f"{block.code}\n{done.stdout}\n{done.stderr}"
         if block.language == "bash":
             self._terminal = dict(line.split("=", 1) for line in exported.read_text().split("\0") if line)

@@ -1,8 +1,10 @@
 """Dashboards drawn from query results, as Grafana lays them out: grid, units, legends, stacks, thresholds, overrides.
 
-    python tests/pictures.py FOLDER      # a loaded cluster and a Prometheus for two minutes, then FOLDER/NAME.png of each dashboard
+    python tests/pictures.py FOLDER      # a loaded cluster and a Prometheus for two minutes, then FOLDER/NAME.png of
+    each dashboard
 
-It draws what the chart's panels use, and refuses what it does not know. All durations of panels are a thirtieth of what they say.
+It draws what the chart's panels use, and refuses what it does not know. All durations of panels are a thirtieth of what
+they say.
 """
 
 from __future__ import annotations
@@ -36,11 +38,32 @@ COLUMNS, COLUMN_PX, LINE_PX, MARGIN_PX = 24, 66, 38, 8  # of the grid: 38 px for
 LEGEND_PX, TITLE_PX = 17, 30
 PANEL, INK, FAINT, GRID = "#181b1f", "#ccccdc", "#8e8e99", "#2c3036"
 PALETTE = ("#7EB26D", "#EAB839", "#6ED0E0", "#EF843C", "#E24D42", "#1F78C1", "#BA43A9", "#705DA0", "#508642", "#CCA300")
-NAMED = {"green": "#73BF69", "yellow": "#FADE2A", "orange": "#FF9830", "red": "#F2495C", "text": INK, "transparent": "none"}
+NAMED = {
+    "green": "#73BF69",
+    "yellow": "#FADE2A",
+    "orange": "#FF9830",
+    "red": "#F2495C",
+    "text": INK,
+    "transparent": "none",
+}
 FIELDS = {
-    "unit", "noValue", "min", "max", "decimals", "color", "thresholds", "mappings", "custom.lineWidth", "custom.fillOpacity",
-    "custom.showPoints", "custom.stacking", "custom.drawStyle", "custom.lineStyle", "custom.axisSoftMax", "custom.thresholdsStyle",
-}  # fmt: skip
+    "unit",
+    "noValue",
+    "min",
+    "max",
+    "decimals",
+    "color",
+    "thresholds",
+    "mappings",
+    "custom.lineWidth",
+    "custom.fillOpacity",
+    "custom.showPoints",
+    "custom.stacking",
+    "custom.drawStyle",
+    "custom.lineStyle",
+    "custom.axisSoftMax",
+    "custom.thresholdsStyle",
+}
 HEADS = {"lastNotNull": "Last *", "max": "Max", "sum": "Total"}
 mpl.rcParams["font.size"] = 8
 
@@ -64,16 +87,29 @@ def series_of(panel: dict[str, Any], ask: Ask, start_s: float, end_s: float) -> 
     found = []
     for target in panel["targets"]:
         scrape_s = seconds(target["interval"]) / FASTER
-        step_s = max(scrape_s, seconds(panel.get("interval", "0s")) / FASTER, math.ceil((end_s - start_s) / MOST_POINTS))
+        step_s = max(
+            scrape_s, seconds(panel.get("interval", "0s")) / FASTER, math.ceil((end_s - start_s) / MOST_POINTS)
+        )
         rate_s = max(step_s + scrape_s, 4 * scrape_s)  # as Grafana chooses it
-        expression = filled(target["expr"], rate=f"{rate_s:.0f}s", span=f"{end_s - start_s:.0f}s", interval_ms=round(1000 * step_s))
-        times = [end_s] if target.get("instant") else [start_s + number * step_s for number in range(int((end_s - start_s) / step_s) + 1)]
+        expression = filled(
+            target["expr"], rate=f"{rate_s:.0f}s", span=f"{end_s - start_s:.0f}s", interval_ms=round(1000 * step_s)
+        )
+        times = (
+            [end_s]
+            if target.get("instant")
+            else [start_s + number * step_s for number in range(int((end_s - start_s) / step_s) + 1)]
+        )
         for each in ask(expression, times[0], times[-1], step_s):
             labels = each["metric"]
-            name = re.sub(r"{{(\w+)}}", lambda part, labels=labels: labels.get(part[1], ""), target["legendFormat"]).strip()
+            name = re.sub(
+                r"{{(\w+)}}", lambda part, labels=labels: labels.get(part[1], ""), target["legendFormat"]
+            ).strip()
             known = {round(float(at), 3): float(value) for at, value in each["values"]}
             values = [known.get(round(at, 3)) for at in times]
-            points = [(at, None if value is None or math.isnan(value) else value) for at, value in zip(times, values, strict=True)]
+            points = [
+                (at, None if value is None or math.isnan(value) else value)
+                for at, value in zip(times, values, strict=True)
+            ]
             found.append(Series(name, target["refId"], points, looks_of(panel, name, target["refId"])))
     return found
 
@@ -87,14 +123,20 @@ def looks_of(panel: dict[str, Any], name: str, ref: str) -> dict[str, Any]:
     found = fields_of(panel)
     for override in panel["fieldConfig"]["overrides"]:
         kind, wanted = override["matcher"]["id"], override["matcher"]["options"]
-        matches = {"byName": name == wanted, "byFrameRefID": ref == wanted, "byRegexp": bool(re.search(wanted.strip("/"), name))}
+        matches = {
+            "byName": name == wanted,
+            "byFrameRefID": ref == wanted,
+            "byRegexp": bool(re.search(wanted.strip("/"), name)),
+        }
         if matches[kind]:
             found |= {each["id"]: each["value"] for each in override["properties"]}
     return found
 
 
 def fields_of(panel: dict[str, Any]) -> dict[str, Any]:
-    """Those of all its series, `custom` with its names as overrides write them. Raises AssertionError for what is not drawn here."""
+    """Those of all its series, `custom` with its names as overrides write them. Raises AssertionError for what is not
+    drawn here.
+    """
     fields = panel["fieldConfig"]["defaults"]
     found = {name: value for name, value in fields.items() if name != "custom"}
     found |= {f"custom.{name}": value for name, value in fields.get("custom", {}).items()}
@@ -110,9 +152,16 @@ def said(value: float | None, unit: str, decimals: int | None = None) -> str:
     if unit == "s":
         size = abs(value)
         value, suffix = (
-            (value, " s") if size == 0 else (value * 1e3, " ms") if size < 1 else (value, " s") if size < 60
-            else (value / 60, " mins") if size < 3600 else (value / 3600, " hours")
-        )  # fmt: skip
+            (value, " s")
+            if size == 0
+            else (value * 1e3, " ms")
+            if size < 1
+            else (value, " s")
+            if size < 60
+            else (value / 60, " mins")
+            if size < 3600
+            else (value / 3600, " hours")
+        )
     elif unit == "percentunit":
         value, suffix = value * 100, "%"
     elif unit in ("short", "none", "reqps"):
@@ -169,7 +218,9 @@ class Board:
     """One figure. Places are in pixels from the upper left corner."""
 
     def __init__(self, board: dict[str, Any]) -> None:
-        self.height_px = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"]) * LINE_PX + MARGIN_PX
+        self.height_px = (
+            max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"]) * LINE_PX + MARGIN_PX
+        )
         self.width_px = COLUMNS * COLUMN_PX + MARGIN_PX
         self.figure = Figure((self.width_px / 100, self.height_px / 100), dpi=100, facecolor="#111217")
 
@@ -178,7 +229,9 @@ class Board:
         return self.figure.add_axes(place, facecolor=colour)
 
     def text(self, x: float, y: float, text: str, colour: str = INK, **looks: Any) -> None:
-        self.figure.text(x / self.width_px, 1 - y / self.height_px, text, color=colour, va="top", parse_math=False, **looks)
+        self.figure.text(
+            x / self.width_px, 1 - y / self.height_px, text, color=colour, va="top", parse_math=False, **looks
+        )
 
     def draw(self, panel: dict[str, Any], found: Sequence[Series], start_s: float, end_s: float) -> None:
         at = panel["gridPos"]
@@ -200,17 +253,28 @@ class Board:
         looks = fields_of(panel)
         shown = [(each, reduced(each, panel["options"]["reduceOptions"]["calcs"][0])) for each in found]
         if not shown:
-            self.text(x + width / 2, y + height / 2 - 14, looks.get("noValue", "No data"), FAINT, ha="center", fontsize=16)
+            self.text(
+                x + width / 2, y + height / 2 - 14, looks.get("noValue", "No data"), FAINT, ha="center", fontsize=16
+            )
         for number, (each, value) in enumerate(shown):
             middle = x + width * (number + 0.5) / len(shown)
             words = said(value, each.looks["unit"], each.looks.get("decimals"))
             for mapping in each.looks.get("mappings", ()):
                 words = mapping["options"].get(f"{value:g}", {}).get("text", words) if value is not None else words
-            self.text(middle, y + height * 0.25, words, step_colour(each.looks, value), ha="center", fontsize=22 if len(words) < 9 else 16)
+            self.text(
+                middle,
+                y + height * 0.25,
+                words,
+                step_colour(each.looks, value),
+                ha="center",
+                fontsize=22 if len(words) < 9 else 16,
+            )
             if len(shown) > 1:
                 self.text(middle, y + height - 22, each.name, FAINT, ha="center")
 
-    def _lines(self, panel: dict[str, Any], found: Sequence[Series], place: tuple[float, ...], span: tuple[float, float]) -> None:
+    def _lines(
+        self, panel: dict[str, Any], found: Sequence[Series], place: tuple[float, ...], span: tuple[float, float]
+    ) -> None:
         x, y, width, height = place
         legend, looks = panel["options"]["legend"], fields_of(panel)
         beside = legend["displayMode"] == "table"
@@ -222,17 +286,38 @@ class Board:
         self._plot(main, found, looks, paints)
         self._scale(main, looks, span)
         if not found:
-            main.text(0.5, 0.5, looks.get("noValue", "No data"), color=FAINT, ha="center", fontsize=11, transform=main.transAxes)
+            main.text(
+                0.5,
+                0.5,
+                looks.get("noValue", "No data"),
+                color=FAINT,
+                ha="center",
+                fontsize=11,
+                transform=main.transAxes,
+            )
         top = y if beside else y + height - room
         for number, row in enumerate(rows):
             if number * LEGEND_PX > (height - 34 if beside else 3.1 * LEGEND_PX):
-                self.text(x + width - 90, top + number * LEGEND_PX - LEGEND_PX, f"… {len(rows) - number} rows below", "#ff5555")
+                self.text(
+                    x + width - 90,
+                    top + number * LEGEND_PX - LEGEND_PX,
+                    f"… {len(rows) - number} rows below",
+                    "#ff5555",
+                )
                 break
             for offset, text, paint in row:
-                self.text(x + offset + (width - aside + 8 if beside else 10), top + number * LEGEND_PX, text, paint, fontsize=7.5)
+                self.text(
+                    x + offset + (width - aside + 8 if beside else 10),
+                    top + number * LEGEND_PX,
+                    text,
+                    paint,
+                    fontsize=7.5,
+                )
 
     @staticmethod
-    def _plot(axes: Axes, found: Sequence[Series], looks: Mapping[str, Any], paints: Mapping[tuple[str, str], str]) -> None:
+    def _plot(
+        axes: Axes, found: Sequence[Series], looks: Mapping[str, Any], paints: Mapping[tuple[str, str], str]
+    ) -> None:
         stacked = looks.get("custom.stacking", {}).get("mode") == "normal"
         below = [0.0] * max((len(each.points) for each in found), default=0)
         for each in found:
@@ -240,17 +325,27 @@ class Board:
             times = [at for at, _ in each.points]
             values = [math.nan if value is None else value for _, value in each.points]
             if stacked:
-                values = [under + (0 if math.isnan(value) else value) for under, value in zip(below, values, strict=True)]
+                values = [
+                    under + (0 if math.isnan(value) else value) for under, value in zip(below, values, strict=True)
+                ]
             if looks.get("custom.drawStyle") == "bars":
                 tall = [value - under for value, under in zip(values, below, strict=True)]
                 axes.bar(times, tall, bottom=below, width=0.6 * (times[1] - times[0]), color=paint, alpha=fill)
             else:
                 dashed = each.looks.get("custom.lineStyle", {}).get("fill") == "dash"
-                axes.plot(times, values, color=paint, linewidth=looks["custom.lineWidth"], linestyle="--" if dashed else "-")
+                axes.plot(
+                    times, values, color=paint, linewidth=looks["custom.lineWidth"], linestyle="--" if dashed else "-"
+                )
                 axes.fill_between(times, values, below, color=paint, alpha=fill, linewidth=0)
                 gaps = [True, *map(math.isnan, values), True]  # a point without neighbours is no line
                 alone = [number for number in range(len(values)) if gaps[number] and gaps[number + 2]]
-                axes.plot([times[number] for number in alone], [values[number] for number in alone], ".", color=paint, markersize=4)
+                axes.plot(
+                    [times[number] for number in alone],
+                    [values[number] for number in alone],
+                    ".",
+                    color=paint,
+                    markersize=4,
+                )
             below = values if stacked else below
 
     @staticmethod
@@ -318,16 +413,21 @@ def draw(board: dict[str, Any], ask: Ask, start_s: float, end_s: float, file: Pa
 
 DEADLY = "the input that ends an adapter"
 PLAN = Plan(
-    models=("toy/one", "toy/two", "toy/three"), gateways=2,
+    models=("toy/one", "toy/two", "toy/three"),
+    gateways=2,
     workers=(
-        Device(batch_ms=60, token_us=30, slots=2, deadly=DEADLY), Device(batch_ms=60, token_us=30, slots=1, deadly=DEADLY),
+        Device(batch_ms=60, token_us=30, slots=2, deadly=DEADLY),
+        Device(batch_ms=60, token_us=30, slots=1, deadly=DEADLY),
         Device(batch_ms=30, token_us=60),
     ),
     environ={
-        "SIE_CHUNK_COST": "512", "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4,a100", "SIE_AUTH_MODE": "static",
-        "SIE_AUTH_TOKENS": "search-team,batch-team", "SIE_ADMIN_TOKEN": "an-administrator",
+        "SIE_CHUNK_COST": "512",
+        "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4,a100",
+        "SIE_AUTH_MODE": "static",
+        "SIE_AUTH_TOKENS": "search-team,batch-team",
+        "SIE_ADMIN_TOKEN": "an-administrator",
     },
-)  # fmt: skip
+)
 SEARCH, BATCH = "search-team", "batch-team"
 
 
@@ -337,14 +437,21 @@ class Clients:
     def __init__(self, count: int, url: str, model: str, inputs: int, token: str = SEARCH, **headers: str) -> None:
         self._over = threading.Event()
         self.statuses: list[int] = []
-        given = {"Authorization": f"Bearer {token}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        given = {
+            "Authorization": f"Bearer {token}",
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        }
         self._client = httpx.Client(base_url=url, trust_env=False, timeout=60, headers=given)
         self._threads = [threading.Thread(target=self._ask, args=(model, inputs)) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
     def _ask(self, model: str, inputs: int) -> None:
-        body = {"items": ["some words about how a query is answered, and why"[: 12 + 3 * number % 40] for number in range(inputs)]}
+        body = {
+            "items": [
+                "some words about how a query is answered, and why"[: 12 + 3 * number % 40] for number in range(inputs)
+            ]
+        }
         while not self._over.is_set():
             self.statuses.append(self._client.post(f"/v1/encode/{model}", json=body).status_code)
             self._over.wait(0.05)
@@ -357,23 +464,29 @@ class Clients:
 
 
 def live(stack: Stack, phase_s: float) -> None:
-    """Quiet; bulk beside it; a lane without a worker and clients in a hurry; an input that ends adapters; a worker that goes; quiet."""
+    """Quiet; bulk beside it; a lane without a worker and clients in a hurry; an input that ends adapters; a worker that
+    goes; quiet.
+    """
     one, two = stack.urls
     headers = {"Authorization": "Bearer an-administrator"}
     with httpx.Client(headers=headers, trust_env=False, timeout=60) as admin, ThreadPoolExecutor() as asking:
         steady = [
-            Clients(2, one, "toy/one", 4, X_SIE_MACHINE_PROFILE="cpu"), Clients(2, two, "toy/two", 4), Clients(1, one, "toy/three", 2),
+            Clients(2, one, "toy/one", 4, X_SIE_MACHINE_PROFILE="cpu"),
+            Clients(2, two, "toy/two", 4),
+            Clients(1, one, "toy/three", 2),
             Clients(1, two, "toy/one", 8, X_SIE_MACHINE_PROFILE="l4"),
-        ]  # fmt: skip
+        ]
         time.sleep(phase_s)
         bulk = [
-            Clients(6, one, "toy/one", 200, BATCH, X_SIE_Priority="bulk"), Clients(3, two, "toy/two", 200, BATCH, X_SIE_Priority="bulk"),
-        ]  # fmt: skip
+            Clients(6, one, "toy/one", 200, BATCH, X_SIE_Priority="bulk"),
+            Clients(3, two, "toy/two", 200, BATCH, X_SIE_Priority="bulk"),
+        ]
         time.sleep(phase_s)
         bad = [
-            Clients(1, one, "toy/one", 40, X_SIE_Timeout_Ms="60"), Clients(1, two, "toy/none", 1),
+            Clients(1, one, "toy/one", 40, X_SIE_Timeout_Ms="60"),
+            Clients(1, two, "toy/none", 1),
             Clients(1, two, "toy/one", 2, X_SIE_MACHINE_PROFILE="a100", X_SIE_Timeout_Ms="2000"),
-        ]  # fmt: skip
+        ]
         time.sleep(phase_s)
         for each in bulk:
             each.end()

@@ -1,10 +1,12 @@
 """A lane of workers under virtual time: what the placement table is worth against "any worker takes any model".
 
-    Poisson arrivals, Zipf models ──► stream (first in, first out) ──► workers: one device, `slots` models, loads beside passes ──► latency
+    Poisson arrivals, Zipf models ──► stream (first in, first out) ──► workers: one device, `slots` models, loads beside
+    passes ──► latency
 
-With the table everything that decides is the product's: `Planner` computes from heartbeats, which come late and get lost, and `role`
-says what a worker pulls. Without it every worker pulls everything. Eviction is by last use in both; with the table the models that are
-placed elsewhere go first. A model with work in hand is never evicted. A dead worker's work comes back after the ack wait.
+With the table everything that decides is the product's: `Planner` computes from heartbeats, which come late and get
+lost, and `role` says what a worker pulls. Without it every worker pulls everything. Eviction is by last use in both;
+with the table the models that are placed elsewhere go first. A model with work in hand is never evicted. A dead
+worker's work comes back after the ack wait.
 
     .venv/bin/python tests/placement_simulation.py     all cases, at full length, as a Markdown table
 """
@@ -38,7 +40,9 @@ RATE_OVER_S = 10.0
 
 @dataclass(frozen=True)
 class Case:
-    """One run: `load` is the part of all workers' time that the traffic asks for. Figures are of what arrived after `warm_s`."""
+    """One run: `load` is the part of all workers' time that the traffic asks for. Figures are of what arrived after
+    `warm_s`.
+    """
 
     name: str
     load: float
@@ -47,9 +51,12 @@ class Case:
     workers: int = 20
     zipf: float = 1.1
     load_s: float = 5.0
-    cold: bool = False  # else loads are quick in the first half of the warm-up, so that both begin with what they would hold anyway
+    # else loads are quick in the first half of the warm-up, so that both begin with what they would hold anyway
+    cold: bool = False
     killed: int = 0
-    restarted: int = 0  # as many workers, one each `restart_every_s`: it drains, and is there again, empty, after `restart_s`
+    restarted: int = (
+        0  # as many workers, one each `restart_every_s`: it drains, and is there again, empty, after `restart_s`
+    )
     restart_every_s: float = 0.05
     restart_s: float = 10.0
     known: bool = False  # from the start all models are in the table and loaded
@@ -183,10 +190,17 @@ class Simulation:
         if not self._by_table:
             return "pull"
         hosts = self._table.hosts.get(self._names[model], ()) if self._table else ()
-        return role(hosts, worker.name, loaded=model in worker.resident, held=worker.held.get(model, 0) > 0, waits=False)
+        return role(
+            hosts, worker.name, loaded=model in worker.resident, held=worker.held.get(model, 0) > 0, waits=False
+        )
 
     def _may_pull(self, worker: _Worker, model: int) -> bool:
-        return worker.alive and not worker.leaving and worker.in_hand < HELD and self._role(worker, model) in ("pull", "probe")
+        return (
+            worker.alive
+            and not worker.leaving
+            and worker.in_hand < HELD
+            and self._role(worker, model) in ("pull", "probe")
+        )
 
     def _pull(self, worker: _Worker, model: int) -> None:
         arrived_s = self._waiting[model].popleft()
@@ -311,13 +325,23 @@ class Simulation:
         if not self._by_table or worker.leaving or self._random.random() < self._case.beat_loss:
             return
         statuses = [
-            ModelStatus(self._names[model], "loaded", load_s=self._case.load_s, cost_rate=worker.cost_rate(model, self._now_s))
+            ModelStatus(
+                self._names[model], "loaded", load_s=self._case.load_s, cost_rate=worker.cost_rate(model, self._now_s)
+            )
             for model in worker.resident
         ]
         if worker.loading is not None:
             statuses.append(ModelStatus(self._names[worker.loading], "loading"))
         beat = Heartbeat(
-            worker.name, "_default", "l4", "default", True, "", models=tuple(statuses), slots=self._case.slots, rate=TOKENS / PASS_S
+            worker.name,
+            "_default",
+            "l4",
+            "default",
+            True,
+            "",
+            models=tuple(statuses),
+            slots=self._case.slots,
+            rate=TOKENS / PASS_S,
         )
         self._beats[worker.name] = (self._now_s, beat)
 
@@ -405,9 +429,18 @@ def cases(*, measured_s: float) -> list[Case]:
 def large(*, measured_s: float, load: float, restarted: int) -> Case:
     """1,000 workers and 10,000 models, and a rolling restart of some workers or all, in the time that is measured."""
     return Case(
-        f"{load:.0%}, 1,000 workers, 10,000 models, {restarted} restarted", load, models=10_000, workers=1000, known=True, gap_s=0.02,
-        warm_s=20.0, measured_s=measured_s, restarted=restarted, restart_every_s=0.8 * measured_s / max(1, restarted), restart_s=5.0,
-    )  # fmt: skip
+        f"{load:.0%}, 1,000 workers, 10,000 models, {restarted} restarted",
+        load,
+        models=10_000,
+        workers=1000,
+        known=True,
+        gap_s=0.02,
+        warm_s=20.0,
+        measured_s=measured_s,
+        restarted=restarted,
+        restart_every_s=0.8 * measured_s / max(1, restarted),
+        restart_s=5.0,
+    )
 
 
 def main() -> None:
@@ -418,7 +451,10 @@ def main() -> None:
         row = [f"{ours.loads_per_min:.1f}", f"{theirs.loads_per_min:.0f}"]
         row += [f"{time_s:.2f} s" for time_s in (ours.p50_s, theirs.p50_s, ours.p99_s, theirs.p99_s)]
         print(f"| {case.name} | {' | '.join(row)} |", flush=True)
-    print("\n| case, with the table | loads/min | p50 | p99 | processor time of a simulated second |\n|---|---|---|---|---|")
+    print(
+        "\n| case, with the table | loads/min | p50 | p99 | processor time of a simulated second "
+        "|\n|---|---|---|---|---|"
+    )
     runs = ((0.03, 0, 60.0), (0.03, 1000, 60.0), (0.36, 0, 60.0), (0.36, 1000, 60.0), (0.36, 1000, 300.0))
     for load, restarted, measured_s in runs:
         case, before_s = large(measured_s=measured_s, load=load, restarted=restarted), time.process_time()

@@ -1,4 +1,6 @@
-"""Debian's Prometheus beside a stack: it scrapes all of its processes every second and evaluates the rules of the chart."""
+"""Debian's Prometheus beside a stack: it scrapes all of its processes every second and evaluates the rules of the
+chart.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,33 @@ SCRAPE_S = 1
 
 
 def targets(stack: Stack) -> list[dict[str, Any]]:
-    """The static targets of a stack's processes, with the labels that the Prometheus operator gives those of the chart."""
+    """The static targets of a stack's processes, with the labels that the Prometheus operator gives
+    those of the chart.
+    """
     found = [
-        *((url, "sie-gateway-metrics", "gateway", f"gateway-{number}") for number, url in enumerate(stack.metrics_urls)),
-        *((worker.url, "sie-worker", "worker-sidecar", worker.sidecar.name.replace(" ", "-")) for worker in stack.workers),
+        *(
+            (url, "sie-gateway-metrics", "gateway", f"gateway-{number}")
+            for number, url in enumerate(stack.metrics_urls)
+        ),
+        *(
+            (worker.url, "sie-worker", "worker-sidecar", worker.sidecar.name.replace(" ", "-"))
+            for worker in stack.workers
+        ),
         (stack.config_url, "sie-config", "config", "config-0"),
     ]
     return [
-        {"targets": [url.removeprefix("http://")], "labels": {
-            "namespace": NAMESPACE, "service": service, "container": container, "pod": pod, "endpoint": "metrics",
-        }} for url, service, container, pod in found
-    ]  # fmt: skip
+        {
+            "targets": [url.removeprefix("http://")],
+            "labels": {
+                "namespace": NAMESPACE,
+                "service": service,
+                "container": container,
+                "pod": pod,
+                "endpoint": "metrics",
+            },
+        }
+        for url, service, container, pod in found
+    ]
 
 
 class Prometheus:
@@ -36,9 +54,10 @@ class Prometheus:
     def __init__(self, folder: Path, stack: Stack) -> None:
         (folder / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
         config = {
-            "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}, "rule_files": ["rules.yaml"],
+            "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+            "rule_files": ["rules.yaml"],
             "scrape_configs": [{"job_name": "sie", "static_configs": targets(stack), "relabel_configs": relabelings()}],
-        }  # fmt: skip
+        }
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), "utf-8")
         port = free_port()
         self.targets = len(targets(stack))
@@ -46,11 +65,15 @@ class Prometheus:
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
             [
-                "prometheus", f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--enable-feature=exemplar-storage",
             ],
-            stdout=self._log, stderr=self._log,
-        )  # fmt: skip
+            stdout=self._log,
+            stderr=self._log,
+        )
 
     def ask(self, path: str, **parameters: str) -> Any:
         """The `data` of an answer, None while the server does not answer."""

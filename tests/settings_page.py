@@ -1,6 +1,6 @@
 """The tables of docs/settings.md, made from the table of all settings.
 
-    python tests/settings_page.py
+python tests/settings_page.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def groups() -> dict[str, list[Row]]:
     """The settings under the headings that they have in the code."""
     found: dict[str, list[Row]] = {}
     by_field = {row.field: row for row in ROWS}
-    for heading, field in re.findall(r"^    (?:# (.+)|(\w+): .* = _row\(.*)$", inspect.getsource(Settings), re.MULTILINE):
+    for heading, field in re.findall(
+        r"^    (?:# (.+)|(\w+): .* = _row\(.*)$", inspect.getsource(Settings), re.MULTILINE
+    ):
         if heading:
             found[heading] = []
         else:
@@ -55,7 +57,9 @@ def profiles() -> str:
 def page(old: str) -> str:
     """The page with its tables as the code has them now."""
     for name, made in (("settings", tables()), ("profiles", profiles())):
-        old = re.sub(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)", lambda _, made=made: made, old, flags=re.DOTALL)
+        old = re.sub(
+            rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)", lambda _, made=made: made, old, flags=re.DOTALL
+        )
     return old
 
 

@@ -1,8 +1,10 @@
-"""The processes of a cluster, each started, killed, frozen and measured on its own, with the fixed-cost adapter or the real one behind.
+"""The processes of a cluster, each started, killed, frozen and measured on its own, with the fixed-cost adapter or the
+real one behind.
 
     brokers (1 or 3) ─► config service ─► gateways ─► workers, each a sidecar and its adapter
 
-Unlike `cluster.Cluster` there is no `sie serve` in between: nothing starts again unless its owner says so, and every port stays.
+Unlike `cluster.Cluster` there is no `sie serve` in between: nothing starts again unless its owner says so, and every
+port stays.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ ADAPTER = Path(__file__).with_name("fixed_cost_adapter.py")
 class Part:
     """One process. `start` again keeps its command line and with it ports, sockets and folders."""
 
-    def __init__(self, role: Role, name: str, argv: Sequence[str], environ: Mapping[str, str], ready: Callable[[], object]) -> None:
+    def __init__(
+        self, role: Role, name: str, argv: Sequence[str], environ: Mapping[str, str], ready: Callable[[], object]
+    ) -> None:
         self.role = role
         self.name = name
         self.log: deque[str] = deque(maxlen=400)
@@ -82,7 +86,12 @@ class Part:
 
     def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            argv, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_end_with_parent
+            argv,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=_end_with_parent,
         )
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -95,7 +104,11 @@ class Part:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Raises AssertionError with the log when it ended, or is not ready in time."""
         try:
-            until(lambda: self._ready() or not self.alive, START_S if timeout_s is None else timeout_s, f"{self.name} ready")
+            until(
+                lambda: self._ready() or not self.alive,
+                START_S if timeout_s is None else timeout_s,
+                f"{self.name} ready",
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(self.log)) from None
         assert self.alive, f"{self.name} ended\n" + "\n".join(self.log)
@@ -153,8 +166,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Device:
-    """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, of which models it takes otherwise, how
-    many models fit (0: any number)."""
+    """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, of which models it
+    takes otherwise, how many models fit (0: any number).
+    """
 
     batch_ms: float = 0.0
     token_us: float = 0.0
@@ -168,15 +182,33 @@ class Device:
     def argv(self, path: Path) -> list[str]:
         own_loads = (word for model, load_s in self.load_s_of.items() for word in ("--load-s-of", f"{model}={load_s}"))
         return [
-            sys.executable, str(ADAPTER), "--socket", str(path), "--lanes", str(self.lanes), "--batch-ms", str(self.batch_ms),
-            "--token-us", str(self.token_us), "--load-s", str(self.load_s), "--deadly", self.deadly, "--slots", str(self.slots),
-            "--width", str(self.width), *own_loads,
-        ]  # fmt: skip
+            sys.executable,
+            str(ADAPTER),
+            "--socket",
+            str(path),
+            "--lanes",
+            str(self.lanes),
+            "--batch-ms",
+            str(self.batch_ms),
+            "--token-us",
+            str(self.token_us),
+            "--load-s",
+            str(self.load_s),
+            "--deadly",
+            self.deadly,
+            "--slots",
+            str(self.slots),
+            "--width",
+            str(self.width),
+            *own_loads,
+        ]
 
 
 @dataclass
 class Plan:
-    """What to start. `workers` holds a Device for each worker, or None for a real adapter; `bundles` says what each serves."""
+    """What to start. `workers` holds a Device for each worker, or None for a real adapter; `bundles` says what each
+    serves.
+    """
 
     models: Sequence[str] = ("toy/one",)
     gateways: int = 1
@@ -226,7 +258,9 @@ class Stack:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     @property
@@ -267,17 +301,29 @@ class Stack:
         folder.mkdir(exist_ok=True)
         for number, model in enumerate(self.plan.models):
             entry = {
-                "id": model, "bundle": self.plan.toy_bundle, "weights": {"path": "/toy"}, "family": "toy",
-                "outputs": {"dense": max(widths, default=WIDTH)}, "max_tokens": 512,
-            }  # fmt: skip
+                "id": model,
+                "bundle": self.plan.toy_bundle,
+                "weights": {"path": "/toy"},
+                "family": "toy",
+                "outputs": {"dense": max(widths, default=WIDTH)},
+                "max_tokens": 512,
+            }
             (folder / f"{number}.yaml").write_text(json.dumps(entry))  # JSON is YAML
         bundles = folder / "bundles"
         bundles.mkdir(exist_ok=True)
-        (bundles / f"{self.plan.toy_bundle}.yaml").write_text(json.dumps({"id": self.plan.toy_bundle}))  # it has every family
+        (bundles / f"{self.plan.toy_bundle}.yaml").write_text(
+            json.dumps({"id": self.plan.toy_bundle})
+        )  # it has every family
         return folder
 
     def _environ(self, **own: str) -> dict[str, str]:
-        environ = {**os.environ, "SIE_CONFIG_READ_TOKEN": "read", "SIE_MACHINE_PROFILE": "cpu", **own, **self.plan.environ}
+        environ = {
+            **os.environ,
+            "SIE_CONFIG_READ_TOKEN": "read",
+            "SIE_MACHINE_PROFILE": "cpu",
+            **own,
+            **self.plan.environ,
+        }
         if self.plan.code is not None:
             names = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli")
             environ["PYTHONPATH"] = os.pathsep.join(str(self.plan.code / name) for name in names)
@@ -290,9 +336,12 @@ class Stack:
             folder = self.folder / f"broker-{number}"
             folder.mkdir(exist_ok=True)
             lines = [
-                f'server_name: "b{number}"', f'listen: "127.0.0.1:{clients + number}"', f'http: "127.0.0.1:{monitors + number}"',
-                f'jetstream {{ store_dir: "{folder}", sync_interval: "100ms" }}', "max_payload: 8388608",
-            ]  # fmt: skip
+                f'server_name: "b{number}"',
+                f'listen: "127.0.0.1:{clients + number}"',
+                f'http: "127.0.0.1:{monitors + number}"',
+                f'jetstream {{ store_dir: "{folder}", sync_interval: "100ms" }}',
+                "max_payload: 8388608",
+            ]
             if count > 1:
                 peers = ", ".join(f'"nats://127.0.0.1:{routes + peer}"' for peer in range(count))
                 lines.append(f'cluster {{ name: "sie", listen: "127.0.0.1:{routes + number}", routes: [{peers}] }}')
@@ -310,7 +359,9 @@ class Stack:
     def _add_config(self) -> Part:
         port = free_port()
         self.config_url = f"http://127.0.0.1:{port}"
-        environ = self._environ(SIE_NATS_URL=self.broker_urls, SIE_MODELS_DIR=str(self._models), SIE_STREAM_REPLICAS=self._replicas)
+        environ = self._environ(
+            SIE_NATS_URL=self.broker_urls, SIE_MODELS_DIR=str(self._models), SIE_STREAM_REPLICAS=self._replicas
+        )
         argv = self._sie("config", "--port", str(port))
         return Part("config", "config", argv, environ, answers(f"{self.config_url}/readyz"))
 
@@ -321,25 +372,41 @@ class Stack:
     def _add_gateway(self, number: int) -> None:
         port, metrics = free_port(), free_port()
         environ = self._environ(
-            SIE_NATS_URL=self.broker_urls, SIE_CONFIG_SERVICE_URL=self.config_url, SIE_STREAM_REPLICAS=self._replicas,
-            SIE_GATEWAY_METRICS_PORT=str(metrics), SIE_GATEWAY_HEALTH_MODE="nats",
-        )  # fmt: skip
+            SIE_NATS_URL=self.broker_urls,
+            SIE_CONFIG_SERVICE_URL=self.config_url,
+            SIE_STREAM_REPLICAS=self._replicas,
+            SIE_GATEWAY_METRICS_PORT=str(metrics),
+            SIE_GATEWAY_HEALTH_MODE="nats",
+        )
         ready = answers(f"http://127.0.0.1:{metrics}/readyz")
         self.urls.append(f"http://127.0.0.1:{port}")
         self.metrics_urls.append(f"http://127.0.0.1:{metrics}")
-        self.gateways.append(Part("gateway", f"gateway {number}", self._sie("gateway", "--port", str(port)), environ, ready))
+        self.gateways.append(
+            Part("gateway", f"gateway {number}", self._sie("gateway", "--port", str(port)), environ, ready)
+        )
 
     def _add_worker(self, number: int, device: Device | None) -> None:
         plan, metrics, path = self.plan, free_port(), self.folder / f"w{number}.sock"
         bundle = "default" if device is None else plan.toy_bundle
         preload = ",".join([MODEL] if device is None else plan.models)
         own = {
-            "SIE_NATS_URL": self.broker_urls, "SIE_CONFIG_SERVICE_URL": self.config_url, "SIE_WORKER_METRICS_PORT": str(metrics),
-            "SIE_IPC_SOCKET_PATH": str(path), "SIE_WORKER_ID": f"w{number}", "SIE_BUNDLE": bundle, "SIE_GATEWAY_URL": ",".join(self.urls),
+            "SIE_NATS_URL": self.broker_urls,
+            "SIE_CONFIG_SERVICE_URL": self.config_url,
+            "SIE_WORKER_METRICS_PORT": str(metrics),
+            "SIE_IPC_SOCKET_PATH": str(path),
+            "SIE_WORKER_ID": f"w{number}",
+            "SIE_BUNDLE": bundle,
+            "SIE_GATEWAY_URL": ",".join(self.urls),
             **({"SIE_PRELOAD_MODELS": preload} if plan.preload else {}),
-        }  # fmt: skip
+        }
         sidecar_ready = answers(f"http://127.0.0.1:{metrics}/readyz")
-        sidecar = Part("sidecar", f"sidecar {number}", self._sie("sidecar", "--host", "127.0.0.1"), self._environ(**own), sidecar_ready)
+        sidecar = Part(
+            "sidecar",
+            f"sidecar {number}",
+            self._sie("sidecar", "--host", "127.0.0.1"),
+            self._environ(**own),
+            sidecar_ready,
+        )
         if device is None:
             argv, environ = self._sie("adapter", "--no-spare"), self._environ(SIE_IPC_SOCKET_PATH=str(path))
         else:
@@ -349,7 +416,9 @@ class Stack:
 
 
 def _end_with_parent() -> None:
-    """In the child: a group of its own, so that no signal of a terminal reaches it, and SIGKILL when the thread that started it ends."""
+    """In the child: a group of its own, so that no signal of a terminal reaches it, and SIGKILL when the thread that
+    started it ends.
+    """
     os.setsid()
     _LIBC.prctl(1, signal.SIGKILL)
 

@@ -10,11 +10,12 @@ from types import TracebackType
 
 
 class TcpProxy:
-    """Listens on a loopback port of its own and forwards to `port`, or to what it gives for each connection: a balancer of connections. An
-    end goes on as an end, for its own way alone.
+    """Listens on a loopback port of its own and forwards to `port`, or to what it gives for each connection: a balancer
+    of connections. An end goes on as an end, for its own way alone.
 
-    `delay_s` is added to whatever comes from now on, each way. `hold` keeps bytes back, as a network does that loses packets for a while;
-    `release` lets them go on. `swallow` loses them for good, so that the connections which saw it never work again; `cut` ends all.
+    `delay_s` is added to whatever comes from now on, each way. `hold` keeps bytes back, as a network does that loses
+    packets for a while; `release` lets them go on. `swallow` loses them for good, so that the connections which saw it
+    never work again; `cut` ends all.
     """
 
     def __init__(self, port: int | Callable[[], int]) -> None:
@@ -65,7 +66,9 @@ class TcpProxy:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._server is not None
         self._server.close()
         self.cut()

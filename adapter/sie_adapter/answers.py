@@ -1,4 +1,5 @@
-"""From what the heads gave to what a client asked for. Output options act here, per work item: they never split a batch.
+"""From what the heads gave to what a client asked for. Output options act here, per work item: they never split a
+batch.
 
 rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
                     ──► one row against the others ──► scores              sides
@@ -53,9 +54,16 @@ Answers = list[Answer | SIEError]
 
 
 def sealed(
-    batch: str, answered: Iterable[tuple[Answer | SIEError, int]], inference_ms: float, started_s: float, *, padding: int = 0
+    batch: str,
+    answered: Iterable[tuple[Answer | SIEError, int]],
+    inference_ms: float,
+    started_s: float,
+    *,
+    padding: int = 0,
 ) -> BatchDone:
-    """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the epilogues began."""
+    """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the
+    epilogues began.
+    """
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
     offset = 0
@@ -98,7 +106,10 @@ def vectors(options: RunOptions, rows: Rows) -> Answers:
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
     """Cut and normalised; what was given is left as it is, unless it is cut."""
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
-    return [row.vectors if isinstance(row, Given) and not options.dimensions else own for row, own in zip(rows, cut, strict=True)]
+    return [
+        row.vectors if isinstance(row, Given) and not options.dimensions else own
+        for row, own in zip(rows, cut, strict=True)
+    ]
 
 
 def _tensors(rows: Sequence[Row]) -> list[Tensor]:
@@ -108,7 +119,9 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
     """The first `dimensions` of each row, then divided by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
-        raise InvalidInput(f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions")
+        raise InvalidInput(
+            f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
+        )
     cut = vectors[..., : options.dimensions] if options.dimensions else vectors
     return cut if keep_scale else cut / torch.linalg.vector_norm(cut, dim=-1, keepdim=True).clamp_min(_EPSILON)
 
@@ -145,7 +158,9 @@ def _too_large() -> InvalidInput:
 
 
 def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
-    values, scale, offset = dtypes.convert(_cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype)
+    values, scale, offset = dtypes.convert(
+        _cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype
+    )
     ends = np.cumsum([len(row) for row in rows])
     for item, (answer, stop, row) in enumerate(zip(list(found), ends.tolist(), rows, strict=True)):
         here = slice(stop - len(row), stop)
@@ -175,8 +190,8 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], found: Answers) -> Non
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> Answers:
     """Each document against the query: the outputs' scores, weighted where there are several.
 
-    dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row (MaxSim), divided by the
-    number of query rows if `per_row`, as BGE-M3 does.
+    dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row
+    (MaxSim), divided by the number of query rows if `per_row`, as BGE-M3 does.
     """
     given = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {name: float(given.get("colbert" if name == "multivector" else name, 0.0)) for name in options.outputs}
@@ -241,7 +256,9 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
-    """The same with one product. `query`: [rows, width], normalised. By offsets, since lengths would be checked on the host."""
+    """The same with one product. `query`: [rows, width], normalised. By offsets, since lengths would be checked on the
+    host.
+    """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, Given) for document in documents):
         rows = torch.cat([_unit_rows(document) for document in documents])
@@ -273,21 +290,36 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> Answers:
-    """The classes of each text, best first, from float32 logits [classes]: all of them, or those that the labels of a request name.
+    """The classes of each text, best first, from float32 logits [classes]: all of them, or those that the labels of a
+    request name.
 
     With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
         known = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
-        raise InvalidInput(f"labels: {len(unknown)} of them are no classes of the model, it has {known}", reason="labels", param="labels")
+        raise InvalidInput(
+            f"labels: {len(unknown)} of them are no classes of the model, it has {known}",
+            reason="labels",
+            param="labels",
+        )
     scores = torch.stack(list(logits))
     if not options.parameters.get("raw_scores"):
-        scores = torch.sigmoid(scores) if activation == "sigmoid" else torch.softmax(scores, 1) if activation == "softmax" else scores
+        scores = (
+            torch.sigmoid(scores)
+            if activation == "sigmoid"
+            else torch.softmax(scores, 1)
+            if activation == "softmax"
+            else scores
+        )
     found: Answers = []
     for row in scores.cpu().double().tolist():
         ordered = sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])
         chosen = (pair for pair in ordered if not options.labels or pair[0] in options.labels)
-        kept = [{"label": label, "score": score} for label, score in chosen if options.threshold is None or score >= options.threshold]
+        kept = [
+            {"label": label, "score": score}
+            for label, score in chosen
+            if options.threshold is None or score >= options.threshold
+        ]
         found.append(Answer(data={"classifications": kept}))
     return found
 
@@ -301,10 +333,11 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
 
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> Answers:
-    """The probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of the label).
+    """The probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of the
+    label).
 
-    One label of several: softmax of the entailment logits over the labels. Several labels at once, or only one: softmax of contradiction
-    and entailment, each label by itself. Source: transformers' zero-shot classification pipeline.
+    One label of several: softmax of the entailment logits over the labels. Several labels at once, or only one: softmax
+    of contradiction and entailment, each label by itself. Source: transformers' zero-shot classification pipeline.
     """
     labels = options.labels
     stacked = torch.stack(list(logits)).unflatten(0, (-1, len(labels)))
@@ -316,5 +349,11 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     found: Answers = []
     for row in shares.cpu().double().tolist():
         ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
-        found.append(Answer(data={"classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]}))
+        found.append(
+            Answer(
+                data={
+                    "classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]
+                }
+            )
+        )
     return found

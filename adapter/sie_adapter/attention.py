@@ -1,10 +1,12 @@
 """Attention over packed sequences, registered with transformers' attention interface.
 
-    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once a layer ──► one opaque op ──► a kernel per group of sequences
+    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once a layer ──► one opaque op ──► a kernel per group of
+    sequences
 
-The bounds of the sequences travel as tensor keyword arguments of `model(...)`: nothing is shared between threads, and a compiled graph
-sees one op. The mask function registered beside it hands what the model asked for to the attention function, which in a trial pass
-(`sie_trial`) compares it with what it would compute; whatever is not causal, bidirectional or a window of these is not run packed.
+The bounds of the sequences travel as tensor keyword arguments of `model(...)`: nothing is shared between threads, and a
+compiled graph sees one op. The mask function registered beside it hands what the model asked for to the attention
+function, which in a trial pass (`sie_trial`) compares it with what it would compute; whatever is not causal,
+bidirectional or a window of these is not run packed.
 """
 
 from __future__ import annotations
@@ -122,11 +124,13 @@ def packed_attention(
     deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads, tokens, width].
+    """The attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads,
+    tokens, width].
 
-    Returns [1, tokens, heads, width]. A keyword that is not named here and is not None is refused: it would change the numbers.
-    Window semantics are those of transformers' flash attention path: `sliding_window` counts the token itself, on both sides if not causal.
-    The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys more than that it shows on a side.
+    Returns [1, tokens, heads, width]. A keyword that is not named here and is not None is refused: it would change the
+    numbers. Window semantics are those of transformers' flash attention path: `sliding_window` counts the token itself,
+    on both sides if not causal. The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys
+    more than that it shows on a side.
     """
     asked = [name for name, value in others.items() if value is not None]
     if asked or dropout:
@@ -144,9 +148,15 @@ def packed_attention(
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.calls += 1
     output = torch.ops.sie.packed_attention(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), sie_bounds, sie_layout,
-        scaling if scaling is not None else query.shape[-1] ** -0.5, pattern.left, pattern.right,
-    )  # fmt: skip
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        sie_bounds,
+        sie_layout,
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        pattern.left,
+        pattern.right,
+    )
     return output[None], None
 
 
@@ -154,9 +164,11 @@ def packed_attention(
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
-    """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 5] on the host.
+    """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 5] on
+    the host.
 
-    Of each sequence only the first `visible` tokens are attended to. A kernel for all sequences at once is the only group of its layout.
+    Of each sequence only the first `visible` tokens are attended to. A kernel for all sequences at once is the only
+    group of its layout.
     """
     pattern = Pattern(left, right)
     groups = layout.tolist()
@@ -176,21 +188,28 @@ def _packed_attention(
 
 
 @_packed_attention.register_fake  # type: ignore[untyped-decorator]
-def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int) -> Tensor:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
+) -> Tensor:
     return query.new_empty(query.shape[:2] + value.shape[2:])
 
 
-# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, length, ..] and k, v [.., key heads, visible, ..].
+# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, length, ..] and k, v [.., key
+# heads, visible, ..].
 
 
 def _attend_fused(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
     is_causal = pattern.right == 0 and query.shape[2] > 1
     output.copy_(
-        F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
     )
 
 
-def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor
+) -> None:
     sequences, heads, length, _ = query.shape
     if key.shape[1] != heads:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
@@ -231,7 +250,9 @@ def _hidden(start: int, stop: int, low: int, high: int, pattern: Pattern, device
     return (distance < -pattern.left) | (distance > pattern.right)
 
 
-def _attend_by_definition(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
+def _attend_by_definition(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor
+) -> None:
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
     hidden = _hidden(0, length, 0, key.shape[2], pattern, query.device)
     for sequence in range(query.shape[0]):
@@ -255,22 +276,44 @@ def _window(pattern: Pattern) -> tuple[int, int]:
     return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
 
 
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern) -> Tensor:
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     shares = query.shape[1] != key.shape[1]
     found: Tensor = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=_window(pattern), enable_gqa=shares
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=_window(pattern),
+        enable_gqa=shares,
     )
     return found
 
 
-def _attend_flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern) -> Tensor:
+def _attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # an optional extra that needs a GPU to build
 
     causal = pattern.right == 0
     found: Tensor = flash_attn_varlen_func(
-        query, key, value, bounds, bounds, longest, longest, softmax_scale=scale, causal=causal, window_size=_window(pattern)
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=_window(pattern),
     )
     return found
 
@@ -282,9 +325,12 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern
 
 
 def layout_of(kernel: Kernel, packed: Packed) -> Int64:
-    """The layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length, visible tokens, kernel."""
+    """The layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length, visible
+    tokens, kernel.
+    """
     if kernel >= Kernel.VARLEN:
-        # the kernels for all sequences at once count windows from the last token, which is wrong where only the first ones are visible
+        # the kernels for all sequences at once count windows from the last token, which is wrong where only the first
+        # ones are visible
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)

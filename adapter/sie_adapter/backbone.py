@@ -1,7 +1,7 @@
 """The packed engine: one transformers model, from token ids to one hidden state per token.
 
-An architecture runs packed if a trial shows that it goes through the attention interface with a plain mask and that its packed states
-equal its padded ones. Otherwise it runs padded on its stock attention, with a log line.
+An architecture runs packed if a trial shows that it goes through the attention interface with a plain mask and that its
+packed states equal its padded ones. Otherwise it runs padded on its stock attention, with a log line.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PADDED_WASTE = 1.25  # padded tokens for each real one, at most
 class Backbone:
     """`model` without its head. `forward` may run on several threads at once, under inference mode.
 
-    `vocabulary`: ids are below it. `width`: of a hidden state. `crossover_tokens`: the length at which attention takes as long as all
-    else, by the model's configuration (`costs`). `positions`: the longest sequence, None without a limit. `attention`: the backend in
-    force, with `padded` where the packed path does not hold.
+    `vocabulary`: ids are below it. `width`: of a hidden state. `crossover_tokens`: the length at which attention takes
+    as long as all else, by the model's configuration (`costs`). `positions`: the longest sequence, None without a
+    limit. `attention`: the backend in force, with `padded` where the packed path does not hold.
     """
 
     def __init__(self, model: PreTrainedModel, compute: Compute, max_tokens: int, more_samples: int = 0) -> None:
@@ -70,7 +70,9 @@ class Backbone:
             self.run_padded()
 
     def run_padded(self) -> None:
-        """Run on the model's own attention from now on, as one does whose packed states are wrong. Not beside a pass."""
+        """Run on the model's own attention from now on, as one does whose packed states are wrong. Not
+        beside a pass.
+        """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)
         self.attention = f"{self._stock} padded"
@@ -103,7 +105,9 @@ class Backbone:
 
     def forward_padded(self, packed: Packed) -> Tensor:
         """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""
-        return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)])
+        return torch.cat(
+            [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
+        )
 
     def _forward_padded_part(self, packed: Packed, start: int, stop: int) -> Tensor:
         lengths = packed.lengths[start:stop]
@@ -121,7 +125,9 @@ class Backbone:
             types["token_type_ids"] = to_device(padded, device)
         mask = to_device(seen, device).long()
         hidden = self._model(input_ids=to_device(ids, device), attention_mask=mask, **types)[0]
-        return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]  # places, not a mask: counting that would wait for the device
+        return hidden.flatten(0, 1)[
+            to_device(np.flatnonzero(real), device)
+        ]  # places, not a mask: counting that would wait for the device
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
@@ -131,7 +137,15 @@ class Backbone:
         for kernel in self._candidates():
             try:
                 self._try(kernel, reference)
-            except (AttentionUnsupported, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            except (
+                AttentionUnsupported,
+                ArithmeticError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+                AttributeError,
+            ) as error:
                 if is_out_of_memory(error) or is_device_fatal(error):
                     raise
                 _logger.info("%s does not run packed with %s: %s", type(self._model).__name__, kernel.name, error)
@@ -166,7 +180,9 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Whether the first token of a text ignores its last, as measured alone and beside a longer text; None where these differ."""
+        """Whether the first token of a text ignores its last, as measured alone and beside a longer text; None where
+        these differ.
+        """
         found = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
         return found.pop() if len(found) == 1 else None
 
@@ -195,7 +211,9 @@ class Backbone:
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Refuse rotary tables that stock code changes with the longest text of a pass: texts would depend on their mates, and threads too."""
+    """Refuse rotary tables that stock code changes with the longest text of a pass: texts would depend on their mates,
+    and threads too.
+    """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -2,8 +2,9 @@
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome at its own position. A bad one is a typed error and its mates are right. Out of memory clears the cache,
-makes room, then halves the batch by cost until it fits; an input that does not fit alone is RESOURCE_EXHAUSTED.
+Each input has exactly one outcome at its own position. A bad one is a typed error and its mates are right. Out of
+memory clears the cache, makes room, then halves the batch by cost until it fits; an input that does not fit alone is
+RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class TextModel(Protocol):
     def forward(self, packed: Packed) -> Tensor: ...
 
     def answer(
-        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: Mapping[str, Sequence[Row]], places: list[int]
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
     ) -> Answers:
         """One answer per input from the rows of its heads, in order; `places` are their positions in the batch."""
 
@@ -65,10 +71,17 @@ class BatchRun:
     """The forward pass and the epilogues of one batch, on the thread that calls `run`, under inference mode."""
 
     def __init__(
-        self, model: TextModel, device: torch.device, message: RunBatch, make_room: Callable[[], bool] = lambda: False,
-        frontier: Frontier | None = None, key: str = "", remedied: Callable[[Remedy], None] = lambda remedy: None,
-    ) -> None:  # fmt: skip
-        """`frontier` knows under `key` how much fits; `make_room` evicts an idle model and says whether it did; `remedied` hears.
+        self,
+        model: TextModel,
+        device: torch.device,
+        message: RunBatch,
+        make_room: Callable[[], bool] = lambda: False,
+        frontier: Frontier | None = None,
+        key: str = "",
+        remedied: Callable[[Remedy], None] = lambda remedy: None,
+    ) -> None:
+        """`frontier` knows under `key` how much fits; `make_room` evicts an idle model and says whether it did;
+        `remedied` hears.
 
         Raises InvalidInput or InternalFailure for what cannot be run.
         """
@@ -103,24 +116,34 @@ class BatchRun:
             self._queries[group.start] = True
         for head in self._model.heads_for(self._message.operation, group.options):
             if head not in self._model.heads:
-                error = InvalidInput(f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output")
+                error = InvalidInput(
+                    f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output"
+                )
                 self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
                 continue
             wanted = self._wanted.setdefault(head, np.zeros(count, bool))
             wanted[group.start : group.stop] = True
             self._rows.setdefault(head, [None] * count)
             if head != "multivector":
-                error = InvalidInput(f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality")
-                self._errors.update(dict.fromkeys((row for row in self._given if group.start <= row < group.stop), error))
+                error = InvalidInput(
+                    f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
+                )
+                self._errors.update(
+                    dict.fromkeys((row for row in self._given if group.start <= row < group.stop), error)
+                )
 
     def run(self) -> BatchDone:
-        """Run the batch and account for every input. Raises what the device raises, other than running out of memory."""
+        """Run the batch and account for every input. Raises what the device raises, other than running
+        out of memory.
+        """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
         self._prepared = self._model.prepare(self._items, self._queries)
         while len(chosen):
-            part, chosen = split_off(chosen, self._prepared.lengths, self._frontier.limit(self._key) if self._frontier else None)
+            part, chosen = split_off(
+                chosen, self._prepared.lengths, self._frontier.limit(self._key) if self._frontier else None
+            )
             self._shortage.run(self._pass, part, self._refuse, halves=self._halves, learn=self._learn)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -133,7 +156,9 @@ class BatchRun:
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._given.items():
             if not np.isfinite(vectors).all():
-                self._errors[row] = InvalidInput("multivector: expected finite numbers", reason="schema", param="multivector")
+                self._errors[row] = InvalidInput(
+                    "multivector: expected finite numbers", reason="schema", param="multivector"
+                )
             elif "multivector" in self._wanted:
                 self._rows["multivector"][row] = Given(to_device(vectors, self._device))
                 self._wanted["multivector"][row] = False
@@ -168,7 +193,9 @@ class BatchRun:
             hidden = self._model.forward(packed)
         self._padding += packed.padding
         if len(hidden) != len(packed.ids):
-            raise InternalFailure(f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length")
+            raise InternalFailure(
+                f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+            )
         states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
         doubtful: set[int] = set()
         for head, wanted in self._wanted.items():
@@ -177,7 +204,9 @@ class BatchRun:
                 continue
             reduced = self._model.heads[head].reduce(states, sequences)
             if len(reduced.rows) != len(sequences):
-                raise InternalFailure(f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length")
+                raise InternalFailure(
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
+                )
             for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
                 self._rows[head][sequence] = row
             bad = sequences[~reduced.usable.cpu().numpy()]
@@ -190,7 +219,9 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _answers(self, group: Group) -> list[tuple[Answer | SIEError, int]]:
-        """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first input."""
+        """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first
+        input.
+        """
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
         due = group.due - len(shared) if group.inputs < 0 else group.due
@@ -238,13 +269,20 @@ class BatchRun:
 
 
 def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
-    """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not belong to them."""
+    """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not
+    belong to them.
+    """
     if not message.given:
         return {}
     counts = np.frombuffer(message.given, "<i4")
     rows = np.flatnonzero(counts >= 0)
     vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch wants to be able to write
-    if len(counts) != len(batch.lengths) or batch.lengths[rows].any() or not width or counts[rows].sum() * width != len(vectors):
+    if (
+        len(counts) != len(batch.lengths)
+        or batch.lengths[rows].any()
+        or not width
+        or counts[rows].sum() * width != len(vectors)
+    ):
         raise InternalFailure("the given vectors do not belong to the rows of the batch", reason="malformed_batch")
     if not len(rows):
         return {}
@@ -254,7 +292,9 @@ def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]
 
 
 def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
-    """Rows that must not reach the device: an id out of range would end its context, a length out of range would read foreign rows."""
+    """Rows that must not reach the device: an id out of range would end its context, a length out of range would read
+    foreign rows.
+    """
     low, high = batch.extremes()
     wrong = (batch.lengths > model.max_tokens) | (low < 0) | (high >= model.vocabulary)
     errors: dict[int, SIEError] = {}
@@ -263,7 +303,8 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # no client's fault: the sidecar refuses ids that the tokenizer does not have, and that is proven to be of this table
+            # no client's fault: the sidecar refuses ids that the tokenizer does not have, and that is proven to be of
+            # this table
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors

@@ -1,8 +1,10 @@
-"""The proof that a loaded model gives the right numbers, made before it serves. A model that misses a bound does not become ready.
+"""The proof that a loaded model gives the right numbers, made before it serves. A model that misses a bound does not
+become ready.
 
     digests   SHA-256 of its files against the catalogue entry
     files     what the entry says of pooling and prompts against what the model's own files say
-    tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts not all unknown
+    tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts
+    not all unknown
     packed    the packed path against the reference path, output by output
     golden    vectors of the public oracle, where the entry names a file of them
 
@@ -39,7 +41,9 @@ TAU = 0.98
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """What held. `packed`: the worst cosine of each output; `golden`: the worst cosine; None: nothing of the kind to compare."""
+    """What held. `packed`: the worst cosine of each output; `golden`: the worst cosine; None: nothing of the kind to
+    compare.
+    """
 
     digests: tuple[str, ...]
     packed: dict[str, float]
@@ -65,8 +69,9 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
 
 
 def check_files(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
-    """The files whose digests hold. Raises ModelLoadFailed CERTIFICATE for a file that the entry knows otherwise, and for an entry that
-    contradicts a file."""
+    """The files whose digests hold. Raises ModelLoadFailed CERTIFICATE for a file that the entry knows otherwise, and
+    for an entry that contradicts a file.
+    """
     digests = _check_digests(folder, entry)
     _check_options(folder, entry)
     return digests
@@ -80,7 +85,10 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != wanted.lower():
-            cause = f"{name} has the SHA-256 {found[:16]}.., weights.digests says {wanted[:16]}..: changed, or of another revision"
+            cause = (
+                f"{name} has the SHA-256 {found[:16]}.., weights.digests says {wanted[:16]}..: changed, or of another "
+                "revision"
+            )
             raise _refuse(entry, cause)
     return tuple(entry.weights.digests)
 
@@ -92,7 +100,9 @@ def _check_options(folder: Path, entry: ModelEntry) -> None:
         prompt = stored.get(name) or ""
         given = entry.prompts.get(name, "{text}")
         if prompt and "{instruction}" not in given and given != f"{prompt}{{text}}":
-            raise _refuse(entry, f"prompts.{name} is {given!r}, its config_sentence_transformers.json has the prompt {prompt!r}")
+            raise _refuse(
+                entry, f"prompts.{name} is {given!r}, its config_sentence_transformers.json has the prompt {prompt!r}"
+            )
     stored_pooling = read_modules(folder).pooling
     if entry.run.pooling and stored_pooling and entry.run.pooling != stored_pooling:
         raise _refuse(entry, f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored_pooling}")
@@ -111,12 +121,17 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    """Some classes read is_causal where nothing is padded and not where something is: a text would depend on its mates."""
+    """Some classes read is_causal where nothing is padded and not where something is: a text would
+    depend on its mates.
+    """
     if not hasattr(model, "backbone"):
         return
     wanted, found = resolved.load.causal, model.backbone.is_causal()
     if found is None:
-        cause = "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor config.json may say it"
+        cause = (
+            "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor "
+            "config.json may say it"
+        )
         raise _refuse(resolved.entry, cause)
     if wanted is not None and found != wanted:
         cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"
@@ -144,7 +159,9 @@ def _agree(entry: ModelEntry, what: str, expected: Sequence[Row], found: Sequenc
     if expected[0] is not None and isinstance(expected[0], Tensor) and expected[0].ndim == 1 and len(expected[0]) <= 2:
         cosine, tau = _cosine(torch.cat(list(expected)), torch.cat(list(found))), _tau(expected, found, dtype)
         if not tau >= TAU:
-            raise _refuse(entry, f"{what} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {TAU}")
+            raise _refuse(
+                entry, f"{what} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {TAU}"
+            )
     else:
         cosine = min(_cosine(*_dense(left, right)) for left, right in zip(expected, found, strict=True))
     if not cosine >= bound:
@@ -166,7 +183,9 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """Of two vectors, or the mean of that of matching rows: in 16 bit a single token of a right model may stray. Two zero vectors agree."""
+    """Of two vectors, or the mean of that of matching rows: in 16 bit a single token of a right model may stray. Two
+    zero vectors agree.
+    """
     left, right = left.cpu().double(), right.cpu().double()
     if left.ndim > 1:
         return float(F.cosine_similarity(left, right, dim=-1).mean()) if len(left) else 1.0
@@ -177,7 +196,10 @@ def _cosine(left: Tensor, right: Tensor) -> float:
 
 def _tau(expected: Sequence[Row], found: Sequence[Row], dtype: torch.dtype) -> float:
     """Kendall's tau of the last logit, over pairs that differ by more than the precision resolves."""
-    left, right = (torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double() for rows in (expected, found))
+    left, right = (
+        torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double()
+        for rows in (expected, found)
+    )
     gaps, others = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = gaps.abs() > resolution
@@ -195,16 +217,26 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     """Dense vectors of texts against those of the public oracle."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
-        raise _refuse(entry, f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have")
+        raise _refuse(
+            entry,
+            f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have",
+        )
     found = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)
     if found.shape != expected.shape:
-        raise _refuse(entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {found.shape[1]}")
-    cosines = (found * expected).sum(1) / np.maximum(np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1), 1e-12)
+        raise _refuse(
+            entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {found.shape[1]}"
+        )
+    cosines = (found * expected).sum(1) / np.maximum(
+        np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1), 1e-12
+    )
     bound = COSINE.get(compute.dtype, COSINE_16)
     worst = int(cosines.argmin())
     if not cosines[worst] >= bound:
-        cause = f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the public oracle, bound {bound}"
+        cause = (
+            f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the public oracle, bound "
+            f"{bound}"
+        )
         raise _refuse(entry, cause)
     return round(float(cosines[worst]), 7)
 
@@ -214,7 +246,9 @@ def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
     if "is_query" not in case:
         return str(case["text"])
     template = entry.prompts.get("query" if case["is_query"] else "document", "{text}")
-    return template.replace("{instruction}", entry.prompts.get("default_instruction", "")).replace("{text}", case["text"])
+    return template.replace("{instruction}", entry.prompts.get("default_instruction", "")).replace(
+        "{text}", case["text"]
+    )
 
 
 def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
@@ -224,7 +258,9 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
     ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]
     batch = Items(np.array([len(each) for each in ids], np.int64), np.concatenate(ids))
     packed = model.pack(batch, np.arange(len(ids)))
-    reduced = model.heads["dense"].reduce(States(model.forward(packed), packed, np.zeros(len(ids), bool)), np.arange(len(ids)))
+    reduced = model.heads["dense"].reduce(
+        States(model.forward(packed), packed, np.zeros(len(ids), bool)), np.arange(len(ids))
+    )
     vectors = torch.stack(list(reduced.rows)).cpu().double().numpy()
     return np.asarray(vectors[np.argsort(packed.order)])
 

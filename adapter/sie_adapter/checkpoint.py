@@ -1,7 +1,8 @@
-"""A model folder becomes a transformers model and the modules that sentence-transformers lists after it. Its tokenizer: `tokenizer`.
+"""A model folder becomes a transformers model and the modules that sentence-transformers lists after it. Its tokenizer:
+`tokenizer`.
 
-Nothing is forgiven: weights that are missing, unexpected, of another shape or newly made are a refusal, since a model with a random part
-answers as politely as a right one.
+Nothing is forgiven: weights that are missing, unexpected, of another shape or newly made are a refusal, since a model
+with a random part answers as politely as a right one.
 """
 
 from __future__ import annotations
@@ -23,21 +24,35 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_contracts.catalogue import LoadOptions
 
-# While transformers constructs a model it changes torch for the whole process: its default precision, which would change what the lanes
-# compute, unless it is float32 already, and functions of torch, which two loads would restore in the wrong order.
+# While transformers constructs a model it changes torch for the whole process: its default precision, which would
+# change what the lanes compute, unless it is float32 already, and functions of torch, which two loads would restore in
+# the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
 _COUNTED = "position_ids"  # counted, not stored
 # the top-level names of language-model heads: a checkpoint that was trained with one may be used without it
-_LANGUAGE_HEADS = frozenset({
-    "cls", "lm_head", "head", "decoder", "predictions", "vocab_transform", "vocab_layer_norm", "vocab_projector",
-    "generator_predictions", "generator_lm_head", "discriminator_predictions",
-})  # fmt: skip
+_LANGUAGE_HEADS = frozenset(
+    {
+        "cls",
+        "lm_head",
+        "head",
+        "decoder",
+        "predictions",
+        "vocab_transform",
+        "vocab_layer_norm",
+        "vocab_projector",
+        "generator_predictions",
+        "generator_lm_head",
+        "discriminator_predictions",
+    }
+)
 _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 _POOLING_KEYS = {
-    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
     "pooling_mode_weightedmean_tokens": "weighted",
-}  # fmt: skip
+}
 POOLINGS = ("cls", "mean", "last", "weighted")
 _ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU, "Sigmoid": nn.Sigmoid}
 
@@ -50,11 +65,19 @@ def construction() -> Iterator[None]:
 
 
 def load_model(
-    auto_class: Any, folder: Path, load: LoadOptions, compute: Compute, consumed: Iterable[str] = (), *, float32_head: bool = False
+    auto_class: Any,
+    folder: Path,
+    load: LoadOptions,
+    compute: Compute,
+    consumed: Iterable[str] = (),
+    *,
+    float32_head: bool = False,
 ) -> PreTrainedModel:
-    """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads by itself.
+    """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads
+    by itself.
 
-    With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is float32.
+    With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is
+    float32.
 
     Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
     """
@@ -66,21 +89,34 @@ def load_model(
 
 
 def empty_model(auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str] = ()) -> PreTrainedModel:
-    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them. Raises as that."""
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
+    Raises as that.
+    """
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"})
 
 
-def _from_files(auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str], options: dict[str, Any]) -> PreTrainedModel:
+def _from_files(
+    auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str], options: dict[str, Any]
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
-        raise load_failed("INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run")
+        raise load_failed(
+            "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"
+        )
     if load.causal is not None:
         config.is_causal = load.causal
     with construction():
         model, report = auto_class.from_pretrained(
-            folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
-            trust_remote_code=load.trust_remote_code, ignore_mismatched_sizes=True, output_loading_info=True, **options,
-        )  # fmt: skip
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=load.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
     is_bare = model.base_model is model
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -88,16 +124,27 @@ def _from_files(auto_class: Any, folder: Path, load: LoadOptions, consumed: Iter
         if is_bare or fault == "unexpected_keys":  # a pooler that is never run, or that the class does not have
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":
-            names = [name for name in names if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)]
+            names = [
+                name
+                for name in names
+                if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)
+            ]
         if names:
-            raise load_failed("INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}")
+            raise load_failed(
+                "INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}"
+            )
     found: PreTrainedModel = model
     return found
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
-    """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is another model."""
-    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is
+    another model.
+    """
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
     if float32_head:
         kept.add("pooler")
     for name, parameter in (model.base_model if float32_head else model).named_parameters():
@@ -122,10 +169,11 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Modules:
-    """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of late interaction.
+    """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of
+    late interaction.
 
-    `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries that need no
-    pass, float32 [ids].
+    `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries
+    that need no pass, float32 [ids].
     """
 
     root: Path
@@ -143,7 +191,9 @@ _KNOWN = {*_MASKED, "Pooling", "Normalize", "Dense", "SpladePooling", "MultiVect
 
 
 def read_modules(folder: Path) -> Modules:
-    """The modules that the folder lists; none without modules.json. Raises ModelLoadFailed INCOMPATIBLE for one that would be left out."""
+    """The modules that the folder lists; none without modules.json. Raises ModelLoadFailed INCOMPATIBLE for one that
+    would be left out.
+    """
     path = folder / "modules.json"
     if not path.is_file():
         return Modules(folder, folder)
@@ -175,7 +225,9 @@ def _kind(name: str) -> str:
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """The modules of documents and the weights of queries, of a Router whose queries are looked up. Any other Router is refused."""
+    """The modules of documents and the weights of queries, of a Router whose queries are looked up. Any other Router is
+    refused.
+    """
     router = read_json(folder / "router_config.json")
     kinds = {module: _kind(name) for module, name in router.get("types", {}).items()}
     routes = router.get("structure", {})
@@ -186,7 +238,8 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
         said = "; ".join(f"{route}: {', '.join(names)}" for route, names in found.items())
         raise load_failed(
             "INCOMPATIBLE",
-            f"modules.json lists a Router of {said}; expected query: SparseStaticEmbedding; document: a masked LM, SpladePooling",
+            f"modules.json lists a Router of {said}; expected query: SparseStaticEmbedding; document: a masked LM, "
+            "SpladePooling",
         )
     weights = tensor(folder / routes["query"][0], "weight")
     return [(kinds[module], folder / module) for module in routes["document"]], weights
@@ -197,19 +250,26 @@ def _pooling(config: dict[str, Any]) -> str:
     pooling = config.get("pooling_mode") or "+".join(named)
     pooling = {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
     if pooling and pooling not in POOLINGS:
-        raise load_failed("INCOMPATIBLE", f"the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}")
+        raise load_failed(
+            "INCOMPATIBLE", f"the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
+        )
     if config.get("include_prompt") is False:
-        raise load_failed("INCOMPATIBLE", "the pooling leaves the prompt out (include_prompt), which this adapter does not")
+        raise load_failed(
+            "INCOMPATIBLE", "the pooling leaves the prompt out (include_prompt), which this adapter does not"
+        )
     return str(pooling)
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """A Dense of modules.json: activation(W x + b), with a residual where the file has one. float32 [.., in] -> [.., out].
+    """A Dense of modules.json: activation(W x + b), with a residual where the file has one. float32 [.., in] -> [..,
+    out].
 
     Source: sentence-transformers' and PyLate's Dense.
     """
 
-    def __init__(self, linear: nn.Linear, activation: nn.Module, residual: nn.Linear | None = None, *, adds_input: bool = False) -> None:
+    def __init__(
+        self, linear: nn.Linear, activation: nn.Module, residual: nn.Linear | None = None, *, adds_input: bool = False
+    ) -> None:
         super().__init__()
         self.linear, self.activation, self.residual, self.adds_input = linear, activation, residual, adds_input
         self.out_features = linear.out_features
@@ -233,15 +293,21 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 def _dense(folder: Path, config: dict[str, Any]) -> nn.Module:
     name = _kind(config.get("activation_function", "torch.nn.modules.activation.Tanh"))  # the module's own default
     if name not in _ACTIVATIONS:
-        raise load_failed("INCOMPATIBLE", f"a Dense has the activation {name}, expected one of {', '.join(_ACTIVATIONS)}")
+        raise load_failed(
+            "INCOMPATIBLE", f"a Dense has the activation {name}, expected one of {', '.join(_ACTIVATIONS)}"
+        )
     weight, bias = tensor(folder, "linear.weight"), tensor(folder, "linear.bias")
     shape = (config.get("out_features"), config.get("in_features"))
     if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
-        raise load_failed("INCOMPATIBLE", f"{folder.name}: its weights are missing or do not have the shape that its config.json says")
+        raise load_failed(
+            "INCOMPATIBLE", f"{folder.name}: its weights are missing or do not have the shape that its config.json says"
+        )
     adds_input = bool(config.get("use_residual"))
     residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
     if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
-        raise load_failed("INCOMPATIBLE", f"{folder.name}: its residual weights are missing or do not have the shape of the others")
+        raise load_failed(
+            "INCOMPATIBLE", f"{folder.name}: its residual weights are missing or do not have the shape of the others"
+        )
     return Projection(
         linear(weight, bias),
         _ACTIVATIONS[name](),

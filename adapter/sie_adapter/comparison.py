@@ -1,7 +1,8 @@
-"""What of a model's files can be proven without loading its weights: they are whole and those of its class, and its tokenizer is theirs.
+"""What of a model's files can be proven without loading its weights: they are whole and those of its class, and its
+tokenizer is theirs.
 
-    weight files ──► read once: whole, no NaN
-    class of the entry, on the device `meta` ──► names and shapes of tensors ──► its table of embeddings ──► its tokenizer
+weight files ──► read once: whole, no NaN
+class of the entry, on the device `meta` ──► names and shapes of tensors ──► its table of embeddings ──► its tokenizer
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from sie_contracts.options import PARAMETERS
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raises ModelLoadFailed for what a load of `entry` from `folder` would be refused for. Returns what could not be compared, and why.
+    """Raises ModelLoadFailed for what a load of `entry` from `folder` would be refused for. Returns what could not be
+    compared, and why.
 
     No code of the folder is run, whatever the entry allows.
     """

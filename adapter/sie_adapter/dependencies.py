@@ -19,9 +19,11 @@ _logger = logging.getLogger("sie.adapter")
 
 
 def check(settings: Settings) -> None:
-    """Make sure that this environment is that of SIE_BUNDLE. Raises SettingError naming each distribution that is missing or another one.
+    """Make sure that this environment is that of SIE_BUNDLE. Raises SettingError naming each distribution that is
+    missing or another one.
 
-    A bundle is described by a file of the package, or of `bundles/` in a local SIE_MODELS_DIR; one that neither has is not checked.
+    A bundle is described by a file of the package, or of `bundles/` in a local SIE_MODELS_DIR; one that neither has is
+    not checked.
     """
     bundle = _described(settings)
     if bundle is None:

@@ -77,12 +77,16 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """The backend, and why. `auto`: flash_attention_2 where everything for it is there, else sdpa. An impossible demand becomes sdpa."""
+    """The backend, and why. `auto`: flash_attention_2 where everything for it is there, else sdpa. An impossible demand
+    becomes sdpa.
+    """
     lacks = _flash_lacks(facts)
     if requested == "eager":
         return "eager", "as requested"
     if requested == "flash_attention_2":
-        return ("sdpa", f"flash_attention_2 was requested but {lacks}") if lacks else ("flash_attention_2", "as requested")
+        return (
+            ("sdpa", f"flash_attention_2 was requested but {lacks}") if lacks else ("flash_attention_2", "as requested")
+        )
     if requested == "sdpa":
         return "sdpa", "as requested"
     return ("sdpa", f"auto: {lacks}") if lacks else ("flash_attention_2", "auto")
@@ -102,7 +106,8 @@ def _flash_lacks(facts: AttentionFacts) -> str:
 class Compute:
     """Everything that the weights and passes of one model run with on this device.
 
-    `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another one, else empty.
+    `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
+    one, else empty.
     """
 
     device: torch.device
@@ -119,7 +124,9 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A host array on the device, on a CPU the array itself. Does not wait for CUDA, which stages pageable memory at the call."""
+    """A host array on the device, on a CPU the array itself. Does not wait for CUDA, which stages pageable memory at
+    the call.
+    """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
@@ -160,11 +167,16 @@ class Memory:
 def memory(device: torch.device, more_bytes: int = 0) -> Memory:
     """What the device would hold with `more_bytes` more, under the tightest of the limits that bind this process.
 
-    CUDA: the card, and the fraction of it that this process may use. MPS: what Metal recommends. CPU: the machine, the container, and the
-    limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which bounds one adapter among others without a container.
+    CUDA: the card, and the fraction of it that this process may use. MPS: what Metal recommends. CPU: the machine, the
+    container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which bounds one adapter among
+    others without a container.
     """
-    limits = _cuda_memory(device) if device.type == "cuda" else _mps_memory() if device.type == "mps" else _host_memory()
-    return max((Memory(limit.used_bytes + more_bytes, limit.total_bytes) for limit in limits), key=lambda limit: limit.percent)
+    limits = (
+        _cuda_memory(device) if device.type == "cuda" else _mps_memory() if device.type == "mps" else _host_memory()
+    )
+    return max(
+        (Memory(limit.used_bytes + more_bytes, limit.total_bytes) for limit in limits), key=lambda limit: limit.percent
+    )
 
 
 def _cuda_memory(device: torch.device) -> list[Memory]:
@@ -173,12 +185,18 @@ def _cuda_memory(device: torch.device) -> list[Memory]:
         free, total = torch.cuda.mem_get_info(device)
         card = Memory(total - free, total)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    return [card] if fraction >= 1.0 else [card, Memory(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
+    return (
+        [card]
+        if fraction >= 1.0
+        else [card, Memory(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
+    )
 
 
 @functools.cache
 def _nvml_handle(uuid: str) -> object | None:
-    """The card in NVML, by the id that CUDA_VISIBLE_DEVICES does not renumber. None without the package or the library."""
+    """The card in NVML, by the id that CUDA_VISIBLE_DEVICES does not renumber. None without the package
+    or the library.
+    """
     try:
         import pynvml
     except ImportError:
@@ -214,7 +232,9 @@ class Use:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """CUDA: by NVML, where its package is. CPU: of the machine's cores, since the last question. None where nothing tells."""
+        """CUDA: by NVML, where its package is. CPU: of the machine's cores, since the last question. None where nothing
+        tells.
+        """
         if self._device.type == "cuda":
             return self._nvml_percent()
         if self._device.type != "cpu":
@@ -242,7 +262,9 @@ class Use:
 def _cpu_seconds() -> tuple[float, float]:
     """Busy and all seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # which `user` and `nice` count as well
+    total = (
+        sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    )  # which `user` and `nice` count as well
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
@@ -283,7 +305,9 @@ def _own_limit() -> Memory | None:
 class _MallInfo2(ctypes.Structure):
     """struct mallinfo2 of malloc.h: ten sizes, of which the ninth is the free space of all arenas."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (*(f"other_{number}" for number in range(8)), "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in (*(f"other_{number}" for number in range(8)), "fordblks", "keepcost")
+    ]
 
 
 def _free_in_allocator() -> int:
@@ -295,7 +319,8 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Run it and return the bytes it needed at most on the device, above what was held before. 0 where that is not to be known.
+    """Run it and return the bytes it needed at most on the device, above what was held before. 0 where that is not to
+    be known.
 
     What other threads take meanwhile is counted as well: an upper bound while the device is shared.
     """
@@ -326,16 +351,22 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep what is freed, up to 512 MiB in each arena, instead of returning the states of each layer to the kernel.
+    """Let the C allocator keep what is freed, up to 512 MiB in each arena, instead of returning the states of each
+    layer to the kernel.
 
-    Without it page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still returns all of it.
-    Under a limit on data nothing is kept: holes between what lives on count as data, and after some thousand batches no tensor of one item
-    found room in 150 MiB of them. The heap grows by 1 MiB at a time then: by 64 a small allocation would fail while there is room for it.
+    Without it page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still
+    returns all of it. Under a limit on data nothing is kept: holes between what lives on count as data, and after some
+    thousand batches no tensor of one item found room in 150 MiB of them. The heap grows by 1 MiB at a time then: by 64
+    a small allocation would fail while there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         pad = 1 << 20 if is_limited() else 64 << 20
-        for parameter, value in ((_M_MMAP_THRESHOLD, _mapped_bytes()), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, pad)):
+        for parameter, value in (
+            (_M_MMAP_THRESHOLD, _mapped_bytes()),
+            (_M_TRIM_THRESHOLD, 512 << 20),
+            (_M_TOP_PAD, pad),
+        ):
             libc.mallopt(parameter, value)
 
 
@@ -346,8 +377,8 @@ def _mapped_bytes() -> int:
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more pages of its own meanwhile, on all threads: weights that are freed later then leave no holes
-    in the heap, which a model of other shapes could not use.
+    """Give every allocation of 1 MiB and more pages of its own meanwhile, on all threads: weights that are freed later
+    then leave no holes in the heap, which a model of other shapes could not use.
     """
     global _apart
     if platform.libc_ver()[0] != "glibc":
@@ -371,7 +402,8 @@ def is_limited() -> bool:
 
 
 def claim(nbytes: int) -> None:
-    """Fail as torch's allocator does unless `nbytes` and _CLAIM_BYTES more can be had now. Nothing is held: another lane may still take it.
+    """Fail as torch's allocator does unless `nbytes` and _CLAIM_BYTES more can be had now. Nothing is held: another
+    lane may still take it.
 
     For oneDNN, which does not check its own small allocations: one that fails for a shape that is new ends the process.
     """

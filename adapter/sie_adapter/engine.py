@@ -1,4 +1,6 @@
-"""The engine of one process, wired: device, loader, residency, lanes. No sockets: the server and the benchmark both drive it."""
+"""The engine of one process, wired: device, loader, residency, lanes. No sockets: the server and the benchmark both
+drive it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from sie_contracts.settings import Settings
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
-# A lane between two operations waits this long for the interpreter; the 5 ms that Python ships with cost two lanes 2 to 4 %.
+# A lane between two operations waits this long for the interpreter; the 5 ms that Python ships with cost two lanes 2 to
+# 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -46,9 +49,11 @@ def _end_process() -> None:
 
 
 class Engine:
-    """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is absent.
+    """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
+    absent.
 
-    `on_device_lost` is called from a lane when the device context died; by default it ends the process, so that the supervisor restarts it.
+    `on_device_lost` is called from a lane when the device context died; by default it ends the process, so that the
+    supervisor restarts it.
     """
 
     def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
@@ -71,9 +76,12 @@ class Engine:
         )
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
-        # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324 texts/s, two processes
-        # 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on texts of 8 tokens
-        self._instrumentation = Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
+        # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
+        # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
+        # texts of 8 tokens
+        self._instrumentation = (
+            Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
+        )
         self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
         if self._instrumentation is not None:
             self.lanes.listeners.append(self._instrumentation.ran)
@@ -103,8 +111,10 @@ class Engine:
             self._on_device_lost()
 
     def prepare(self, message: RunBatch) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane, SIE_PREPROCESSOR_WORKERS at
-        once. Returns what runs the batch then, on a lane. Never raises: what fails here fails again there, and is answered."""
+        """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane,
+        SIE_PREPROCESSOR_WORKERS at once. Returns what runs the batch then, on a lane. Never raises: what fails here
+        fails again there, and is answered.
+        """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 prepare: Any = getattr(resident.weights, "prepare", None)
@@ -130,7 +140,9 @@ class Engine:
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message, self.device, self.residency.make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
-                return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key, remedied).run()
+                return BatchRun(
+                    weights, self.device, message, self.residency.make_room, self.frontier, key, remedied
+                ).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:
@@ -139,7 +151,9 @@ class Engine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA of a loaded model, on the calling thread; returns the digest of its files. Raises LoraLoadFailed, ModelLoading."""
+        """Load a LoRA of a loaded model, on the calling thread; returns the digest of its files. Raises LoraLoadFailed,
+        ModelLoading.
+        """
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
@@ -147,7 +161,11 @@ class Engine:
             try:
                 located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
                 digest = str(afresh(loras.load, lora, located.folder, self._settings.max_loras_per_model))
-                loras.leases = {name: lease for name, lease in {**loras.leases, lora: located.lease}.items() if name in loras.names()}
+                loras.leases = {
+                    name: lease
+                    for name, lease in {**loras.leases, lora: located.lease}.items()
+                    if name in loras.names()
+                }
                 return digest
             except LoraLoadFailed as error:
                 raise lora_of_entry(error) if lora in named_loras(resident.resolved.entry) else error from None
@@ -158,7 +176,11 @@ class Engine:
                 # its name may be a client's, and the message of the exception may have it
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
-                cause = "the device has too little memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+                cause = (
+                    "the device has too little memory"
+                    if is_out_of_memory(error)
+                    else f"{type(error).__name__}: {error}"
+                )
                 raise lora_failed(lora, cause) from error
 
     def _log_choices(self, settings: Settings) -> None:
@@ -166,10 +188,16 @@ class Engine:
         names = (str(self.device), devices.label(self.device))
         level = logging.INFO if settings.attention_backend in ("auto", chosen.backend) else logging.WARNING
         _logger.log(
-            level, "device %s, default precision %s for %s%s, attention %s (%s), lanes %d",
-            " ".join(filter(None, names)), chosen.precision, chosen.requested,
-            chosen.precision_reason and f" ({chosen.precision_reason})", chosen.backend, chosen.reason, len(self.lanes),
-        )  # fmt: skip
+            level,
+            "device %s, default precision %s for %s%s, attention %s (%s), lanes %d",
+            " ".join(filter(None, names)),
+            chosen.precision,
+            chosen.requested,
+            chosen.precision_reason and f" ({chosen.precision_reason})",
+            chosen.backend,
+            chosen.reason,
+            len(self.lanes),
+        )
 
     def describe(self) -> ipc.Description:
         """What this process is and holds."""
@@ -198,10 +226,13 @@ class Engine:
 
 
 def prepare_process() -> None:
-    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the allocator, and that no
-    library reports to its maker."""
+    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the
+    allocator, and that no library reports to its maker.
+    """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    os.putenv("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime, which gliner imports, else sends and stores events from its import on
+    os.putenv(
+        "ORT_DISABLE_TELEMETRY", "1"
+    )  # onnxruntime, which gliner imports, else sends and stores events from its import on

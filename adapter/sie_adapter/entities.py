@@ -17,11 +17,14 @@ _OUTSIDE = "O"
 _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 
-def entities(message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]) -> Answers:
+def entities(
+    message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]
+) -> Answers:
     """The entities of each text, in order of place, from float32 logits [tokens, labels] of the rows `places`.
 
-    Neighbours of one kind are one entity unless the tag of the next begins another; its score is the mean of its tokens' probabilities.
-    Offsets are code points. Source: aggregation "simple" of transformers' token-classification pipeline, which knows B- and I- only.
+    Neighbours of one kind are one entity unless the tag of the next begins another; its score is the mean of its
+    tokens' probabilities. Offsets are code points. Source: aggregation "simple" of transformers' token-classification
+    pipeline, which knows B- and I- only.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
@@ -50,9 +53,12 @@ def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[flo
             runs.append((label, [token]))
     return [
         {
-            "text": text[spans[tokens[0]][0] : spans[tokens[-1]][1]], "label": label,
-            "score": sum(scores[token] for token in tokens) / len(tokens), "start": spans[tokens[0]][0], "end": spans[tokens[-1]][1],
+            "text": text[spans[tokens[0]][0] : spans[tokens[-1]][1]],
+            "label": label,
+            "score": sum(scores[token] for token in tokens) / len(tokens),
+            "start": spans[tokens[0]][0],
+            "end": spans[tokens[-1]][1],
         }
         for label, tokens in runs
         if label != _OUTSIDE
-    ]  # fmt: skip
+    ]

@@ -38,13 +38,20 @@ def _lora_message(name: str, cause: str) -> str:
     return f"the LoRA {name[:200]} could not be loaded: {cause}"
 
 
-# What torch's allocator, the mapping of a file, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the text is all there is.
-# oneDNN gives no reason for a primitive that it could not make, but one of a model that has run before lacks nothing but memory.
-# On CUDA the libraries and the driver allocate too, for a handle or for the code of a kernel: the context survives that.
+# What torch's allocator, the mapping of a file, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the
+# text is all there is. oneDNN gives no reason for a primitive that it could not make, but one of a model that has run
+# before lacks nothing but memory. On CUDA the libraries and the driver allocate too, for a handle or for the code of a
+# kernel: the context survives that.
 _ALLOCATION = (
-    "DefaultCPUAllocator", "Cannot allocate memory", "could not create a primitive", "could not create a memory", "bad_alloc",
-    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+    "DefaultCPUAllocator",
+    "Cannot allocate memory",
+    "could not create a primitive",
+    "could not create a memory",
+    "bad_alloc",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -56,10 +63,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error) in (RuntimeError, torch.AcceleratorError) and any(text in str(error) for text in _ALLOCATION)
 
 
-# CUDA refuses to start a kernel, that of a package built for another card for instance: nothing ran, and the context is whole.
+# CUDA refuses to start a kernel, that of a package built for another card for instance: nothing ran, and the context is
+# whole.
 _NOT_STARTED = (
-    "no kernel image is available", "invalid device function", "invalid configuration argument", "too many resources requested for launch",
-)  # fmt: skip
+    "no kernel image is available",
+    "invalid device function",
+    "invalid configuration argument",
+    "too many resources requested for launch",
+)
 
 
 def is_device_fatal(error: BaseException) -> bool:

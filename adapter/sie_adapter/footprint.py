@@ -12,8 +12,8 @@ from sie_adapter.failure import load_failed
 def weight_bytes(folder: Path, itemsize: int) -> int:
     """Bytes that the weights in `folder` take with floats of `itemsize` bytes; 0 where there are no safetensors.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a file that is not whole. Source: the safetensors format, an unsigned 64-bit little-endian
-    length, a JSON object of names, dtypes, shapes and offsets, then the tensors.
+    Raises ModelLoadFailed INCOMPATIBLE for a file that is not whole. Source: the safetensors format, an unsigned 64-bit
+    little-endian length, a JSON object of names, dtypes, shapes and offsets, then the tensors.
     """
     index = folder / "model.safetensors.index.json"
     whole = folder / "model.safetensors"
@@ -29,9 +29,13 @@ def _file_bytes(file: Path, itemsize: int) -> int:
     with file.open("rb") as opened:
         start = 8 + int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(start - 8)) if start <= size else None
-    end = start + max((tensor["data_offsets"][1] for name, tensor in (header or {}).items() if name != "__metadata__"), default=0)
+    end = start + max(
+        (tensor["data_offsets"][1] for name, tensor in (header or {}).items() if name != "__metadata__"), default=0
+    )
     if header is None or end > size:
-        raise load_failed("INCOMPATIBLE", f"{file.name} is cut off or no safetensors file: a broken download, or a pointer of Git LFS")
+        raise load_failed(
+            "INCOMPATIBLE", f"{file.name} is cut off or no safetensors file: a broken download, or a pointer of Git LFS"
+        )
     header.pop("__metadata__", None)
     floats = [tensor for tensor in header.values() if tensor["dtype"].startswith(("F", "BF"))]
     others = [tensor for tensor in header.values() if not tensor["dtype"].startswith(("F", "BF"))]

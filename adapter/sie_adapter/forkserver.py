@@ -1,11 +1,12 @@
-"""A parent that has done the imports and forks the process that serves: when that one dies, the next one is there in milliseconds.
+"""A parent that has done the imports and forks the process that serves: when that one dies, the next one is there in
+milliseconds.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► it drained, or refuses its settings ──► the parent ends with its status
 
-The kernel shares the pages of what was imported, so this costs little memory and, while nothing dies, no processor time. A fork copies one
-thread: the parent has no other, and has not touched CUDA, whose context no child could use. Linux only: it needs PR_SET_PDEATHSIG, and
-Apple's frameworks do not survive a fork.
+The kernel shares the pages of what was imported, so this costs little memory and, while nothing dies, no processor
+time. A fork copies one thread: the parent has no other, and has not touched CUDA, whose context no child could use.
+Linux only: it needs PR_SET_PDEATHSIG, and Apple's frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ _logger = logging.getLogger("sie.adapter")
 
 
 def keep_one_serving() -> int | None:
-    """Have a child serve, and another one whenever one dies. Returns None in the process that is to serve: each child, or this process
-    itself where it cannot fork. Returns the exit status in the parent, once a child drained or refused its settings, or was told to end.
+    """Have a child serve, and another one whenever one dies. Returns None in the process that is to serve: each child,
+    or this process itself where it cannot fork. Returns the exit status in the parent, once a child drained or refused
+    its settings, or was told to end.
 
     To be called on the only thread, with SIGNALS blocked; they are blocked in the child as well.
     """
     parent, pause_s, stopping = os.getpid(), 0.0, False
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, as it may have been inherited, nobody could wait for a child
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # were it ignored, as it may have been inherited, nobody could wait for a child
     while True:
         child = _fork()
         if child is None:
@@ -52,7 +56,9 @@ def keep_one_serving() -> int | None:
         status, stopping = _ended(child)
         if stopping or status in (0, EXIT_BAD_SETTING):
             return status if status >= 0 else 128 - status
-        pause_s = 0.0 if time.monotonic() - started_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
+        pause_s = (
+            0.0 if time.monotonic() - started_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
+        )
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         _logger.warning("the adapter's process %d %s; another one starts in %g s", child, how, pause_s)
         if signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, pause_s) is not None:
@@ -66,7 +72,9 @@ def _fork() -> int | None:
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning("there is no warm spare: a library that was imported runs threads, and a fork would copy their locks")
+        _logger.warning(
+            "there is no warm spare: a library that was imported runs threads, and a fork would copy their locks"
+        )
         return None
     except OSError as error:
         _logger.warning("there is no warm spare: %s", error)
@@ -76,7 +84,8 @@ def _fork() -> int | None:
 def _is_alone() -> bool:
     """Whether this process has one thread."""
     if len(os.listdir(_TASKS)) > 1:
-        # those of OpenBLAS, started when numpy was imported, end before a fork and come back when a matrix is multiplied
+        # those of OpenBLAS, started when numpy was imported, end before a fork and come back when a matrix is
+        # multiplied
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)
@@ -89,8 +98,8 @@ def _is_alone() -> bool:
 
 
 def _ended(child: int) -> tuple[int, bool]:
-    """Wait for a child: its exit status, negative for a signal, and whether it had been told to end. Passes those of the end on, as
-    SIGTERM, and reaps what else ends: in a container this process inherits every orphan.
+    """Wait for a child: its exit status, negative for a signal, and whether it had been told to end. Passes those of
+    the end on, as SIGTERM, and reaps what else ends: in a container this process inherits every orphan.
     """
     stopping = False
     while True:

@@ -1,12 +1,14 @@
-"""How many tokens one pass may hold: learnt from passes that fitted and passes that ran out of memory, for each model on each device.
+"""How many tokens one pass may hold: learnt from passes that fitted and passes that ran out of memory, for each model
+on each device.
 
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the rest
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge moves, and is kept on disk
 
-The rule. A failure of n tokens sets the edge to n, and the limit to what fitted below it, at least n / 2; where n had fitted before, less
-memory is free now and n / 2 is all that is still believed. Failures of the past do not hold for ever, since it may have been a neighbour
-who took the memory: for every WAIT_S without news the limit rises by RAISE. If a pass of the risen size fails, the wait doubles, up to
-MAX_WAIT_S, so a device that is simply too small is tried ever more rarely; if it fits, the wait begins anew, from there.
+The rule. A failure of n tokens sets the edge to n, and the limit to what fitted below it, at least n / 2; where n had
+fitted before, less memory is free now and n / 2 is all that is still believed. Failures of the past do not hold for
+ever, since it may have been a neighbour who took the memory: for every WAIT_S without news the limit rises by RAISE. If
+a pass of the risen size fails, the wait doubles, up to MAX_WAIT_S, so a device that is simply too small is tried ever
+more rarely; if it fits, the wait begins anew, from there.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class Edge(msgspec.Struct):
-    """`fit_tokens`: the largest pass that fitted. `fail_tokens`: the smallest that failed, 0 if none did. `since_s`: of the last news."""
+    """`fit_tokens`: the largest pass that fitted. `fail_tokens`: the smallest that failed, 0 if none did. `since_s`: of
+    the last news.
+    """
 
     fit_tokens: int = 0
     fail_tokens: int = 0
@@ -51,7 +55,9 @@ def frontier_key(fingerprint: str, precision: str, device: str) -> str:
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """The next part of the `chosen` items, of at most `limit` tokens and at least one item, and the rest. Short items go first."""
+    """The next part of the `chosen` items, of at most `limit` tokens and at least one item, and the rest. Short items
+    go first.
+    """
     if limit is None or lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
@@ -64,9 +70,11 @@ def _believed(edge: Edge) -> int:
 
 
 class Frontier:
-    """The edges of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any thread. None raises.
+    """The edges of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any
+    thread. None raises.
 
-    The file is read at the first use: a spare process may have been started long before. `clock` is wall time, which a restart survives.
+    The file is read at the first use: a spare process may have been started long before. `clock` is wall time, which a
+    restart survives.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -151,7 +159,9 @@ class Frontier:
             return {}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
-            _logger.warning("the token frontier at %s is moved to %s and learnt anew: %s", self._path, aside.name, error)
+            _logger.warning(
+                "the token frontier at %s is moved to %s and learnt anew: %s", self._path, aside.name, error
+            )
             try:
                 self._path.replace(aside)
             except OSError as moving:

@@ -1,6 +1,8 @@
-"""What a model folder says of itself, as a catalogue entry. Its weights and its tokenizer are compared with that, and not loaded.
+"""What a model folder says of itself, as a catalogue entry. Its weights and its tokenizer are compared with that, and
+not loaded.
 
-    files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was assumed
+    files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was
+    assumed
 
 The entry holds the digests of every file that decides a number, so the load that follows serves what was inspected.
 """
@@ -38,7 +40,9 @@ _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
 @dataclass
 class Inspection:
-    """`entry` is what `parse_entry` takes. `found`: facts with the file that says them. `assumed`: what no file says."""
+    """`entry` is what `parse_entry` takes. `found`: facts with the file that says them. `assumed`: what
+    no file says.
+    """
 
     entry: dict[str, Any]
     found: list[str] = field(default_factory=list)
@@ -48,9 +52,10 @@ class Inspection:
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEntry | None = None) -> Inspection:
     """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
 
-    With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises ModelLoadFailed:
-    NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, or whose weights are cut off, hold NaN or lack
-    tensors, CERTIFICATE for a tokenizer that is not that of the weights, each naming what is wrong.
+    With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises
+    ModelLoadFailed: NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, or whose
+    weights are cut off, hold NaN or lack tensors, CERTIFICATE for a tokenizer that is not that of the weights, each
+    naming what is wrong.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -115,24 +120,32 @@ def _gliner(folder: Path, report: Inspection) -> None:
     encoder = raw.get("encoder_config") or {}
     limits = [
         _tokenizer_limit(folder),
-        None if encoder.get("model_type", "deberta-v2") == "deberta-v2" else encoder.get("max_position_embeddings"),  # it has no table
+        None
+        if encoder.get("model_type", "deberta-v2") == "deberta-v2"
+        else encoder.get("max_position_embeddings"),  # it has no table
         _TOKENS_PER_WORD * raw.get("max_len", _GLINER_WORDS),
     ]
     report.entry |= {
         "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
-        "family": "gliner", "outputs": {"entities": 0}, "max_tokens": min(limit for limit in limits if limit),
-    }  # fmt: skip
+        "family": "gliner",
+        "outputs": {"entities": 0},
+        "max_tokens": min(limit for limit in limits if limit),
+    }
     report.found.append(f"family gliner: gliner_config.json, windows of {raw.get('max_len', _GLINER_WORDS)} words")
     if not encoder:
-        report.found.append(f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache")
+        report.found.append(
+            f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
+        )
 
 
 def _gliclass(raw: dict[str, Any], report: Inspection) -> None:
     encoder = raw.get("encoder_config") or {}
     report.entry |= {
-        "description": "Scores of classes that a request names.", "family": "gliclass", "outputs": {"classifications": 0},
+        "description": "Scores of classes that a request names.",
+        "family": "gliclass",
+        "outputs": {"classifications": 0},
         "max_tokens": min(encoder.get("max_position_embeddings") or 512, _UNLIMITED),
-    }  # fmt: skip
+    }
     report.found.append("family gliclass: config.json")
 
 
@@ -148,12 +161,18 @@ def _transformer(folder: Path, report: Inspection) -> None:
     report.found.append(f"architecture {named or config.model_type}: config.json")
     entry = report.entry
     entry["family"] = family = _family(config, modules, named)
-    report.found.append(f"family {family}: {'modules.json lists ' + ', '.join(modules.kinds) if modules.kinds else 'its architecture'}")
+    report.found.append(
+        f"family {family}: {'modules.json lists ' + ', '.join(modules.kinds) if modules.kinds else 'its architecture'}"
+    )
     if family == "text-classifier":
         labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
         report.found.append(f"{config.num_labels} classes, {labels}: config.json")
-        report.assumed.append("no score of a pair: one of two labels needs family cross-encoder and head.activation softmax")
-    entry["outputs"] = _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
+        report.assumed.append(
+            "no score of a pair: one of two labels needs family cross-encoder and head.activation softmax"
+        )
+    entry["outputs"] = (
+        _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
+    )
     entry["description"] = f"{named or config.model_type}: {', '.join(entry['outputs'])}. Found by inspection."
     entry["max_tokens"] = _max_tokens(modules, config, backbone, report)
     if head := _head(folder, config, modules, entry, report):
@@ -167,9 +186,11 @@ def _transformer(folder: Path, report: Inspection) -> None:
 
 
 _OUTPUT = {
-    "cross-encoder": "score", "zero-shot-classifier": "classifications", "text-classifier": "classifications",
+    "cross-encoder": "score",
+    "zero-shot-classifier": "classifications",
+    "text-classifier": "classifications",
     "token-classifier": "entities",
-}  # fmt: skip
+}
 
 
 def _refuse_other_folders(folder: Path) -> None:
@@ -177,9 +198,13 @@ def _refuse_other_folders(folder: Path) -> None:
     listed = ", ".join(present[:6]) + (", .." if len(present) > 6 else "") if present else "nothing"
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "another model")
-        raise load_failed("INCOMPATIBLE", f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model")
+        raise load_failed(
+            "INCOMPATIBLE", f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model"
+        )
     if not ((folder / "config.json").is_file() or (folder / "modules.json").is_file()):
-        raise load_failed("NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}")
+        raise load_failed(
+            "NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}"
+        )
     if not any(folder.rglob("*.safetensors")):
         raise load_failed("NOT_FOUND", f"{folder} has no *.safetensors; it has {listed}")
 
@@ -191,11 +216,17 @@ def _config(folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
-        where = f"; its code is remote: {', '.join(sorted(set(raw['auto_map'].values())))}" if raw.get("auto_map") else ""
-        message = f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
+        where = (
+            f"; its code is remote: {', '.join(sorted(set(raw['auto_map'].values())))}" if raw.get("auto_map") else ""
+        )
+        message = (
+            f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
+        )
         raise load_failed("INCOMPATIBLE", message) from error
     if getattr(config, "is_encoder_decoder", False):
-        raise load_failed("INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which no family here runs")
+        raise load_failed(
+            "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which no family here runs"
+        )
     if getattr(config, "vision_config", None) is not None:
         raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, which no family here does")
     return config
@@ -207,7 +238,9 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
         with construction(), torch.device("meta"):
             return AutoModel.from_config(config)
     except ValueError as error:
-        raise load_failed("INCOMPATIBLE", f"transformers has no bare model for model_type {config.model_type!r}") from error
+        raise load_failed(
+            "INCOMPATIBLE", f"transformers has no bare model for model_type {config.model_type!r}"
+        ) from error
 
 
 def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
@@ -220,11 +253,16 @@ def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
         return "cross-encoder" if config.num_labels == 1 else "text-classifier"
     if named.endswith("ForCausalLM") and not modules.kinds:
         message = f"{named} without modules.json is a language model: what its vectors are, no file says"
-        raise load_failed("INCOMPATIBLE", f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token")
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token",
+        )
     return "text-encoder"
 
 
-def _outputs(folder: Path, config: PretrainedConfig, modules: Modules, backbone: Any, report: Inspection) -> dict[str, int]:
+def _outputs(
+    folder: Path, config: PretrainedConfig, modules: Modules, backbone: Any, report: Inspection
+) -> dict[str, int]:
     vocabulary = backbone.get_input_embeddings().num_embeddings
     widths = [layer.out_features for layer in modules.layers]
     if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
@@ -233,7 +271,9 @@ def _outputs(folder: Path, config: PretrainedConfig, modules: Modules, backbone:
         width = widths[-1] if widths else config.hidden_size
         return {"dense": width, "sparse": vocabulary, "multivector": layer["weight"].shape[0], "score": 0}
     if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
-        report.found.append(f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}")
+        report.found.append(
+            f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}"
+        )
         return {"sparse": vocabulary}
     if not modules.kinds and (width := _stored_width(modules.folder, "linear.weight")):
         report.found.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
@@ -258,11 +298,15 @@ def _stored_width(folder: Path, name: str) -> int:
 
 def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, report: Inspection) -> int:
     limits = {
-        "max_seq_length of sentence_bert_config.json": read_json(modules.folder / "sentence_bert_config.json").get("max_seq_length"),
+        "max_seq_length of sentence_bert_config.json": read_json(modules.folder / "sentence_bert_config.json").get(
+            "max_seq_length"
+        ),
         "model_max_length of tokenizer_config.json": _tokenizer_limit(modules.folder),
         "max_position_embeddings of config.json": getattr(config, "max_position_embeddings", None),
     }
-    counted = next((module for module in backbone.modules() if hasattr(module, "create_position_ids_from_input_ids")), None)
+    counted = next(
+        (module for module in backbone.modules() if hasattr(module, "create_position_ids_from_input_ids")), None
+    )
     if counted is not None:  # positions begin behind the pad id
         limits["max_position_embeddings of config.json"] -= counted.padding_idx + 1
     known = {name: limit for name, limit in limits.items() if limit and limit < _UNLIMITED}
@@ -270,7 +314,9 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, repor
         report.assumed.append("max_tokens is 512: no file has a limit")
         return 512
     name = min(known, key=known.__getitem__)
-    report.found.append(f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}")
+    report.found.append(
+        f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}"
+    )
     return int(known[name])
 
 
@@ -279,7 +325,9 @@ def _tokenizer_limit(folder: Path) -> int | None:
     return int(limit) if limit and limit < _UNLIMITED else None
 
 
-def _head(folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[str, Any], report: Inspection) -> dict[str, Any]:
+def _head(
+    folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[str, Any], report: Inspection
+) -> dict[str, Any]:
     if entry["family"] == "cross-encoder":
         activation = _stored_activation(folder, config)
         report.found.append(f"activation {activation}: as sentence-transformers decides")
@@ -288,30 +336,44 @@ def _head(folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[
         twice = modules.settings.get("SpladePooling", {}).get("activation_function") == "log1p_relu"
         head: dict[str, Any] = {"sparse_activation": "log1p_log1p_relu" if twice else "log1p_relu"}
         if modules.query_weights is not None or (folder / "idf.json").is_file():
-            report.found.append("queries are looked up: " + ("router_config.json" if modules.query_weights is not None else "idf.json"))
+            report.found.append(
+                "queries are looked up: " + ("router_config.json" if modules.query_weights is not None else "idf.json")
+            )
             head["query_encoder"] = "idf"
         return head
     return _late_head(modules, report) if set(entry["outputs"]) == {"multivector"} else {}
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """The options of late interaction as an entry writes them, if that means the same as the model's own files; else these decide."""
+    """The options of late interaction as an entry writes them, if that means the same as the model's own files; else
+    these decide.
+    """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
     markers = [repr(marker) if marker else "none" for marker in (own.query_marker, own.document_marker)]
     filled = f"queries filled up to {own.expanded} tokens" if own.expanded else "queries not filled up"
     report.found.append(f"markers {markers[0]} of queries, {markers[1]} of documents; {filled}")
     head: dict[str, Any] = {
-        "query_marker": own.query_marker or None, "document_marker": own.document_marker or None,
-        "query_length": own.query_length or own.expanded or None, "document_length": own.document_length or None,
-        "query_expansion": bool(own.expanded), "attend_expansion": own.attends, "skip_punctuation": bool(own.skipped),
-    }  # fmt: skip
+        "query_marker": own.query_marker or None,
+        "document_marker": own.document_marker or None,
+        "query_length": own.query_length or own.expanded or None,
+        "document_length": own.document_length or None,
+        "query_expansion": bool(own.expanded),
+        "attend_expansion": own.attends,
+        "skip_punctuation": bool(own.skipped),
+    }
     head = {name: value for name, value in head.items() if value is not None}
     written = late_interaction(modules, HeadOptions(**head), is_stanford=is_stanford)
     length = head.get("query_length", 0)
-    if (written.skipped, written.expanded, written.query_length or written.expanded) == (own.skipped, own.expanded, length):
+    if (written.skipped, written.expanded, written.query_length or written.expanded) == (
+        own.skipped,
+        own.expanded,
+        length,
+    ):
         return head
-    report.found.append("its own files decide lengths, expansion and skipped words, which an entry cannot write as they do")
+    report.found.append(
+        "its own files decide lengths, expansion and skipped words, which an entry cannot write as they do"
+    )
     return {}
 
 
@@ -327,18 +389,24 @@ def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dic
         load["append_eos"] = True
         report.found.append("texts end with the end token: add_eos_token of tokenizer_config.json")
     if raw.get("auto_map"):
-        report.assumed.append(f"the code of its repository is not run: the class of transformers for {config.model_type} stands for it")
+        report.assumed.append(
+            f"the code of its repository is not run: the class of transformers for {config.model_type} stands for it"
+        )
     return load
 
 
 def _pooling(modules: Modules, report: Inspection, *, is_masked: bool) -> None:
     pooling = modules.pooling or "mean"
     if modules.pooling:
-        report.found.append(f"pooling {pooling}, {'normalised' if modules.normalizes else 'not normalised'}: modules.json")
+        report.found.append(
+            f"pooling {pooling}, {'normalised' if modules.normalizes else 'not normalised'}: modules.json"
+        )
     else:
         report.assumed.append("pooling mean, normalised: no modules.json says how tokens become one vector")
         if is_masked:
-            report.assumed.append("no sparse output: a SPLADE model without modules.json needs outputs.sparse, the size of its vocabulary")
+            report.assumed.append(
+                "no sparse output: a SPLADE model without modules.json needs outputs.sparse, the size of its vocabulary"
+            )
     report.entry["run"] = {"pooling": pooling, "normalize": modules.normalizes or not modules.pooling}
 
 
@@ -355,8 +423,12 @@ def _prompts(folder: Path, report: Inspection) -> None:
             prompts["default_instruction"] = taught[2]
     if prompts:
         report.entry["prompts"] = prompts
-        report.found.append(f"prompts of {' and '.join(side for side in chosen if side in prompts)}: config_sentence_transformers.json")
-    if others := sorted(name for name, prompt in stored.items() if prompt and name not in ("query", "document", "passage")):
+        report.found.append(
+            f"prompts of {' and '.join(side for side in chosen if side in prompts)}: config_sentence_transformers.json"
+        )
+    if others := sorted(
+        name for name, prompt in stored.items() if prompt and name not in ("query", "document", "passage")
+    ):
         report.found.append(f"prompts that a request gives itself, as instruction: {', '.join(others)}")
 
 

@@ -1,4 +1,5 @@
-"""Inference threads. A lane takes one job at a time and answers it itself, so nothing stands between the device and the socket.
+"""Inference threads. A lane takes one job at a time and answers it itself, so nothing stands between the device and the
+socket.
 
     submit(Job) ──► queue ──► lane: started, run, answer
 
@@ -26,8 +27,9 @@ _logger = logging.getLogger("sie.adapter")
 
 @dataclass(frozen=True)
 class Job:
-    """A batch and where its answers go. `finished` is set after the last one. `run`: what runs it in the place of the lanes' `execute`;
-    `is_started`: BatchStarted is answered already."""
+    """A batch and where its answers go. `finished` is set after the last one. `run`: what runs it in the place of the
+    lanes' `execute`; `is_started`: BatchStarted is answered already.
+    """
 
     message: RunBatch
     answer: Callable[[Reply], None]
@@ -41,7 +43,9 @@ class Lanes:
     """`count` threads that run `execute`, which answers a batch and does not raise. Owns them until `stop`."""
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
-        self.listeners: list[Callable[[Job, Reply, int, int], None]] = []  # hear of what was answered, with the ns since 1970 of its run
+        self.listeners: list[
+            Callable[[Job, Reply, int, int], None]
+        ] = []  # hear of what was answered, with the ns since 1970 of its run
         self._execute = execute
         self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -101,7 +105,9 @@ class Lanes:
     def _is_replaced(self, lane: int) -> bool:
         try:
             self._threads[lane] = self._start(lane)
-        except RuntimeError as error:  # no memory for its stack: this one goes on, a little slower, and asks again after the next batch
+        except (
+            RuntimeError
+        ) as error:  # no memory for its stack: this one goes on, a little slower, and asks again after the next batch
             _logger.warning("%s stays on a thread that oneDNN has given up: %s", threading.current_thread().name, error)
             return False
         return True
@@ -125,7 +131,8 @@ class Lanes:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with it
+            # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with
+            # it
             _logger.exception("a lane failed")
             _refuse(job)
         finally:

@@ -1,6 +1,7 @@
 """What the files of a late-interaction model say about its rows: markers, lengths, query expansion, skipped words.
 
-    artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) < catalogue entry
+    artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
+    catalogue entry
 
 Follows sentence_transformers.MultiVectorEncoder (6.2), including the defaults that it gives to the two older formats.
 """
@@ -19,17 +20,24 @@ from sie_contracts.catalogue import HeadOptions
 _EXPANDED = 32  # tokens of an expanded query where no file says it
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (
-    "query_prefix", "document_prefix", "query_length", "document_length", "query_expansion", "do_query_expansion",
-    "attend_to_expansion_tokens", "skiplist_words",
-)  # fmt: skip
+    "query_prefix",
+    "document_prefix",
+    "query_length",
+    "document_length",
+    "query_expansion",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "skiplist_words",
+)
 
 
 @dataclass(frozen=True)
 class LateInteraction:
-    """Markers are tokens, empty for none. Lengths limit the tokens of a row, all of them counted; 0 is the model's own limit.
+    """Markers are tokens, empty for none. Lengths limit the tokens of a row, all of them counted; 0 is the model's own
+    limit.
 
-    `expanded`: how many tokens queries are filled up to with `filler` (empty: the mask token), 0 not at all; `attends`: these are seen.
-    Tokens of documents that are among the words `skipped` give no vector.
+    `expanded`: how many tokens queries are filled up to with `filler` (empty: the mask token), 0 not at all; `attends`:
+    these are seen. Tokens of documents that are among the words `skipped` give no vector.
     """
 
     query_marker: str
@@ -64,11 +72,15 @@ def late_interaction(modules: Modules, given: HeadOptions, *, is_stanford: bool)
         limit = max(limit, expansion["length"])
     attends = expansion.get("attend", False) if given.attend_expansion is None else given.attend_expansion
     return LateInteraction(
-        query_marker=found.get("query_marker") or "", document_marker=found.get("document_marker") or "",
-        query_length=limit, document_length=found.get("document_length") or 0,
-        expanded=expansion.get("length", 0), filler=expansion.get("token") or "", attends=bool(attends),
+        query_marker=found.get("query_marker") or "",
+        document_marker=found.get("document_marker") or "",
+        query_length=limit,
+        document_length=found.get("document_length") or 0,
+        expanded=expansion.get("length", 0),
+        filler=expansion.get("token") or "",
+        attends=bool(attends),
         skipped=tuple(found.get("skipped", ())),
-    )  # fmt: skip
+    )
 
 
 def _expansion(found: dict[str, Any], given: HeadOptions) -> dict[str, Any]:
@@ -89,7 +101,10 @@ def _stanford(folder: Path) -> dict[str, Any]:
         "query_marker": metadata.get("query_token_id") or "[unused0]",
         "document_marker": metadata.get("doc_token_id") or "[unused1]",
         "document_length": metadata.get("doc_maxlen"),
-        "expansion": {"length": metadata.get("query_maxlen") or _EXPANDED, "attend": bool(metadata.get("attend_to_mask_tokens"))},
+        "expansion": {
+            "length": metadata.get("query_maxlen") or _EXPANDED,
+            "attend": bool(metadata.get("attend_to_mask_tokens")),
+        },
         "skipped": _PUNCTUATION if metadata.get("mask_punctuation", True) else (),
     }
 
@@ -120,7 +135,12 @@ def _native(transformer: dict[str, Any], mask: dict[str, Any] | None) -> dict[st
     if "query_expansion" in transformer:
         found["expansion"] = transformer["query_expansion"]
     if mask is not None:
-        if mask.get("keep_only_token_ids") or mask.get("skiplist_tasks", ["document"]) not in (["document"], "document"):
-            raise load_failed("INCOMPATIBLE", "the MultiVectorMask of the model masks more than the skipped words of documents")
+        if mask.get("keep_only_token_ids") or mask.get("skiplist_tasks", ["document"]) not in (
+            ["document"],
+            "document",
+        ):
+            raise load_failed(
+                "INCOMPATIBLE", "the MultiVectorMask of the model masks more than the skipped words of documents"
+            )
         found["skipped"] = tuple(mask.get("skiplist_words") or ())
     return found

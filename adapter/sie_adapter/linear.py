@@ -1,9 +1,10 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
-Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on every call. With a
-weight reordered once, 64 rows from 384 to 1,536 took 287 us instead of 677 in float32, and 8 rows 34 us instead of 54 in bfloat16 (AMD EPYC
-with AVX512-BF16, one thread, torch 2.13); on an Intel Xeon with AMX 0.9 to 1.1 of the time in float32 and 0.5 to 1.0 in bfloat16. Every
-layer that may be is blocked: a choice by time would fall one way today and the other tomorrow, and with it the last bits of every vector.
+Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on
+every call. With a weight reordered once, 64 rows from 384 to 1,536 took 287 us instead of 677 in float32, and 8 rows 34
+us instead of 54 in bfloat16 (AMD EPYC with AVX512-BF16, one thread, torch 2.13); on an Intel Xeon with AMX 0.9 to 1.1
+of the time in float32 and 0.5 to 1.0 in bfloat16. Every layer that may be is blocked: a choice by time would fall one
+way today and the other tomorrow, and with it the last bits of every vector.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed b
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """The same in products of at most _CHUNK rows, a power of two. oneDNN keeps 0.5 to 1 MB for every number of rows that it met, 1 GB
-        after 1,200 of them, which a limit on the process's memory does not allow.
+        """The same in products of at most _CHUNK rows, a power of two. oneDNN keeps 0.5 to 1 MB for every number of
+        rows that it met, 1 GB after 1,200 of them, which a limit on the process's memory does not allow.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -78,7 +79,11 @@ def _is_exact(layer: nn.Linear) -> bool:
     try:
         blocked = BlockedLinear(layer)
         expected, got = layer(states).float(), blocked(states).float()
-    except (RuntimeError, AttributeError, TypeError):  # operators that torch does not promise: without them the stock layer serves
+    except (
+        RuntimeError,
+        AttributeError,
+        TypeError,
+    ):  # operators that torch does not promise: without them the stock layer serves
         return False
     error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     return bool(error <= _RELATIVE_ERROR[layer.weight.dtype])

@@ -2,7 +2,8 @@
 
 entry ──► folder of its weights ──► family ──► Loaded
 
-A family that is not named here may come from another distribution: an entry point of the group `sie.adapters` with the family's name.
+A family that is not named here may come from another distribution: an entry point of the group `sie.adapters` with the
+family's name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ _logger = logging.getLogger("sie.adapter")
 # imported when first used: each brings its own library
 FAMILIES = {
     **dict.fromkeys(
-        ("text-encoder", "cross-encoder", "decoder-reranker", "zero-shot-classifier", "text-classifier", "token-classifier"),
+        (
+            "text-encoder",
+            "cross-encoder",
+            "decoder-reranker",
+            "zero-shot-classifier",
+            "text-classifier",
+            "token-classifier",
+        ),
         "sie_adapter.families.text_encoder:TextEncoder",
     ),
     "gliner": "sie_adapter.families.gliner:GlinerModel",
@@ -52,7 +60,9 @@ def _facts(files: Iterable[Path]) -> list[str]:
 
 
 def family_of(name: str) -> Any:
-    """The class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is missing."""
+    """The class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is
+    missing.
+    """
     if path := FAMILIES.get(name):
         module, _, attribute = path.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -67,7 +77,9 @@ def family_of(name: str) -> Any:
 def _family(resolved: Resolved) -> Any:
     entry = resolved.entry
     if entry.unproven and not resolved.load.accept_unproven:
-        raise load_failed("CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same")
+        raise load_failed(
+            "CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same"
+        )
     return family_of(entry.family)
 
 
@@ -79,7 +91,9 @@ def _classed(entry: ModelEntry) -> Iterator[None]:
     except SIEError:
         raise
     except ImportError as error:
-        raise load_failed("DEPENDENCY", f"{entry.id} needs a package that is not installed beside the adapter: {error}") from error
+        raise load_failed(
+            "DEPENDENCY", f"{entry.id} needs a package that is not installed beside the adapter: {error}"
+        ) from error
     except Exception as error:
         if is_device_fatal(error):
             raise
@@ -112,7 +126,9 @@ class Loader:
         return Compute(self.device, dtype, *attention, facts, requested=precision or default, precision_reason=reason)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as `load`."""
+        """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as
+        `load`.
+        """
         with _classed(resolved.entry):
             _family(resolved)  # what will be refused is not downloaded first
             dtype = torch.float32 if self.device.type == "cpu" else self.compute(resolved.load.precision).dtype
@@ -143,7 +159,9 @@ class Loader:
             return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Once for the same files: a swap does not read them twice. What a family of somebody else's reads is its own matter."""
+        """Once for the same files: a swap does not read them twice. What a family of somebody else's reads is its own
+        matter.
+        """
         facts = (str(folder), *_facts(safetensors_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
@@ -152,7 +170,9 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Keep with the model what was asked for, and warn once where its entry or profile itself asks for what is not served."""
+        """Keep with the model what was asked for, and warn once where its entry or profile itself asks for what is not
+        served.
+        """
         reason = compute.precision_reason
         if model.precision != compute.precision:
             reason = f"the family {resolved.entry.family} computes in {model.precision}"
@@ -160,7 +180,9 @@ class Loader:
         told = (resolved.residency, reason)
         if reason and resolved.load.precision and told not in self._told:
             self._told.add(told)
-            _logger.warning("%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason)
+            _logger.warning(
+                "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
+            )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
         """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""
@@ -168,7 +190,12 @@ class Loader:
         golden = [certificate.golden_file(entry)] if entry.golden else []
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]
         files = _facts(read)
-        facts = (fingerprint(entry, resolved.load, compute.precision), str(entry.weights.digests), model.attention, *files)
+        facts = (
+            fingerprint(entry, resolved.load, compute.precision),
+            str(entry.weights.digests),
+            model.attention,
+            *files,
+        )
         found = self.certificates.get(facts)
         if found is None:
             if len(self.certificates) >= MAX_CERTIFICATES:

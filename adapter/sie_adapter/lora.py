@@ -1,8 +1,11 @@
-"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers they name (arXiv 2106.09685). The weights of the base never change.
+"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers they name (arXiv 2106.09685). The weights of the base
+never change.
 
-    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept, least recently used goes first
+    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept, least recently used
+    goes first
 
-Which LoRA acts is a matter of the thread that computes, for one pass: loading one, or dropping one, touches no pass that runs.
+Which LoRA acts is a matter of the thread that computes, for one pass: loading one, or dropping one, touches no pass
+that runs.
 """
 
 from __future__ import annotations
@@ -28,13 +31,33 @@ from sie_contracts.errors import LoraLoading
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Fields of adapter_config.json that are followed, or say only how it was trained. Any other that is set changes the numbers in another
-# way than the two matrices do.
-_UNDERSTOOD = frozenset({
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
-    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform", "layers_pattern",
-    "rank_pattern", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "ensure_weight_tying",
-})  # fmt: skip
+# Fields of adapter_config.json that are followed, or say only how it was trained. Any other that is set changes the
+# numbers in another way than the two matrices do.
+_UNDERSTOOD = frozenset(
+    {
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "megatron_core",
+        "qalora_group_size",
+        "loftq_config",
+        "eva_config",
+        "ensure_weight_tying",
+    }
+)
 # the initialisations of A and B that leave the weights of the base as they were
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 _ALPHA = 8  # of a PEFT configuration that does not say it
@@ -69,7 +92,8 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 class Loras:
     """The LoRAs of one model. Every method may be called from any thread.
 
-    `run` is a pass of the model over a sample, the same each time; a LoRA that does not change what it gives is refused.
+    `run` is a pass of the model over a sample, the same each time; a LoRA that does not change what it gives is
+    refused.
     """
 
     def __init__(self, model: nn.Module, compute: Compute, run: Callable[[], Tensor]) -> None:
@@ -105,7 +129,9 @@ class Loras:
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """The passes of this thread run with the LoRA `name`; with none for an empty name. Raises LoraLoading if it is not loaded."""
+        """The passes of this thread run with the LoRA `name`; with none for an empty name. Raises LoraLoading if it is
+        not loaded.
+        """
         if not name:
             yield
             return
@@ -127,7 +153,9 @@ class Loras:
         config = read_json(folder / _CONFIG)
         file = folder / _WEIGHTS
         if config.get("peft_type") != "LORA" or not file.is_file():
-            raise lora_rejected(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
+            raise lora_rejected(
+                name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors"
+            )
         _check_config(name, config)
         layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
         halves: dict[str, dict[str, Tensor]] = {}
@@ -142,24 +170,32 @@ class Loras:
         return {path: self._scaled(name, path, layers[path], each, config) for path, each in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there is none."""
+        """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there
+        is none.
+        """
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         for candidate in (path, path.removeprefix(prefix), path.removeprefix("model.")):
             if candidate in layers:
                 return candidate
         return ""
 
-    def _scaled(self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _scaled(
+        self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         if set(halves) != {"lora_A", "lora_B"}:
             raise lora_rejected(name, f"{path} has only one of its two matrices")
         first, second = halves["lora_A"], halves["lora_B"]
         rank = len(first)
         if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
             widths = f"{layer.in_features} to {layer.out_features}"
-            raise lora_rejected(name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}")
+            raise lora_rejected(
+                name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}"
+            )
         ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
         if rank not in ranks:
-            raise lora_rejected(name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}")
+            raise lora_rejected(
+                name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}"
+            )
         if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
             raise lora_rejected(name, f"the matrices of {path} are not finite")
         scale = float(config.get("lora_alpha", _ALPHA)) / (rank**0.5 if config.get("use_rslora") else rank)
@@ -186,14 +222,20 @@ def _digest(folder: Path) -> str:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raises LoraLoadFailed for a configuration by which more than the two matrices of each layer change the numbers."""
-    unsupported = sorted(key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"})
+    """Raises LoraLoadFailed for a configuration by which more than the two matrices of each layer change
+    the numbers.
+    """
+    unsupported = sorted(
+        key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
+    )
     if unsupported:
         raise lora_rejected(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
     if config.get("bias", "none") != "none":
         raise lora_rejected(name, "it changes biases, which is not supported")
     if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
-        cause = f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
+        cause = (
+            f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
+        )
         raise lora_rejected(name, cause)
 
 

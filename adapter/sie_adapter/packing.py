@@ -1,8 +1,10 @@
 """From the bytes of a batch to what a packed forward pass reads.
 
-    lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► Packed (sequences by length, no padding, positions, bounds)
+    lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► Packed (sequences by length, no padding, positions,
+    bounds)
 
-Sequences are ordered by length so that those of equal length lie side by side: a group of them is one view, without a copy. Pure numpy.
+Sequences are ordered by length so that those of equal length lie side by side: a group of them is one view, without a
+copy. Pure numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-# Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of a short text.
+# Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of
+# a short text.
 _STEPS = ((64, 1), (256, 16), (1024, 32), (1 << 62, 64))
 UInt8 = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
@@ -28,8 +31,8 @@ class MalformedBatch(Exception):
 class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
-    `types`: token types, [sum of lengths], None if all are 0. `visible`: how many tokens of each item, from its first on, are attended to,
-    [items], None for all of them.
+    `types`: token types, [sum of lengths], None if all are 0. `visible`: how many tokens of each item, from its first
+    on, are attended to, [items], None for all of them.
     """
 
     lengths: Int64
@@ -68,7 +71,8 @@ def items(lengths: bytes, ids: bytes, types: bytes = b"") -> Items:
 
 
 def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
-    """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is seen if `attended`.
+    """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is
+    seen if `attended`.
 
     Without filling `visible` stays None: the kernels for all sequences at once do not take it.
     """
@@ -81,7 +85,8 @@ def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Ite
 
 @dataclass(frozen=True)
 class Positions:
-    """How an architecture numbers positions: from `first`; RoBERTa kinds give an id equal to `pad` the position `first - 1`.
+    """How an architecture numbers positions: from `first`; RoBERTa kinds give an id equal to `pad` the position `first
+    - 1`.
 
     Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
     """
@@ -94,7 +99,8 @@ class Positions:
 class Packed:
     """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
 
-    `padding`: positions beside the tokens that their pass computed, where it had to fill up; whoever fills up adds to it.
+    `padding`: positions beside the tokens that their pass computed, where it had to fill up; whoever fills up adds to
+    it.
     """
 
     ids: Int64  # [tokens]
@@ -137,7 +143,8 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
 
 
 def filled_up(packed: Packed, filler: int, numbering: Positions) -> Packed:
-    """The batch with one more sequence of `filler` ids, so that its tokens are one of few numbers; `order` does not name it.
+    """The batch with one more sequence of `filler` ids, so that its tokens are one of few numbers; `order` does not
+    name it.
 
     oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add some 2 % of rows.
     """

@@ -34,11 +34,12 @@ _DRAIN = b"D"  # no signal that is handled has this number
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
-    """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Returns the exit status. To be called on the main thread.
+    """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Returns the exit status. To be called on the
+    main thread.
 
     `spare`: serve in a child, which is replaced at once when it dies (Linux). The call returns in both processes then.
-    Running batches may take DRAIN_S to finish; what waits is refused. Raises SettingError for a device that is absent, or a bundle whose
-    dependencies are.
+    Running batches may take DRAIN_S to finish; what waits is refused. Raises SettingError for a device that is absent,
+    or a bundle whose dependencies are.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
@@ -65,8 +66,9 @@ def allowed(settings: Settings) -> Allowed:
 
 
 def _import() -> None:
-    """Everything that loading a text encoder needs. Starts no thread and leaves CUDA alone, even the question whether there is any: a
-    process that is forked later could not use it."""
+    """Everything that loading a text encoder needs. Starts no thread and leaves CUDA alone, even the question whether
+    there is any: a process that is forked later could not use it.
+    """
     import transformers
 
     import sie_adapter.families.text_encoder
@@ -77,7 +79,8 @@ def _import() -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the root's handler as well
     engine.prepare_process()
-    # what was imported stays: no collection needs to look at it again, which keeps pauses of the lanes short and its pages shared
+    # what was imported stays: no collection needs to look at it again, which keeps pauses of the lanes short and its
+    # pages shared
     gc.collect()
     gc.freeze()
 
@@ -110,7 +113,9 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A pair of sockets: the first becomes readable on a signal to end, and by writing to the second. No signal is blocked inside."""
+    """A pair of sockets: the first becomes readable on a signal to end, and by writing to the second. No signal is
+    blocked inside.
+    """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
 

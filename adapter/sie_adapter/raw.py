@@ -31,12 +31,12 @@ _CPU = torch.device("cpu")
 class RawModel(Protocol):
     """A model serves those of the three verbs that it has. Each may run on several threads at once.
 
-    `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens, width], `sparse` a
-    pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts, options)`: for each text the map that
-    the client gets. A typed error may stand in the place of any result.
+    `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens,
+    width], `sparse` a pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts,
+    options)`: for each text the map that the client gets. A typed error may stand in the place of any result.
 
-    One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane; `extract` is then given
-    it as well.
+    One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane;
+    `extract` is then given it as well.
     """
 
 
@@ -50,13 +50,17 @@ def extract_options(message: RunBatch) -> list[ExtractOptions]:
 
 
 def run_raw(
-    model: Any, message: RunBatch, device: torch.device = _CPU, make_room: Callable[[], bool] = lambda: False,
-    remedied: Callable[[Remedy], None] = lambda remedy: None, preparation: Preparation | None = None,
-) -> BatchDone:  # fmt: skip
+    model: Any,
+    message: RunBatch,
+    device: torch.device = _CPU,
+    make_room: Callable[[], bool] = lambda: False,
+    remedied: Callable[[Remedy], None] = lambda remedy: None,
+    preparation: Preparation | None = None,
+) -> BatchDone:
     """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
 
-    Out of memory is met as `shortage` says. `preparation`: what the model's own `prepare` gave for this batch; without one a model that has
-    it tokenises here.
+    Out of memory is met as `shortage` says. `preparation`: what the model's own `prepare` gave for this batch; without
+    one a model that has it tokenises here.
     """
     started = time.perf_counter()
     if preparation is None and hasattr(model, "prepare"):
@@ -89,7 +93,10 @@ def run_raw(
         found = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
     counted = (
-        (answer, int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0))
+        (
+            answer,
+            int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0),
+        )
         for group, answered in zip(message.groups, found, strict=True)
         for row, answer in enumerate(answered, group.stop - len(answered))
     )
@@ -108,7 +115,10 @@ def _extracted(run: Any, message: RunBatch, fitting: Fitting, preparation: Prepa
     """All groups in one call: the model puts together what has equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
-    found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some], *own), len(texts))
+    found = fitting(
+        lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some], *own),
+        len(texts),
+    )
     made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
     return [made[group.start : group.stop] for group in message.groups]
 
@@ -147,7 +157,11 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> Answers
 
 
 def _scored(score: float) -> Answer | SIEError:
-    return Answer(score=score) if np.isfinite(score) else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
+    return (
+        Answer(score=score)
+        if np.isfinite(score)
+        else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
+    )
 
 
 def _encoded(results: list[Any], options: RunOptions) -> Answers:
@@ -158,7 +172,11 @@ def _encoded(results: list[Any], options: RunOptions) -> Answers:
             continue
         rows = {name: [_tensors(value)] for name, value in result.items()}
         try:
-            found += answers.vectors(options, rows) if all(_is_finite(row) for (row,) in rows.values()) else [answers.not_finite()]
+            found += (
+                answers.vectors(options, rows)
+                if all(_is_finite(row) for (row,) in rows.values())
+                else [answers.not_finite()]
+            )
         except KeyError as error:
             found.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
         except SIEError as error:

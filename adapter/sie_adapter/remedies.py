@@ -9,7 +9,12 @@ from typing import Literal
 from sie_contracts.ipc import Shortages
 
 Remedy = Literal[
-    "recoveries_attempted", "recoveries_succeeded", "terminal_failures", "cache_clears", "evictions_triggered", "batch_splits"
+    "recoveries_attempted",
+    "recoveries_succeeded",
+    "terminal_failures",
+    "cache_clears",
+    "evictions_triggered",
+    "batch_splits",
 ]
 
 

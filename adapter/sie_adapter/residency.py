@@ -1,7 +1,8 @@
 """Which models are loaded, and which one goes when memory is short.
 
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
-                                          └─ before it: evict while memory, with the new weights, would be above the threshold
+                                          └─ before it: evict while memory, with the new weights, would be above the
+                                          threshold
     after a batch, and once a second ──► evict while memory is above the threshold
     out of memory ──► make_room: evict one, whatever the threshold says, or wait for a load to end
 
@@ -72,10 +73,19 @@ class Resident:
         """As it goes over the wire."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
-            self.model, entry.revision, self.fingerprint, weights.precision, weights.attention, weights.memory_bytes,
-            round(now_s - self.last_used_s, 3), self.peak_bytes, dict(weights.certificate), weights.requested_precision,
-            weights.precision_reason, weights.crossover_tokens,
-        )  # fmt: skip
+            self.model,
+            entry.revision,
+            self.fingerprint,
+            weights.precision,
+            weights.attention,
+            weights.memory_bytes,
+            round(now_s - self.last_used_s, 3),
+            self.peak_bytes,
+            dict(weights.certificate),
+            weights.requested_precision,
+            weights.precision_reason,
+            weights.crossover_tokens,
+        )
 
 
 def same_weights(old: Resolved, new: Resolved) -> bool:
@@ -86,7 +96,8 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
         # a family also keeps what these say: its heads, how rows are made, and limits of its own
         kept = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
-            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *kept], order="sorted"
+            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *kept],
+            order="sorted",
         )
 
     return facts(old) == facts(new)
@@ -95,10 +106,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 class Residency:
     """The loaded models of this process. Every method may be called from any thread.
 
-    `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will take, and fetches
-    their files if need be; `warm_up` runs them once and returns the peak of its activations, bytes. `memory` is what the device would
-    hold with so many bytes more. A model goes only while that is above `threshold_percent`, or to end a shortage; only if the sidecar
-    named it as idle and nobody used it since; and only while nothing runs on it.
+    `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
+    take, and fetches their files if need be; `warm_up` runs them once and returns the peak of its activations, bytes.
+    `memory` is what the device would hold with so many bytes more. A model goes only while that is above
+    `threshold_percent`, or to end a shortage; only if the sidecar named it as idle and nobody used it since; and only
+    while nothing runs on it.
     """
 
     def __init__(
@@ -114,7 +126,9 @@ class Residency:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` hears, by model, of each remedy for a load that ran out of memory; `ended` of the end of each load, good or not."""
+        """`count` hears, by model, of each remedy for a load that ran out of memory; `ended` of the end of each load,
+        good or not.
+        """
         self._load = load
         self._memory = memory
         self._give_memory_back = give_memory_back
@@ -133,7 +147,9 @@ class Residency:
         self._untold: list[str] = []
         self._relieve_due_s = 0.0
 
-    def ensure(self, model: str, entry: ModelEntry, profile: str, evictable: tuple[str, ...]) -> tuple[Resident, tuple[str, ...]]:
+    def ensure(
+        self, model: str, entry: ModelEntry, profile: str, evictable: tuple[str, ...]
+    ) -> tuple[Resident, tuple[str, ...]]:
         """The resident `model`, loaded if it is not there or needs other weights, and what was unloaded for it.
 
         Raises ModelLoadFailed: class OOM and reason no_room if it cannot fit beside the models that have work.
@@ -174,8 +190,9 @@ class Residency:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """The resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not loaded, or is another copy than
-        that of `fingerprint`: its entry was changed."""
+        """The resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not loaded, or
+        is another copy than that of `fingerprint`: its entry was changed.
+        """
         with self._lock:
             resident = self._residents.get(model)
             if resident is None or (fingerprint and resident.fingerprint != fingerprint):
@@ -219,7 +236,8 @@ class Residency:
     def relieve(self) -> tuple[str, ...]:
         """Evict under pressure, looking at most once a second. Returns what went.
 
-        A load under way made its own room, and what it has taken of that is held by now: counted again, it would cost others their place.
+        A load under way made its own room, and what it has taken of that is held by now: counted again, it would cost
+        others their place.
         """
         with self._lock:
             now_s = self._clock()
@@ -229,8 +247,9 @@ class Residency:
         return self._tell_later(self._evict(0))
 
     def make_room(self) -> bool:
-        """Because an allocation failed: evict the least recently used idle model, else wait for a load that takes memory meanwhile to
-        end. False if there is neither."""
+        """Because an allocation failed: evict the least recently used idle model, else wait for a load that takes
+        memory meanwhile to end. False if there is neither.
+        """
         if self._tell_later(self._evict_one("an allocation failed")):
             return True
         with self._lock:
@@ -257,10 +276,11 @@ class Residency:
         if needed and (would := self._memory(arriving)).used_bytes > would.total_bytes:
             self._tell_later(evicted)
             raise ModelLoadFailed(
-                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are free"
-                " and nothing that is loaded is idle", reason="no_room",
+                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
+                "free and nothing that is loaded is idle",
+                reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
-            )  # fmt: skip
+            )
         return evicted
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved) -> tuple[Resident, tuple[str, ...]]:
@@ -293,16 +313,22 @@ class Residency:
         peak_bytes = self._warm_up(weights)
         now_s = self._clock()
         _logger.info(
-            "loaded %s in %.2f s: %s, attention %s, %.0f MiB and %.0f MiB to warm up", model, now_s - started_s, weights.precision,
-            weights.attention, weights.memory_bytes / 2**20, peak_bytes / 2**20,
-        )  # fmt: skip
+            "loaded %s in %.2f s: %s, attention %s, %.0f MiB and %.0f MiB to warm up",
+            model,
+            now_s - started_s,
+            weights.precision,
+            weights.attention,
+            weights.memory_bytes / 2**20,
+            peak_bytes / 2**20,
+        )
         return Resident(model, resolved, weights, now_s - started_s, now_s, peak_bytes=peak_bytes)
 
     def _evict(self, more_bytes: int) -> tuple[str, ...]:
         """The least recently used goes first; if that does not clear the threshold, the largest next, and so on."""
         if self._memory(more_bytes).percent <= self._threshold_percent:
             return ()
-        # neither what the allocator only keeps, nor a model that went while a batch ran on it, is a reason to unload another
+        # neither what the allocator only keeps, nor a model that went while a batch ran on it, is a reason to unload
+        # another
         self._collect()
         evicted: tuple[str, ...] = ()
         while self._memory(more_bytes).percent > self._threshold_percent:
@@ -314,7 +340,11 @@ class Residency:
 
     def _evict_one(self, why: str, *, by_size: bool = False) -> tuple[str, ...]:
         with self._lock:
-            idle = [self._residents[name] for name in self._evictable if name in self._residents and not self._residents[name].running]
+            idle = [
+                self._residents[name]
+                for name in self._evictable
+                if name in self._residents and not self._residents[name].running
+            ]
             if not idle:
                 return ()
             size = {resident.model: -resident.weights.memory_bytes if by_size else 0 for resident in idle}

@@ -40,7 +40,9 @@ class Server:
     """Serves `engine` on `listener`. Owns the connections, not the listener."""
 
     def __init__(self, listener: socket.socket, engine: Engine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain` is called when a sidecar asks the process to end. `trust` says what an entry may make this process run and read."""
+        """`drain` is called when a sidecar asks the process to end. `trust` says what an entry may make this process
+        run and read.
+        """
         self._trust = trust
         self._listener = listener
         self._engine = engine
@@ -80,7 +82,9 @@ class Server:
         with self._lock:
             is_full = len(self._connections) >= MAX_CONNECTIONS
         if is_full or not _is_trusted(connection):
-            _logger.warning("refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "its user is another one")
+            _logger.warning(
+                "refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "its user is another one"
+            )
             connection.close()
             return
         with self._lock:
@@ -140,7 +144,9 @@ class Server:
         except SIEError as error:
             told = public(error.info())
             if told.message != error.message:
-                _logger.warning("%s was refused: %s", type(request).__name__, error.message)  # the one place that says where
+                _logger.warning(
+                    "%s was refused: %s", type(request).__name__, error.message
+                )  # the one place that says where
             return Refused(told)
         except Exception:
             _logger.exception("%s failed", type(request).__name__)
@@ -151,16 +157,27 @@ class Server:
         match request:
             case ipc.Ping():
                 evicted = residency.idle(request.idle) if request.idle is not None else ()
-                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches, evicted, self._engine.loader.sources.fetching())
+                return ipc.Pong(
+                    os.getpid(), lanes.busy_s(), lanes.batches, evicted, self._engine.loader.sources.fetching()
+                )
             case ipc.Describe():
                 return self._engine.describe()
             case ipc.EnsureReady():
                 failpoint("adapter.before_load")
-                resident, evicted = residency.ensure(request.model, self._entry(request.entry), request.profile, request.evictable)
+                resident, evicted = residency.ensure(
+                    request.model, self._entry(request.entry), request.profile, request.evictable
+                )
                 failpoint("adapter.loaded")
                 weights = resident.weights
                 loaded = resident.describe(time.monotonic())
-                return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, dict(weights.rows), round(resident.load_s, 3), evicted)
+                return ipc.Ready(
+                    loaded,
+                    weights.tokenizer,
+                    weights.max_tokens,
+                    dict(weights.rows),
+                    round(resident.load_s, 3),
+                    evicted,
+                )
             case ipc.EnsureLora():
                 return ipc.Done(self._engine.ensure_lora(request.model, request.lora))
             case ipc.Release():
@@ -171,14 +188,17 @@ class Server:
                 self._drain()
         return ipc.Done()
 
-
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """An entry that came over the socket, if this adapter's own settings allow what it asks for. Raises ModelLoadFailed."""
+        """An entry that came over the socket, if this adapter's own settings allow what it asks for. Raises
+        ModelLoadFailed.
+        """
         entry = parse_entry(raw)
         refused = self._trust.refused(entry, is_here=True)
         if refused is not None:
             message = f"{entry.id}: {refused.message}"
-            raise ModelLoadFailed(message, reason=refused.reason, param=refused.loc, extras={"error_class": "INCOMPATIBLE"})
+            raise ModelLoadFailed(
+                message, reason=refused.reason, param=refused.loc, extras={"error_class": "INCOMPATIBLE"}
+            )
         return entry
 
     def _change(self, model: str, raw: dict[str, Any] | None) -> None:

@@ -1,6 +1,7 @@
 """What is done when memory runs out: nobody's input is refused before all of it was tried.
 
-    work ──out of memory──► clear the cache ──► evict an idle model, again ──► halve ──► one item: once more alone ──► refused
+work ──out of memory──► clear the cache ──► evict an idle model, again ──► halve ──► one item: once more alone ──►
+refused
 """
 
 from __future__ import annotations
@@ -36,17 +37,25 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The remedies of one device. `make_room` evicts an idle model and says whether it did; `count` hears of each remedy."""
+    """The remedies of one device. `make_room` evicts an idle model and says whether it did; `count` hears of each
+    remedy.
+    """
 
     device: torch.device
     make_room: Callable[[], bool]
     count: Callable[[Remedy], None] = lambda remedy: None
 
     def run(
-        self, work: Callable[[Items], None], items: Items, refuse: Callable[[int], None], *,
-        halves: Callable[[Items], tuple[Items, Items]] = halved, learn: Callable[[Items, bool], None] = lambda items, fitted: None,
-    ) -> None:  # fmt: skip
-        """Do `work` on `items`, of which there may be none, in as many parts as memory asks for; `refuse` what does not fit alone.
+        self,
+        work: Callable[[Items], None],
+        items: Items,
+        refuse: Callable[[int], None],
+        *,
+        halves: Callable[[Items], tuple[Items, Items]] = halved,
+        learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+    ) -> None:
+        """Do `work` on `items`, of which there may be none, in as many parts as memory asks for; `refuse` what does not
+        fit alone.
 
         `learn` hears which parts fitted. Raises what `work` raises, other than running out of memory.
         """
@@ -64,9 +73,13 @@ class Shortage:
                 self.count("recoveries_succeeded")
 
     def _ran_out(
-        self, work: Callable[[Items], None], items: Items, refuse: Callable[[int], None], halves: Callable[[Items], tuple[Items, Items]],
+        self,
+        work: Callable[[Items], None],
+        items: Items,
+        refuse: Callable[[int], None],
+        halves: Callable[[Items], tuple[Items, Items]],
         learn: Callable[[Items, bool], None],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """`run`; whether memory ran out meanwhile."""
         if not len(items):
             return False
@@ -96,7 +109,8 @@ class Shortage:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a handled error would
+        # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a
+        # handled error would
         try:
             unspoilt(work, items)
         except (RuntimeError, MemoryError) as error:

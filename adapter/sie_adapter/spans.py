@@ -1,4 +1,5 @@
-"""What a trace shows of the device: the forward pass of a batch, and of each work item in it the two stages that the device takes.
+"""What a trace shows of the device: the forward pass of a batch, and of each work item in it the two stages that the
+device takes.
 
 All is told once a batch is answered, so that no answer waits for it.
 """
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """A batch was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Nothing is told of one that nobody traces."""
+    """A batch was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Nothing is told of one that
+    nobody traces.
+    """
     batch = job.message
     if not batch.traceparent:
         return
@@ -27,15 +30,18 @@ def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) ->
     if isinstance(reply, BatchDone):
         between_ns = ended_ns - round(reply.postprocess_ms * 1e6)
         stages = (
-            ("inference", between_ns - round(reply.inference_ms * 1e6), between_ns), ("postprocess", between_ns, ended_ns)
-        )  # fmt: skip
+            ("inference", between_ns - round(reply.inference_ms * 1e6), between_ns),
+            ("postprocess", between_ns, ended_ns),
+        )
         for group in batch.groups:
             if not group.traceparent:
                 continue
             work = Context(group.traceparent, group.tracestate)
             told: dict[str, str | int] = {"sie.batch": batch.batch, "sie.rows": group.stop - group.start}
             for name, start_ns, end_ns in stages:
-                tracer.begin(name, work, links=[forward], start_ns=start_ns, attributes={**told, STAGE: name}).end(end_ns)
+                tracer.begin(name, work, links=[forward], start_ns=start_ns, attributes={**told, STAGE: name}).end(
+                    end_ns
+                )
         forward.set({"sie.batch.rows": len(batch.lengths) // 4, "sie.batch.padding": reply.padding})
     elif isinstance(reply, Refused):
         forward.fail(reply.error.code)

@@ -1,7 +1,8 @@
 """Threads on which oneDNN makes no primitive any more, and work that runs in their place.
 
-oneDNN up to 3.13 keeps the error of its code generator by thread and never clears it (its pull request 5907 does): after one allocation
-that failed, every primitive of a shape that is new fails on that thread, however much memory there is by then.
+oneDNN up to 3.13 keeps the error of its code generator by thread and never clears it (its pull request 5907 does):
+after one allocation that failed, every primitive of a shape that is new fails on that thread, however much memory there
+is by then.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The tokenizer of a model: read from its folder, and compared with what its weights and heads need.
 
-    folder ──► files are there ──► transformers' tokenizer ──► bare ──► fitted to the table of embeddings ──► fault: why it cannot be right
+    folder ──► files are there ──► transformers' tokenizer ──► bare ──► fitted to the table of embeddings ──► fault: why
+    it cannot be right
 
-A model with the tokenizer of another one, or with none, answers as politely as a right one. transformers makes an empty tokenizer where a
-folder has no files of one, and gives special tokens that the files lack new ids.
+A model with the tokenizer of another one, or with none, answers as politely as a right one. transformers makes an empty
+tokenizer where a folder has no files of one, and gives special tokens that the files lack new ids.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from transformers import AutoTokenizer
 from sie_adapter.failure import load_failed
 from sie_contracts.catalogue import LoadOptions
 
-_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # each is a vocabulary, as published folders have them
+_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "*.model",
+)  # each is a vocabulary, as published folders have them
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
 _KNOWN = 0.5  # of the characters of a sentence: more make it one that the tokenizer reads
 _UNKNOWN_SIGN = "\U00010600"  # Linear A: no vocabulary has it
@@ -47,11 +53,13 @@ SAMPLES = {
     "protein": "M K T A Y I A K Q R Q I S F V K S H F S R Q",
     "protein in one word": "MKTAYIAKQRQISFVKSHFSRQ",
     "SMILES": "CC(=O)OC1=CC=CC=C1C(=O)O",
-}  # fmt: skip
+}
 
 
 class Needs(NamedTuple):
-    """What a model needs of the tokens around its texts: one that `begins` each, since it is read there; one that `separates` a pair."""
+    """What a model needs of the tokens around its texts: one that `begins` each, since it is read there; one that
+    `separates` a pair.
+    """
 
     begins: bool = False
     separates: bool = False
@@ -61,7 +69,8 @@ class Needs(NamedTuple):
         """`pooling` of its vectors. A decoder reads its last token, and a pair as one text."""
         is_head = not is_decoder
         return cls(
-            begins=pooling == "cls" or (is_head and family in ("cross-encoder", "zero-shot-classifier", "text-classifier")),
+            begins=pooling == "cls"
+            or (is_head and family in ("cross-encoder", "zero-shot-classifier", "text-classifier")),
             separates=is_head and family in ("cross-encoder", "zero-shot-classifier"),
         )
 
@@ -77,7 +86,9 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The transformers tokenizer of `folder`. Raises ModelLoadFailed: NOT_FOUND if there is none, INCOMPATIBLE if it cannot be read."""
+    """The transformers tokenizer of `folder`. Raises ModelLoadFailed: NOT_FOUND if there is none, INCOMPATIBLE if it
+    cannot be read.
+    """
     require_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -87,7 +98,9 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def bare_tokenizer(tokenizer: Any) -> Tokenizer:
-    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE for a slow one."""
+    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE
+    for a slow one.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
@@ -100,7 +113,8 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """The fast tokenizer of `folder`, without truncation and padding.
 
-    Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is none, CERTIFICATE if it puts tokens around texts that its files lack.
+    Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is none, CERTIFICATE if it puts tokens around texts that
+    its files lack.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code)
     bare = bare_tokenizer(tokenizer)
@@ -117,10 +131,14 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
     if stored is None:
         return
     used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
-    if isinstance(tokenizer.model, models.WordPiece | models.WordLevel):  # which fail at a text that they do not know without it
+    if isinstance(
+        tokenizer.model, models.WordPiece | models.WordLevel
+    ):  # which fail at a text that they do not know without it
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
-        said = f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs around or in place of texts"
+        said = (
+            f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs around or in place of texts"
+        )
         raise load_failed("CERTIFICATE", f"{said}: {_REMEDY}")
 
 
@@ -146,7 +164,9 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 def _around(tokenizer: Tokenizer) -> list[int]:
     """The ids that it puts around a text and around a pair."""
     found = (tokenizer.encode(""), tokenizer.encode("", ""))
-    return [number for each in found for number, is_put in zip(each.ids, each.special_tokens_mask, strict=True) if is_put]
+    return [
+        number for each in found for number, is_put in zip(each.ids, each.special_tokens_mask, strict=True) if is_put
+    ]
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
@@ -158,15 +178,21 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
     given = state["post_processor"]
     last = given["processors"][-1] if given and given["type"] == "Sequence" else given
     if last is None or last["type"] == "ByteLevel":
-        ends = processors.TemplateProcessing(single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, number)])
+        ends = processors.TemplateProcessing(
+            single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, number)]
+        )
         tokenizer.post_processor = ends if last is None else processors.Sequence([tokenizer.post_processor, ends])
         return tokenizer
     if last["type"] != "TemplateProcessing":
-        raise load_failed("INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended")
+        raise load_failed(
+            "INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended"
+        )
     last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
     for template in (last["single"], last["pair"]):
         for place in reversed([place for place, piece in enumerate(template) if "Sequence" in piece]):
-            template.insert(place + 1, {"SpecialToken": {"id": token, "type_id": template[place]["Sequence"]["type_id"]}})
+            template.insert(
+                place + 1, {"SpecialToken": {"id": token, "type_id": template[place]["Sequence"]["type_id"]}}
+            )
     return Tokenizer.from_str(json.dumps(state))
 
 
@@ -174,19 +200,27 @@ def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> f
     """The ids of all special tokens, or of those in `roles`, such as pad, as far as there are any."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return frozenset(number for number in named.values() if number is not None) if named else frozenset(tokenizer.all_special_ids)
+    return (
+        frozenset(number for number in named.values() if number is not None)
+        if named
+        else frozenset(tokenizer.all_special_ids)
+    )
 
 
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """The tokenizer without the special tokens that have no row in a table of `table` embeddings, and these.
 
-    Published models have such tokens, for images for instance. A text that holds one is read as the characters that it is written with.
+    Published models have such tokens, for images for instance. A text that holds one is read as the characters that it
+    is written with.
     """
     around = set(_around(tokenizer))
     beyond = {
         token.content
         for number, token in tokenizer.get_added_tokens_decoder().items()
-        if number >= table and token.special and number not in around and token.content != getattr(tokenizer.model, "unk_token", None)
+        if number >= table
+        and token.special
+        and number not in around
+        and token.content != getattr(tokenizer.model, "unk_token", None)
     }
     if not beyond:
         return tokenizer, []
@@ -203,7 +237,10 @@ def fault(tokenizer: Tokenizer, table: int, needs: Needs = _NO_NEEDS) -> str:
     around = [number for number in _around(tokenizer) if number >= table]
     if largest >= table or around:
         said = f"its tokenizer has ids up to {max([largest, *around])}, its table of embeddings {table} rows"
-        return f"{said}: {_REMEDY}, or resize the table (resize_token_embeddings) before the model is trained with more tokens"
+        return (
+            f"{said}: {_REMEDY}, or resize the table (resize_token_embeddings) before the model is trained with more "
+            "tokens"
+        )
     try:
         reads = any(_share(tokenizer, text) > _KNOWN for text in SAMPLES.values())
         text, pair = tokenizer.encode(SAMPLES["Latin"]), tokenizer.encode("a", "a")
@@ -211,7 +248,10 @@ def fault(tokenizer: Tokenizer, table: int, needs: Needs = _NO_NEEDS) -> str:
         return f"its tokenizer fails on a plain sentence ({error}): {_REMEDY}"
     if not reads:
         scripts = f"{', '.join(list(SAMPLES)[:6])} and {len(SAMPLES) - 6} others"
-        return f"its tokenizer, of {tokenizer.get_vocab_size()} tokens, reads plain sentences ({scripts}) as unknown tokens: {_REMEDY}"
+        return (
+            f"its tokenizer, of {tokenizer.get_vocab_size()} tokens, reads plain sentences ({scripts}) as unknown "
+            f"tokens: {_REMEDY}"
+        )
     if needs.begins and not (text.special_tokens_mask and text.special_tokens_mask[0]):
         return f"its tokenizer puts no special token before a text, and the model is read at its first token: {_REMEDY}"
     if needs.separates and not _separated(pair):

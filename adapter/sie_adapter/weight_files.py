@@ -1,6 +1,7 @@
 """The weight files of a model folder: whole, and without NaN. Which tensors a class lacks: `checkpoint`.
 
-A file that was cut off by a full disk or a broken copy, or that a diverged training wrote, is named before anything is made from it.
+A file that was cut off by a full disk or a broken copy, or that a diverged training wrote, is named before anything is
+made from it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE for a file of weights that is cut off, is missing beside its other parts, or holds NaN.
+    """Raises ModelLoadFailed INCOMPATIBLE for a file of weights that is cut off, is missing beside its other parts, or
+    holds NaN.
 
     Reads all weights once, through the page cache and not into memory of this process.
     """
@@ -40,12 +42,18 @@ def check_weights(folder: Path) -> None:
         if bad:
             listed = ", ".join(bad[:5]) + (", .." if len(bad) > 5 else "")
             said = f"{file.name} holds NaN in {len(bad)} of its tensors: {listed}"
-            raise load_failed("INCOMPATIBLE", f"{said}; export the model again from a checkpoint before its training diverged")
+            raise load_failed(
+                "INCOMPATIBLE", f"{said}; export the model again from a checkpoint before its training diverged"
+            )
 
 
 def safetensors_of(folder: Path) -> list[Path]:
     """The files of the folder and of its modules."""
-    below = [path for path in folder.glob("*/*.safetensors") if path.parent.name not in _OTHER_FORMATS and path.parent.name[0] != "."]
+    below = [
+        path
+        for path in folder.glob("*/*.safetensors")
+        if path.parent.name not in _OTHER_FORMATS and path.parent.name[0] != "."
+    ]
     return sorted([*folder.glob("*.safetensors"), *below])
 
 
@@ -57,7 +65,9 @@ def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_length(file: Path) -> None:
-    """Compare the size of a safetensors file with what its header says. Source: the format's description in its repository."""
+    """Compare the size of a safetensors file with what its header says. Source: the format's description in its
+    repository.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(_HEADER_BYTES), "little")
@@ -83,7 +93,10 @@ def _check_parts(folder: Path) -> None:
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise load_failed("INCOMPATIBLE", f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them")
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them",
+        )
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
@@ -94,7 +107,11 @@ def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
         return ()
     except (RuntimeError, EOFError) as error:
         raise _broken(file, str(error).splitlines()[0]) from error
-    return [(str(name), value) for name, value in found.items() if isinstance(value, Tensor)] if isinstance(found, dict) else ()
+    return (
+        [(str(name), value) for name, value in found.items() if isinstance(value, Tensor)]
+        if isinstance(found, dict)
+        else ()
+    )
 
 
 def holds_nan(tensor: Tensor) -> bool:

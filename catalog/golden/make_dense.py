@@ -2,8 +2,8 @@
 
     python catalog/golden/make_dense.py FOLDER OUT.json
 
-Vectors are normalised and rounded to nine digits, which float32 does not exceed. A case with `is_query` would be in the prompt of its side;
-these are bare texts: short and long, empty, cut at the limit, with a line break and beyond ASCII.
+Vectors are normalised and rounded to nine digits, which float32 does not exceed. A case with `is_query` would be in the
+prompt of its side; these are bare texts: short and long, empty, cut at the limit, with a line break and beyond ASCII.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 TEXTS = (
-    "test", "What is Deep Learning?", "Deep Learning is...", "", "First line.\nSecond line.", "Zürich, 東京 and 😀",
+    "test",
+    "What is Deep Learning?",
+    "Deep Learning is...",
+    "",
+    "First line.\nSecond line.",
+    "Zürich, 東京 and 😀",
     " ".join(["retrieval"] * 400),
-)  # fmt: skip
+)
 
 
 def main(folder: str, out: str) -> None:
@@ -26,8 +31,14 @@ def main(folder: str, out: str) -> None:
     model = SentenceTransformer(folder, device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32})
     # one by one, so that no text has padding
     vectors = [model.encode([text], normalize_embeddings=True, show_progress_bar=False)[0] for text in TEXTS]
-    cases = [{"text": text, "vector": [float(f"{value:.9g}") for value in vector]} for text, vector in zip(TEXTS, vectors, strict=True)]
-    made_by = f"catalog/golden/make_dense.py, sentence-transformers {version('sentence-transformers')}, torch {version('torch')}, float32"
+    cases = [
+        {"text": text, "vector": [float(f"{value:.9g}") for value in vector]}
+        for text, vector in zip(TEXTS, vectors, strict=True)
+    ]
+    made_by = (
+        f"catalog/golden/make_dense.py, sentence-transformers {version('sentence-transformers')}, torch "
+        f"{version('torch')}, float32"
+    )
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
     Path(out).write_text(f'{{"made_by": {json.dumps(made_by)}, "dense": [\n{lines}\n]}}\n', encoding="utf-8")
 

@@ -1,6 +1,8 @@
-"""How the commands of one user find the `sie serve` of that user: its addresses and passwords, in one file of its data directory.
+"""How the commands of one user find the `sie serve` of that user: its addresses and passwords, in one file of its data
+directory.
 
-    sie serve ── addresses, passwords of this start ──► DATA_DIR/access.json (0600) ──► sie keys, dlq, topology, doctor, models, top
+    sie serve ── addresses, passwords of this start ──► DATA_DIR/access.json (0600) ──► sie keys, dlq, topology, doctor,
+    models, top
 
 The file is written anew at each start and removed at the end.
 """
@@ -37,11 +39,15 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     models_dir: str = ""  # the folder or bucket whose models it serves
 
     def __repr__(self) -> str:
-        return f"Access(gateway_url={self.gateway_url!r}, config_url={self.config_url!r}, broker_url={self.broker_url!r})"
+        return (
+            f"Access(gateway_url={self.gateway_url!r}, config_url={self.config_url!r}, broker_url={self.broker_url!r})"
+        )
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone may read, as a whole: nobody ever sees half of it, or follows a link to another file."""
+    """Write a file that its owner alone may read, as a whole: nobody ever sees half of it, or follows a link to another
+    file.
+    """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(handle, "w") as file:
@@ -66,7 +72,9 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """What the `sie serve` of this data directory wrote; None where none runs. Raises SettingError for a file that cannot be used."""
+    """What the `sie serve` of this data directory wrote; None where none runs. Raises SettingError for a file that
+    cannot be used.
+    """
     path = data_dir / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Access)
@@ -81,9 +89,9 @@ def read(data_dir: Path) -> Access | None:
 def with_access(found: Loaded, data_dir: Path | None, *, required: bool = True) -> Loaded:
     """The settings, with addresses and credentials of the local `sie serve` where nobody gave others.
 
-    An address comes from its flag, then from `data_dir` if that is given, then from the environment, then from the default data
-    directory. Credentials belong to an address: those of the file go to the addresses of the file and nowhere else. Raises SettingError
-    for a file that cannot be used, if `required` also where `data_dir` has none.
+    An address comes from its flag, then from `data_dir` if that is given, then from the environment, then from the
+    default data directory. Credentials belong to an address: those of the file go to the addresses of the file and
+    nowhere else. Raises SettingError for a file that cannot be used, if `required` also where `data_dir` has none.
     """
     named = data_dir is not None
     if not named and all(found.sources[name] != "default" for name in _ADDRESSES):

@@ -16,17 +16,30 @@ DEFAULT_SHARE = 0.1
 @click.command()
 @click.argument("name", metavar="NAME")
 @click.argument("targets", metavar="MODEL[=WEIGHT]...", nargs=-1, required=True)
-@click.option("--shadow", metavar="MODEL[=SHARE]", help=f"Gets a copy of this share of the requests.  [default share: {DEFAULT_SHARE:g}]")
-@click.option("--force", is_flag=True, help="Although the models do not give alike results: an index would mix vectors.")
+@click.option(
+    "--shadow",
+    metavar="MODEL[=SHARE]",
+    help=f"Gets a copy of this share of the requests.  [default share: {DEFAULT_SHARE:g}]",
+)
+@click.option(
+    "--force", is_flag=True, help="Although the models do not give alike results: an index would mix vectors."
+)
 @write_options
 def alias(
-    name: str, targets: tuple[str, ...], shadow: str | None, force: bool, dry_run: bool, if_match: int | None,
-    config_service_url: str | None, output: str | None,
-) -> None:  # fmt: skip
-    """Let requests for NAME go to MODEL, now and until the next such write; a model is named as in a request, with @revision and :profile.
+    name: str,
+    targets: tuple[str, ...],
+    shadow: str | None,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
+    config_service_url: str | None,
+    output: str | None,
+) -> None:
+    """Let requests for NAME go to MODEL, now and until the next such write; a model is named as in a request, with
+    @revision and :profile.
 
-    With several models each key keeps its own, by weight: the API key, or X-SIE-Route-Key where a client sends one. A shadow answers
-    nobody: what it gives is compared, and counted in sie_gateway_shadow_* of the gateways' metrics.
+    With several models each key keeps its own, by weight: the API key, or X-SIE-Route-Key where a client sends one. A
+    shadow answers nobody: what it gives is compared, and counted in sie_gateway_shadow_* of the gateways' metrics.
 
     \b
     sie models alias search BAAI/bge-m3                            requests for `search` go to BAAI/bge-m3
@@ -44,7 +57,11 @@ def alias(
         if present is not None:
             method, path, body = "PATCH", path_of(name), wanted  # a description stays
         else:
-            method, path, body = "POST", MODELS, {"id": name, **{key: value for key, value in wanted.items() if value is not None}}
+            method, path, body = (
+                "POST",
+                MODELS,
+                {"id": name, **{key: value for key, value in wanted.items() if value is not None}},
+            )
         answer = service.write(method, path, msgspec.json.encode(body), dry_run=dry_run, if_match=if_match)
     tell(answer, output, dry_run=dry_run)
 
@@ -54,7 +71,9 @@ def _target(text: str) -> dict[str, Any]:
     if not equals:
         return {"model": text}
     if not weight.isascii() or not weight.isdigit() or not model:
-        raise click.BadParameter(f"{text[:100]}: expected MODEL or MODEL=WEIGHT with a whole number, such as my/model=90")
+        raise click.BadParameter(
+            f"{text[:100]}: expected MODEL or MODEL=WEIGHT with a whole number, such as my/model=90"
+        )
     return {"model": model, "weight": int(weight)}
 
 
@@ -65,4 +84,6 @@ def _shadow(text: str) -> dict[str, Any]:
     try:
         return {"model": model, "share": float(share)}
     except ValueError as error:
-        raise click.BadParameter(f"{text[:100]}: expected MODEL or MODEL=SHARE with a number up to 1, such as my/model=0.05") from error
+        raise click.BadParameter(
+            f"{text[:100]}: expected MODEL or MODEL=SHARE with a number up to 1, such as my/model=0.05"
+        ) from error

@@ -27,33 +27,68 @@ def bench() -> None:
 
 @bench.command(name="replay")
 @click.argument("files", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--what-if", "what_ifs", multiple=True, metavar="NAME=NUMBER,...", help="Settings to try. May be given again.")
-@click.option("--base", default="", metavar="NAME=NUMBER,...", help="How it was, where that is neither in the traces nor the default.")
-@click.option("--device", default="", metavar="NAME=NUMBER,...", help=f"Of {', '.join(DEVICE)}. Default: fitted to the measured batches.")
-@click.option("--host", default="", metavar="NAME=NUMBER,...",
-              help=f"What a tokenise call, each token in it and taking in a delivery cost a worker. [default: {HOST_DEFAULT}]")  # fmt: skip
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write latency by percentile of all columns, as SVG.")
-@click.option("--generate", metavar="SPEC", help="Make TRACE first: poisson:name=number,... with "
-              "rate a second, seconds, burst (so many at once), inputs of each, length (mean tokens, log-normal with the sigma spread), "
-              "bulk (share of the requests), models, seed.")  # fmt: skip
+@click.option(
+    "--what-if", "what_ifs", multiple=True, metavar="NAME=NUMBER,...", help="Settings to try. May be given again."
+)
+@click.option(
+    "--base",
+    default="",
+    metavar="NAME=NUMBER,...",
+    help="How it was, where that is neither in the traces nor the default.",
+)
+@click.option(
+    "--device",
+    default="",
+    metavar="NAME=NUMBER,...",
+    help=f"Of {', '.join(DEVICE)}. Default: fitted to the measured batches.",
+)
+@click.option(
+    "--host",
+    default="",
+    metavar="NAME=NUMBER,...",
+    help=f"What a tokenise call, each token in it and taking in a delivery cost a worker. [default: {HOST_DEFAULT}]",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write latency by percentile of all columns, as SVG.",
+)
+@click.option(
+    "--generate",
+    metavar="SPEC",
+    help=(
+        "Make TRACE first: poisson:name=number,... with rate a second, seconds, burst (so many at once), inputs of "
+        "each, length (mean tokens, log-normal with the sigma spread), bulk (share of the requests), models, seed."
+    ),
+)
 def replay_command(
-    files: tuple[Path, ...], what_ifs: tuple[str, ...], base: str, device: str, host: str, plot: Path | None, generate: str | None
+    files: tuple[Path, ...],
+    what_ifs: tuple[str, ...],
+    base: str,
+    device: str,
+    host: str,
+    plot: Path | None,
+    generate: str | None,
 ) -> None:
     """Predict latency and device time of TRACE... under other settings.
 
-    The requests of the traces go through the scheduler of the cluster (chunks, credit, quantum, batches) under virtual time, before a
-    device that takes base_ms + token_us * tokens + square_ns * the sum of squared lengths for a batch. Without --device that is fitted to
-    the batches that the traces hold. The first column is how it was, then one for each --what-if.
+    The requests of the traces go through the scheduler of the cluster (chunks, credit, quantum, batches) under virtual
+    time, before a device that takes base_ms + token_us * tokens + square_ns * the sum of squared lengths for a batch.
+    Without --device that is fitted to the batches that the traces hold. The first column is how it was, then one for
+    each --what-if.
 
     \b
     What can be tried, with the SIE_ setting of a like name:
-      workers, lanes (batches that a device runs at once), max_wait_ms (SIE_BATCHER_COALESCE_MS), max_batch_cost, max_batch_requests
-      (SIE_BATCHER_MAX_BATCH_REQUESTS), pipeline_depth, bulk_max_overtakes, chunk_cost, min_quantum_ms, max_quantum_ms, target_p50_ms
+      workers, lanes (batches that a device runs at once), max_wait_ms (SIE_BATCHER_COALESCE_MS), max_batch_cost,
+      max_batch_requests (SIE_BATCHER_MAX_BATCH_REQUESTS), pipeline_depth, bulk_max_overtakes, chunk_cost,
+      min_quantum_ms, max_quantum_ms, target_p50_ms
 
     \b
-    A trace is JSON lines of lengths and times, without text. `sie sidecar --record-trace FILE` writes one; several are merged.
+    A trace is JSON lines of lengths and times, without text. `sie sidecar --record-trace FILE` writes one; several are
+    merged.
       {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
-                                   a request: when it came, in seconds, and the tokens of each input; the rest may be left out
+                                   a request: when it came, in seconds, and the tokens of each input; the rest may be
+                                   left out
       {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
                                    a measured batch; attention is the sum of its squared lengths
       {"settings": {"max_wait_ms": 5, "workers": 2}}
@@ -69,7 +104,10 @@ def replay_command(
         trace = traces.read(line for file in files for line in file.read_bytes().splitlines())
         was = dataclasses.replace(plan_of(loaded({}).settings), **_recorded(trace), **traces.numbers(base, PLAN))
         machine = _machine(trace, device, host)
-        plans = {"as it was": was, **{text: dataclasses.replace(was, **traces.numbers(text, PLAN)) for text in what_ifs}}
+        plans = {
+            "as it was": was,
+            **{text: dataclasses.replace(was, **traces.numbers(text, PLAN)) for text in what_ifs},
+        }
         reports = {name: replay(trace.requests, plan, machine) for name, plan in plans.items()}
         if plot is not None:
             plot.write_text(svg({name: report.latency_s for name, report in reports.items()}), "utf-8")
@@ -115,7 +153,9 @@ def table(reports: dict[str, Report], plans: dict[str, Plan]) -> str:
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     return "\n".join(
-        "  ".join([first.ljust(widths[0]), *(each.rjust(width) for each, width in zip(rest, widths[1:], strict=True))]).rstrip()
+        "  ".join(
+            [first.ljust(widths[0]), *(each.rjust(width) for each, width in zip(rest, widths[1:], strict=True))]
+        ).rstrip()
         for first, *rest in rows
     )
 

@@ -1,7 +1,8 @@
 """`sie models compare`: how far two models agree on a sample, before one takes the other's place.
 
-    sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths), neighbours in common (any widths)
-                                        └──► scores ──► correlation of ranks
+sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths), neighbours in common (any
+widths)
+                                    └──► scores ──► correlation of ranks
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two models agree. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours; `ranks`: the
-    correlation of each query's ranks."""
+    """How far two models agree. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
+    `ranks`: the correlation of each query's ranks.
+    """
 
     names: tuple[str, str]
     dims: tuple[int, int] = (0, 0)
@@ -62,33 +64,56 @@ class Agreement:
 @click.command()
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--sample", "sample_file", required=True, type=click.Path(path_type=Path, dir_okay=False, exists=True),
-              help="Texts of yours: one a line, or JSON lines.")  # fmt: skip
-@click.option("--queries", type=click.Path(path_type=Path, dir_okay=False, exists=True),
-              help="Queries, likewise: neighbours are then those of each query among the texts.")  # fmt: skip
-@click.option("--limit", type=click.IntRange(LEAST_TEXTS, MOST_TEXTS), default=MOST_TEXTS, show_default=True, help="Texts that are read.")
+@click.option(
+    "--sample",
+    "sample_file",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Texts of yours: one a line, or JSON lines.",
+)
+@click.option(
+    "--queries",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Queries, likewise: neighbours are then those of each query among the texts.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(LEAST_TEXTS, MOST_TEXTS),
+    default=MOST_TEXTS,
+    show_default=True,
+    help="Texts that are read.",
+)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write cosines and recall as SVG.")
 @url_option("SIE_GATEWAY_URL", "gateway")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
 def compare(
-    first: str, second: str, sample_file: Path, queries: Path | None, limit: int, plot: Path | None, gateway_url: str | None, as_json: bool
-) -> None:  # fmt: skip
+    first: str,
+    second: str,
+    sample_file: Path,
+    queries: Path | None,
+    limit: int,
+    plot: Path | None,
+    gateway_url: str | None,
+    as_json: bool,
+) -> None:
     """Say how far models A and B agree on a sample of texts, which a gateway runs through both.
 
     \b
     Of models that encode:
-      cosine     of the two vectors of each text: only where they have the same width, and 1 only if both models mean the same by each
+      cosine     of the two vectors of each text: only where they have the same width, and 1 only if both models mean
+        the same by each
                  number. Two models that were trained apart are near 0, however alike they search.
-      recall@k   the share of a text's k nearest neighbours in the sample that both models find; any widths. What would change in a
+      recall@k   the share of a text's k nearest neighbours in the sample that both models find; any widths. What would
+        change in a
                  search over an index that is made anew with the other model.
     Of models that score:
       rank correlation (Spearman's) of each query's documents, 1: the same order.
 
     \b
-    A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...", "..."]}. Without
-    these the first lines stand for queries. The requests are bulk work. SIE_AUTH_TOKEN is the token, where the gateway wants one; without
-    it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
+    A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...",
+    "..."]}. Without these the first lines stand for queries. The requests are bulk work. SIE_AUTH_TOKEN is the token,
+    where the gateway wants one; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
 
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
@@ -163,7 +188,9 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: Sample, queries
 
 def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str]) -> Agreement:
     if len(texts) < LEAST_TEXTS:
-        raise Refused(f"--sample has {len(texts)} different texts; at least {LEAST_TEXTS} are needed, some hundreds say something")
+        raise Refused(
+            f"--sample has {len(texts)} different texts; at least {LEAST_TEXTS} are needed, some hundreds say something"
+        )
     found: list[tuple[Matrix, Matrix]] = []
     fingerprints = []
     for name in names:
@@ -175,7 +202,9 @@ def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], qu
     dims = one.shape[1], two.shape[1]
     notes = []
     if dims[0] != dims[1]:
-        notes.append(f"the widths differ, {dims[0]} and {dims[1]}: there is no cosine between the two, and no index holds both")
+        notes.append(
+            f"the widths differ, {dims[0]} and {dims[1]}: there is no cosine between the two, and no index holds both"
+        )
     elif fingerprints[0] != fingerprints[1]:
         notes.append("the fingerprints differ: vectors of the two do not belong into one index, whatever their cosine")
     most = min(MOST_NEIGHBOURS, len(texts) - (0 if queries else 1))
@@ -188,7 +217,13 @@ def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], qu
 
 def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: bool) -> tuple[Matrix, str]:
     results = client.encode(
-        model, list(texts), is_query=is_query, output_types=["dense"], output_dtype="float32", on_item_error="fail", priority="bulk"
+        model,
+        list(texts),
+        is_query=is_query,
+        output_types=["dense"],
+        output_dtype="float32",
+        on_item_error="fail",
+        priority="bulk",
     )
     rows = np.stack([np.asarray(result["dense"], np.float32) for result in results])
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -196,7 +231,9 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
 
 
 def neighbours(asking: Matrix, rows: Matrix, most: int, *, own: bool) -> NDArray[np.intp]:
-    """The nearest `most` rows of each that asks, best first: [asking, most]. `own`: they are the same texts, and none is its own."""
+    """The nearest `most` rows of each that asks, best first: [asking, most]. `own`: they are the same texts, and none
+    is its own.
+    """
     similar = asking @ rows.T
     if own:
         np.fill_diagonal(similar, -np.inf)
@@ -206,7 +243,9 @@ def neighbours(asking: Matrix, rows: Matrix, most: int, *, own: bool) -> NDArray
 def agreement_at(one: NDArray[np.intp], two: NDArray[np.intp]) -> list[float]:
     """The mean share of neighbours in common among the first 1, 2, 3, ... of each."""
     most = one.shape[1]
-    found = np.zeros(most)  # by how many neighbours one has to look at until both models have one more of them in common
+    found = np.zeros(
+        most
+    )  # by how many neighbours one has to look at until both models have one more of them in common
     for mine, other in zip(one.tolist(), two.tolist(), strict=True):
         places = {row: place for place, row in enumerate(other)}
         for place, row in enumerate(mine):
@@ -255,19 +294,32 @@ def figures(found: Agreement) -> dict[str, Any]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     low, half = np.percentile(values, (5, 50)).tolist()
-    return {"mean": float(np.mean(values)), "median": half, "p5": low, "min": float(min(values)), "count": float(len(values))}
+    return {
+        "mean": float(np.mean(values)),
+        "median": half,
+        "p5": low,
+        "min": float(min(values)),
+        "count": float(len(values)),
+    }
 
 
 def lines(found: Agreement) -> list[str]:
     """What was found, for a person."""
-    told = [f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
-            for name, dims, fingerprint in zip(found.names, found.dims, found.fingerprints, strict=True)]  # fmt: skip
+    told = [
+        f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
+        for name, dims, fingerprint in zip(found.names, found.dims, found.fingerprints, strict=True)
+    ]
     for name, values in (("cosine", found.cosines), ("rank correlation", found.ranks)):
         if values:
             spread = _spread(values)
-            told.append(f"{name} of {len(values)}: " + ", ".join(f"{key} {spread[key]:.4f}" for key in ("mean", "median", "p5", "min")))
+            told.append(
+                f"{name} of {len(values)}: "
+                + ", ".join(f"{key} {spread[key]:.4f}" for key in ("mean", "median", "p5", "min"))
+            )
     told += [
-        f"recall@{k}: {found.recall[k - 1]:.4f} (by chance {found.chance[k - 1]:.4f})" for k in SHOWN if k <= len(found.recall)
+        f"recall@{k}: {found.recall[k - 1]:.4f} (by chance {found.chance[k - 1]:.4f})"
+        for k in SHOWN
+        if k <= len(found.recall)
     ]
     return told + [f"note: {note}" for note in found.notes]
 
@@ -278,8 +330,10 @@ def svg(found: Agreement) -> str:
     values, what = (found.cosines, "texts by cosine") if found.cosines else (found.ranks, "queries by rank correlation")
     panels = ([_histogram(values, what)] if values else []) + ([_recall(found)] if found.recall else [])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels) + TOP}" font-family="sans-serif" '
-        'font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels) + TOP}" '
+            'font-family="sans-serif" font-size="12">'
+        ),
         f'<rect width="{WIDTH}" height="{HEIGHT * len(panels) + TOP}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-weight="bold">{html.escape(title)}</text>',
     ]
@@ -290,11 +344,16 @@ def svg(found: Agreement) -> str:
 
 def _axes(title: str, x_name: str, x_ticks: Mapping[str, float], y_ticks: Mapping[str, float]) -> list[str]:
     """Ticks by their text, at places from 0 to 1."""
-    parts = [f'<text x="{LEFT}" y="18">{title}</text>', f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>']
+    parts = [
+        f'<text x="{LEFT}" y="18">{title}</text>',
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>',
+    ]
     for text, place in y_ticks.items():
         y = _y(place)
-        parts += [f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>',
-                  f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>']  # fmt: skip
+        parts += [
+            f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>',
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
+        ]
     for text, place in x_ticks.items():
         parts.append(f'<text x="{_x(place):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{text}</text>')
     return parts
@@ -317,7 +376,9 @@ def _histogram(values: Sequence[float], title: str) -> list[str]:
     for number, count in enumerate(counts.tolist()):
         left, top = _x(number / BINS), _y(count / most)
         width, height = (WIDTH - LEFT - RIGHT) / BINS - 1, _y(0) - top
-        parts.append(f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[0]}"/>')
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[0]}"/>'
+        )
     return parts
 
 

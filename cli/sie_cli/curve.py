@@ -30,7 +30,10 @@ def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * ms / (step_ms * steps)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+            'font-size="12">'
+        ),
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18">latency of requests, ms</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">percentile</text>',

@@ -24,7 +24,9 @@ def default_data_dir() -> Path:
 
 
 def sockets_folder(data_dir: Path) -> Path:
-    """`run` in the data directory; where its path is too long for a socket's, one of its own in the directory for temporary files."""
+    """`run` in the data directory; where its path is too long for a socket's, one of its own in the directory for
+    temporary files.
+    """
     own = data_dir / "run"
     if len(os.fsencode(own / _LONGEST)) <= MOST_SOCKET_BYTES:
         return own
@@ -36,7 +38,9 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that this user alone may use, or take the one that is there. Raises SettingError for what is not ours, OSError."""
+    """Make a folder that this user alone may use, or take the one that is there. Raises SettingError for what is not
+    ours, OSError.
+    """
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -59,9 +63,13 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.mkdir(mode=0o700, exist_ok=True)  # one that was there keeps its mode, what is in it is private in any case
+            self._path.mkdir(
+                mode=0o700, exist_ok=True
+            )  # one that was there keeps its mode, what is in it is private in any case
             if why := distrusted(self._path):
-                raise SettingError("--data-dir", f"{self._path}: {why}; name another one, or make it yours and `chmod o-w` it")
+                raise SettingError(
+                    "--data-dir", f"{self._path}: {why}; name another one, or make it yours and `chmod o-w` it"
+                )
             sockets = sockets_folder(self._path)
             try:
                 private_folder(sockets)
@@ -77,7 +85,9 @@ class DataDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise SettingError("--data-dir", f"{self._path} is in use by another sie serve; name another one") from error
+            raise SettingError(
+                "--data-dir", f"{self._path} is in use by another sie serve; name another one"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:

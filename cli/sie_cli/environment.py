@@ -1,8 +1,8 @@
 """What of the environment of `sie serve` each of its processes gets: a secret reaches only the process that needs it.
 
-    settings                 the components that read them
-    HF_TOKEN and the like    adapters, which ask the hub for weights
-    AWS_, GOOGLE_, AZURE_    whoever opens a bucket: of payloads, of models, of weights
+settings                 the components that read them
+HF_TOKEN and the like    adapters, which ask the hub for weights
+AWS_, GOOGLE_, AZURE_    whoever opens a bucket: of payloads, of models, of weights
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _BUCKETS = ("s3://", "gs://")
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """The environment of a process that is these components (gateway, config, sidecar, adapter)."""
     urls = {
-        "gateway": (settings.payload_store_url,), "sidecar": (settings.payload_store_url,), "config": (settings.models_dir,),
+        "gateway": (settings.payload_store_url,),
+        "sidecar": (settings.payload_store_url,),
+        "config": (settings.models_dir,),
         "adapter": (settings.models_dir, settings.cluster_cache),
-    }  # fmt: skip
+    }
     opens_bucket = any((url or "").startswith(_BUCKETS) for name in components for url in urls[name])
 
     def is_theirs(name: str) -> bool:

@@ -36,7 +36,9 @@ def _scopes(text: str) -> tuple[str, ...]:
     given = [part.strip().lower() for part in text.split(",") if part.strip()]
     unknown = [part for part in given if part not in SCOPES]
     if unknown or not given:
-        raise click.BadParameter(f"{', '.join(unknown) or 'nothing'}: expected some of {', '.join(SCOPES)}, joined by commas")
+        raise click.BadParameter(
+            f"{', '.join(unknown) or 'nothing'}: expected some of {', '.join(SCOPES)}, joined by commas"
+        )
     return tuple(scope for scope in SCOPES if scope in given)
 
 
@@ -49,7 +51,9 @@ def _until(text: str) -> float:
         try:
             at = datetime.fromisoformat(text.strip())
         except ValueError as error:
-            raise click.BadParameter(f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31") from error
+            raise click.BadParameter(
+                f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31"
+            ) from error
         found = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
     if found <= time.time():
         raise click.BadParameter(f"{text[:40]}: is in the past")
@@ -69,7 +73,8 @@ def _options(command: F) -> F:
 
 @click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
 def keys() -> None:
-    """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For SIE_AUTH_MODE=token.
+    """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For
+    SIE_AUTH_MODE=token.
 
     \b
     sie keys create search-team                            may encode, score, extract, list models, reserve pools
@@ -79,9 +84,9 @@ def keys() -> None:
     sie keys revoke ID                                     no gateway takes it from a second later on
     sie keys revoke --token                                the same for a token that was found somewhere
 
-    Keys are kept in the broker, as digests: whoever may write there may make keys, so this command speaks with the broker and not with a
-    gateway, and needs no token. It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any
-    other by --url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
+    Keys are kept in the broker, as digests: whoever may write there may make keys, so this command speaks with the
+    broker and not with a gateway, and needs no token. It finds the broker of a `sie serve` of this user by itself
+    (--data-dir, if that is not the default), any other by --url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
     Gateways take keys with SIE_AUTH_MODE=token, beside SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
 
     \b
@@ -93,21 +98,40 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--scopes", type=_scopes, metavar="SCOPES", default=DEFAULT_SCOPES, show_default=True, help="What it may do.")
-@click.option("--expires", "expires_s", type=_until, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]")
-@click.option("--max-body", "body_bytes", type=_bytes, metavar="SIZE", help="Most bytes of a request: 64K, 16M.  [default: as for all]")
+@click.option(
+    "--scopes", type=_scopes, metavar="SCOPES", default=DEFAULT_SCOPES, show_default=True, help="What it may do."
+)
+@click.option(
+    "--expires", "expires_s", type=_until, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]"
+)
+@click.option(
+    "--max-body",
+    "body_bytes",
+    type=_bytes,
+    metavar="SIZE",
+    help="Most bytes of a request: 64K, 16M.  [default: as for all]",
+)
 @click.option("--max-items", "items", type=click.IntRange(1), help="Most inputs of a request.  [default: as for all]")
-@click.option("--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]")
+@click.option(
+    "--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]"
+)
 @click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")
 @_options
 def create(
-    name: str, scopes: tuple[str, ...], expires_s: float | None, body_bytes: int | None, items: int | None, rate: int | None,
-    as_json: bool, **values: Any,
-) -> None:  # fmt: skip
+    name: str,
+    scopes: tuple[str, ...],
+    expires_s: float | None,
+    body_bytes: int | None,
+    items: int | None,
+    rate: int | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Make a key and print its token, this once: nothing keeps it.
 
-    The token is all that standard output gets, so `sie keys create NAME > file` is a way to store it. Clients send it as
-    `Authorization: Bearer TOKEN`. A client over its limits gets 413, 400 `too_many_items`, or 429 `RATE_LIMITED` with `Retry-After`.
+    The token is all that standard output gets, so `sie keys create NAME > file` is a way to store it. Clients send it
+    as `Authorization: Bearer TOKEN`. A client over its limits gets 413, 400 `too_many_items`, or 429 `RATE_LIMITED`
+    with `Retry-After`.
     """
     if not _NAME.fullmatch(name):
         raise click.BadParameter("expected at most 64 letters, digits, spaces and . _ @ / -", param_hint="NAME")
@@ -119,7 +143,10 @@ def create(
         bucket = await records.open_bucket(broker, settings.stream_replicas)
         found = [each for each, _ in _read(await bucket.entries())]
         if len(found) >= MOST_KEYS:
-            raise Refused(f"there are {len(found)} keys, at most {MOST_KEYS} are kept: `sie keys revoke ID --forget` those that have ended")
+            raise Refused(
+                f"there are {len(found)} keys, at most {MOST_KEYS} are kept: `sie keys revoke ID --forget` those that "
+                "have ended"
+            )
         if any(each.name == name and not each.ended(time.time()) for each in found):
             raise Refused(f"a key named {name} is in use; revoke it first, or take another name")
         await bucket.write([Write(key.id, records.encode(key), 0)])
@@ -145,13 +172,21 @@ def list_command(as_json: bool, **values: Any) -> None:
         click.echo("no keys")
         return
     rows = [("ID", "NAME", "SCOPES", "CREATED (UTC)", "STATE", "LIMITS")]
-    rows += [(key.id, key.name, ",".join(key.scopes), _moment(key.created_s), _end(key), _limits(key.limits)) for key in found]
+    rows += [
+        (key.id, key.name, ",".join(key.scopes), _moment(key.created_s), _end(key), _limits(key.limits))
+        for key in found
+    ]
     display.table(rows)
 
 
 @keys.command()
 @click.argument("identifier", metavar="[ID_OR_NAME]", required=False)
-@click.option("--token", "by_token", is_flag=True, help="Ask for the token instead of the id, without showing it; or read it from a pipe.")
+@click.option(
+    "--token",
+    "by_token",
+    is_flag=True,
+    help="Ask for the token instead of the id, without showing it; or read it from a pipe.",
+)
 @click.option("--forget", is_flag=True, help="Remove its record too, so that `list` does not show it any more.")
 @_options
 def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) -> None:
@@ -175,7 +210,9 @@ def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) 
             except WrongRevision as error:
                 raise Refused(f"key {key.id} was changed meanwhile: look at `sie keys list` and try again") from error
             return key
-        raise Refused("no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all")
+        raise Refused(
+            "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
+        )
 
     key = at_broker("sie-keys", settings, body)
     click.echo(f"key {key.id} {key.name} is {'revoked and forgotten' if forget else 'revoked'}")
@@ -208,10 +245,16 @@ def _read(entries: list[Entry]) -> list[tuple[Key, int]]:
 
 def _plain(key: Key) -> dict[str, Any]:
     return {
-        "id": key.id, "name": key.name, "scopes": list(key.scopes), "created_s": key.created_s, "expires_s": key.expires_s or None,
-        "revoked_s": key.revoked_s or None, "max_body_bytes": key.limits.body_bytes or None, "max_items": key.limits.items or None,
+        "id": key.id,
+        "name": key.name,
+        "scopes": list(key.scopes),
+        "created_s": key.created_s,
+        "expires_s": key.expires_s or None,
+        "revoked_s": key.revoked_s or None,
+        "max_body_bytes": key.limits.body_bytes or None,
+        "max_items": key.limits.items or None,
         "tokens_per_minute": key.limits.tokens_per_minute or None,
-    }  # fmt: skip
+    }
 
 
 def _moment(at_s: float) -> str:

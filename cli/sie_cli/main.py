@@ -33,13 +33,16 @@ from sie_contracts.settings import ROWS, SettingError, shown
 
 
 class _Program(AnyPosition):
-    """The group as a whole process: called, it ends it. `main`, which tests call, raises SystemExit as any group does."""
+    """The group as a whole process: called, it ends it. `main`, which tests call, raises SystemExit as
+    any group does.
+    """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         try:
             return super().__call__(*args, **options)
         except SystemExit as ended:
-            # threads of the object store's runtime outlive the interpreter: one that wants it while it is taken down aborts the process
+            # threads of the object store's runtime outlive the interpreter: one that wants it while it is taken down
+            # aborts the process
             if "obstore" not in sys.modules or not isinstance(ended.code, int | None):
                 raise
             atexit._run_exitfuncs()
@@ -62,9 +65,9 @@ def main() -> None:
     sie top                    workers, models and queues, live
     sie dlq list               work that was given up
     sie keys create NAME       a token for a client; `list` and `revoke` it
-    sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue, `sie models set` changes it there
-    sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and `rm` them
-    sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
+    sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue, `sie models set`
+    changes it there sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and
+    `rm` them sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
     sie bench replay TRACE     what other settings would do to recorded or generated traffic
     sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """
@@ -80,12 +83,22 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="Port of the API; 0 picks a free one.")
+@click.option(
+    "--port",
+    default=8080,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port of the API; 0 picks a free one.",
+)
 @click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
-@click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]")
+@click.option(
+    "--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]"
+)
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("gateway")
-def gateway(host: str, port: int, nats_monitor_url: str | None, drain_s: float | None, lame_duck_s: float, **values: Any) -> None:
+def gateway(
+    host: str, port: int, nats_monitor_url: str | None, drain_s: float | None, lame_duck_s: float, **values: Any
+) -> None:
     """The HTTP edge: validates, routes, queues, collects."""
     from sie_gateway.process import run
 
@@ -98,7 +111,13 @@ def gateway(host: str, port: int, nats_monitor_url: str | None, drain_s: float |
 
 @main.command(short_help="The config service: writes the catalogue.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8081, show_default=True, type=click.IntRange(0, 65535), help="Port of the config API; 0 picks a free one.")
+@click.option(
+    "--port",
+    default=8081,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port of the config API; 0 picks a free one.",
+)
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("config")
 def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
@@ -111,7 +130,11 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
 
 @main.command()
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address of the probes and metrics.")
-@click.option("--record-trace", type=click.Path(path_type=Path, dir_okay=False), help="Append what runs to a trace for `sie bench replay`.")
+@click.option(
+    "--record-trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Append what runs to a trace for `sie bench replay`.",
+)
 @settings_options("sidecar")
 def sidecar(host: str, record_trace: Path | None, **values: Any) -> None:
     """The worker's scheduler: pulls, tokenises, batches, settles."""
@@ -154,12 +177,18 @@ def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
     found = loaded(values, "standalone" if standalone else "queue")
     rows = [
         {
-            "name": row.name, "value": shown(row, getattr(found.settings, row.field)), "source": found.sources[row.name],
-            "default": shown(row, row.default), "flag": row.flag if row.name.startswith("SIE_") and not row.secret else "",
-            "read_by": list(row.components), "expects": row.expected, "meaning": row.meaning, "waits_for": row.waits_for,
+            "name": row.name,
+            "value": shown(row, getattr(found.settings, row.field)),
+            "source": found.sources[row.name],
+            "default": shown(row, row.default),
+            "flag": row.flag if row.name.startswith("SIE_") and not row.secret else "",
+            "read_by": list(row.components),
+            "expects": row.expected,
+            "meaning": row.meaning,
+            "waits_for": row.waits_for,
         }
         for row in ROWS
-    ]  # fmt: skip
+    ]
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)))
         return

@@ -1,4 +1,6 @@
-"""`sie models`: what a model folder or a repository of the hub is, an entry of the catalogue for it, and the catalogue itself."""
+"""`sie models`: what a model folder or a repository of the hub is, an entry of the catalogue for it, and the catalogue
+itself.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,18 @@ def models() -> None:
     sie models inspect ./my-model              what the folder is, as a catalogue entry
     sie models inspect ./my-model --check      load it too and show what it answers
     sie models inspect BAAI/bge-small-en-v1.5  the same for a repository of the hub
-    sie models add ./my-model --id my/model    write the entry where `sie serve` reads it, or give it to a config service
+    sie models add ./my-model --id my/model    write the entry where `sie serve` reads it, or give it to a config
+    service
 
     \b
     With a config service (--url, SIE_CONFIG_SERVICE_URL) and its SIE_ADMIN_TOKEN:
     sie models list                            what there is
-    sie models show my/model                   the configuration, which `add` and `set -f` take back
-    sie models set my/model run.pooling=mean   change it; --dry-run only checks, --if-match N refuses if it is not at revision N
-    sie models history my/model                what it was; `rollback my/model 3` makes that the newest again, `rm` removes it
-    sie models status my/model                 which gateways and workers serve which revision
-    sie models alias search my/model           requests for `search` go to my/model; `compare A B` says what another one would change
+    sie models show my/model                   the configuration, which `add` and `set -f` take back sie models set
+    my/model run.pooling=mean   change it; --dry-run only checks, --if-match N refuses if it is not at revision N sie
+    models history my/model                what it was; `rollback my/model 3` makes that the newest again, `rm` removes
+    it sie models status my/model                 which gateways and workers serve which revision
+    sie models alias search my/model           requests for `search` go to my/model; `compare A B` says what another one
+    would change
     """
 
 
@@ -60,7 +64,11 @@ for _command in (*COMMANDS, alias, compare):
 def _source(command: F) -> F:
     """The arguments that both commands share."""
     for option in (
-        click.option("--revision", metavar="COMMIT", help="Commit of a hub repository. Without one: what its main branch is now, pinned."),
+        click.option(
+            "--revision",
+            metavar="COMMIT",
+            help="Commit of a hub repository. Without one: what its main branch is now, pinned.",
+        ),
         click.argument("source", metavar="ID_OR_FOLDER"),
     ):
         command = option(command)
@@ -73,8 +81,9 @@ def _source(command: F) -> F:
 def inspect(source: str, revision: str | None, check: bool) -> None:
     """Print the catalogue entry of ID_OR_FOLDER, what its files say and what was assumed because none does.
 
-    ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as BAAI/bge-small-en-v1.5.
-    That is taken from the local cache (SIE_LOCAL_CACHE), else downloaded (SIE_HF_FALLBACK). No weights are loaded without --check.
+    ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as
+    BAAI/bge-small-en-v1.5. That is taken from the local cache (SIE_LOCAL_CACHE), else downloaded (SIE_HF_FALLBACK). No
+    weights are loaded without --check.
     """
     settings = loaded({}).settings
     text, entry = _inspected(settings, source, "", revision)
@@ -90,21 +99,39 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 @models.command()
 @_source
-@click.option("--id", "name", default="", metavar="NAME", help="Name of the model in requests. Default: the hub id or the folder's name.")
-@click.option("--models-dir", metavar="DIR", help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.")
+@click.option(
+    "--id",
+    "name",
+    default="",
+    metavar="NAME",
+    help="Name of the model in requests. Default: the hub id or the folder's name.",
+)
+@click.option(
+    "--models-dir",
+    metavar="DIR",
+    help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.",
+)
 @click.option("--force", is_flag=True, help="Replace a model that is there.")
 @write_options
 def add(
-    source: str, revision: str | None, name: str, models_dir: str | None, force: bool, dry_run: bool, if_match: int | None,
-    config_service_url: str | None, output: str | None,
-) -> None:  # fmt: skip
-    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names one; else of a
-    local folder.
+    source: str,
+    revision: str | None,
+    name: str,
+    models_dir: str | None,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
+    config_service_url: str | None,
+    output: str | None,
+) -> None:
+    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names
+    one; else of a local folder.
 
-    The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you like: lines that
-    begin with `# assumed` are those that no file of the model says. A model that the packaged catalogue knows keeps its options.
-    ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or .json file, or - for standard input. Weights that it
-    names and this machine has are checked before it is added; others are checked when a worker loads them.
+    The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you
+    like: lines that begin with `# assumed` are those that no file of the model says. A model that the packaged
+    catalogue knows keeps its options. ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or
+    .json file, or - for standard input. Weights that it names and this machine has are checked before it is added;
+    others are checked when a worker loads them.
 
     \b
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
@@ -118,7 +145,9 @@ def add(
         _post(text, entry, settings, output, force=force, dry_run=dry_run, if_match=if_match)
         return
     if if_match is not None or output is not None:
-        raise click.UsageError("--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL")
+        raise click.UsageError(
+            "--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL"
+        )
     folder = models_dir or settings.models_dir or USUAL
     if folder.startswith(("s3://", "gs://")):
         raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
@@ -135,10 +164,14 @@ def _who_reads(folder: Path, models_dir: str | None) -> str:
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return (
-            f"a file only: no `sie serve` runs with the data directory {default_data_dir()}, so none was told; "
-            f"one that was started with another --data-dir and this folder of models serves it within seconds; else {how}"
+            f"a file only: no `sie serve` runs with the data directory {default_data_dir()}, so none was told; one that"
+            f" was started with another --data-dir and this folder of models serves it within seconds; else {how}"
         )
-    if running.models_dir and "://" not in running.models_dir and Path(running.models_dir).resolve() == folder.resolve():
+    if (
+        running.models_dir
+        and "://" not in running.models_dir
+        and Path(running.models_dir).resolve() == folder.resolve()
+    ):
         return "the `sie serve` that runs reads this folder: it serves the model within seconds"
     reads = running.models_dir or "no folder"
     return (
@@ -149,7 +182,9 @@ def _who_reads(folder: Path, models_dir: str | None) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises Refused, UsageError."""
+    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises Refused,
+    UsageError.
+    """
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return _inspected(settings, source, name, revision)
     if name or revision:
@@ -168,7 +203,8 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files that an entry names where this machine has them, as a load looks for them, and say what was not checked.
+    """Check the files that an entry names where this machine has them, as a load looks for them, and say what was not
+    checked.
 
     Nothing is fetched. Raises ModelLoadFailed.
     """
@@ -182,7 +218,10 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     try:
         found = here.locate(entry)
     except ModelLoadFailed as absent:
-        click.echo(f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}", err=True)
+        click.echo(
+            f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}",
+            err=True,
+        )
         return
     for unchecked in compare_files(found.folder, entry):
         click.echo(f"note: not checked in {found.folder}: {unchecked}", err=True)
@@ -191,7 +230,14 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
 
 def _post(
-    text: str, entry: ModelEntry | Alias, settings: Settings, output: str | None, *, force: bool, dry_run: bool, if_match: int | None
+    text: str,
+    entry: ModelEntry | Alias,
+    settings: Settings,
+    output: str | None,
+    *,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
 ) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
     with service_at(settings, writes=True) as service:
@@ -249,7 +295,11 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
     if folder.is_dir():
         if revision:
             raise Refused(f"{source} is a folder: --revision is for repositories of the hub")
-        return folder, {"path": str(folder.resolve())}, re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
+        return (
+            folder,
+            {"path": str(folder.resolve())},
+            re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._"),
+        )
     if not _HUB_ID.fullmatch(source):
         raise Refused(f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name")
     commit = _commit(settings, source, revision)
@@ -257,7 +307,9 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """The full commit of `revision`; of none: that of the packaged catalogue, else the only one in the cache, else the main branch now."""
+    """The full commit of `revision`; of none: that of the packaged catalogue, else the only one in the cache, else the
+    main branch now.
+    """
     if revision and _COMMIT.fullmatch(revision):
         return revision
     known = read_folder(packaged_folder() / "models").get(hub)
@@ -291,17 +343,23 @@ def _hub(what: str, instead: str) -> Iterator[None]:
         fix = "is the name right, and HF_TOKEN set if it is private?"
         raise Refused(f"{what}: the hub has no such repository or revision; {fix}") from error
     except (any_error, ConnectionError, TimeoutError) as error:
-        raise Refused(f"{what}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}") from error
+        raise Refused(
+            f"{what}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
+        ) from error
 
 
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are fetched."""
+    """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are
+    fetched.
+    """
     import dataclasses
 
     from sie_adapter.weights import WeightSources
 
     def sources(family: str, *, may_download: bool) -> Path:
-        stub = parse_entry({"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1})
+        stub = parse_entry(
+            {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
+        )
         return WeightSources.of(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
 
     for family in ("gliner", "text-encoder"):
@@ -319,7 +377,9 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises ModelLoadFailed."""
+    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises
+    ModelLoadFailed.
+    """
     import dataclasses
 
     from sie_adapter.engine import Engine
@@ -330,7 +390,11 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
         resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
         weights = resident.weights
         tokenizer = ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens))
-        why = f" instead of {weights.requested_precision} ({weights.precision_reason})" if weights.precision_reason else ""
+        why = (
+            f" instead of {weights.requested_precision} ({weights.precision_reason})"
+            if weights.precision_reason
+            else ""
+        )
         lines = [f"loaded in {resident.load_s:.1f} s, {weights.precision}{why}, attention {weights.attention}"]
         for task in entry.tasks:
             lines += _sample(engine, entry, task, tokenizer)
@@ -354,7 +418,9 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     with engine.residency.use(entry.id) as resident:
         layout = resident.weights.rows[task]
     (made,) = rowing.make(tokenizer, layout, [work])
-    message = rowing.to_batch("check", entry.id, task, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling)
+    message = rowing.to_batch(
+        "check", entry.id, task, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
+    )
     replies: list[Any] = []
     job = Job(message, replies.append)
     engine.lanes.submit(job)
@@ -380,5 +446,8 @@ def _shown(task: str, text: str, outcome: Any, block: bytes) -> list[str]:
         values = np.frombuffer(block, array.dtype, int(np.prod(array.shape)), array.offset).reshape(array.shape)
         first = values if values.ndim == 1 else values[0]
         norm = float(np.linalg.norm(first.astype(np.float64)))
-        lines.append(f"{name} {list(array.shape)}: norm {norm:.6f}, first values {' '.join(f'{value:.6f}' for value in first[:3])}")
+        lines.append(
+            f"{name} {list(array.shape)}: norm {norm:.6f}, first values "
+            f"{' '.join(f'{value:.6f}' for value in first[:3])}"
+        )
     return [f"encode({text!r}), {outcome.tokens} tokens", *lines]

@@ -13,7 +13,17 @@ import msgspec
 import yaml
 
 from sie_cli import display
-from sie_cli.models_service import JSON, MODELS, YAML, Answer, path_of, service_of, service_options, shown, write_options
+from sie_cli.models_service import (
+    JSON,
+    MODELS,
+    YAML,
+    Answer,
+    path_of,
+    service_of,
+    service_options,
+    shown,
+    write_options,
+)
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MOST_BYTES = 1 << 20
@@ -27,12 +37,18 @@ def list_command(config_service_url: str | None, output: str | None) -> None:
     with service_of(config_service_url, writes=False) as service:
         body = service.read(MODELS).body
     rows = [(each["model_id"], _variants(each), each["source"]) for each in body["models"]]
-    _print(body, output, lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"))
+    _print(
+        body,
+        output,
+        lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"),
+    )
 
 
 def _variants(listed: dict[str, Any]) -> str:
     """The profiles of a model, or what an alias stands for."""
-    targets = [f"{each['model']}={each['weight']}" if "weight" in each else each["model"] for each in listed.get("alias", ())]
+    targets = [
+        f"{each['model']}={each['weight']}" if "weight" in each else each["model"] for each in listed.get("alias", ())
+    ]
     return f"alias of {', '.join(targets)}" if targets else ", ".join(listed["profiles"])
 
 
@@ -40,7 +56,9 @@ def _variants(listed: dict[str, Any]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def show(model: str, config_service_url: str | None, output: str | None) -> None:
-    """Print the configuration of model ID, as `sie models add` and `set -f` take it back. The revision goes to standard error."""
+    """Print the configuration of model ID, as `sie models add` and `set -f` take it back. The revision goes to standard
+    error.
+    """
     with service_of(config_service_url, writes=False) as service:
         answer = service.read(path_of(model))
     if answer.revision is not None:
@@ -59,7 +77,13 @@ def history(model: str, config_service_url: str | None, output: str | None) -> N
     with service_of(config_service_url, writes=False) as service:
         body = service.read(path_of(model, "/history")).body
     rows = [
-        (str(each["revision"]), each["operation"], each["created_at"], each.get("author", ""), _changes(each.get("changes", [])))
+        (
+            str(each["revision"]),
+            each["operation"],
+            each["created_at"],
+            each.get("author", ""),
+            _changes(each.get("changes", [])),
+        )
         for each in body["revisions"]
     ]
     _print(body, output, lambda: display.table([("REVISION", "OPERATION", "AT", "AUTHOR", "CHANGES"), *rows]))
@@ -68,7 +92,8 @@ def history(model: str, config_service_url: str | None, output: str | None) -> N
 def _changes(found: list[dict[str, Any]]) -> str:
     """`run.pooling: mean -> cls, ...`, the first few of them."""
     parts = [
-        f"{each['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(each, 'before')} -> {shown(each, 'after')}"
+        f"{each['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(each, 'before')} -> "
+        f"{shown(each, 'after')}"
         for each in found
     ]
     more = f", and {len(parts) - MAX_CHANGES} more" if len(parts) > MAX_CHANGES else ""
@@ -87,7 +112,10 @@ def status(model: str, config_service_url: str | None, output: str | None) -> No
 
 def _show_status(body: dict[str, Any]) -> None:
     if body["no_bundles"]:
-        click.echo(f"{body['model_id']}: no bundle can serve it, see `sie models show {body['model_id']}` for its family and bundle")
+        click.echo(
+            f"{body['model_id']}: no bundle can serve it, see `sie models show {body['model_id']}` for its family and "
+            "bundle"
+        )
         return
     lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
@@ -96,13 +124,25 @@ def _show_status(body: dict[str, Any]) -> None:
         lag = [each["id"] for each in body["gateways"] if not each["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
-    click.echo(f"{body['model_id']}: revision {body.get('revision', '-')} from {body['source']}, epoch {body['config_epoch']}: {state}")
-    readers = [("gateway", each) for each in body.get("gateways", [])] + [("worker", each) for each in body.get("workers", [])]
+    click.echo(
+        f"{body['model_id']}: revision {body.get('revision', '-')} from {body['source']}, epoch {body['config_epoch']}:"
+        f" {state}"
+    )
+    readers = [("gateway", each) for each in body.get("gateways", [])] + [
+        ("worker", each) for each in body.get("workers", [])
+    ]
     rows = [
-        (kind, each["id"], each.get("bundle", "-"), str(each.get("revision") or "-"), "yes" if each.get("acked") else "no",
-         each.get("state", "-"), each.get("fingerprint") or "-")
+        (
+            kind,
+            each["id"],
+            each.get("bundle", "-"),
+            str(each.get("revision") or "-"),
+            "yes" if each.get("acked") else "no",
+            each.get("state", "-"),
+            each.get("fingerprint") or "-",
+        )
         for kind, each in readers
-    ]  # fmt: skip
+    ]
     if rows:
         display.table([("KIND", "NAME", "BUNDLE", "REVISION", "PRESENT", "STATE", "FINGERPRINT"), *rows])
 
@@ -110,19 +150,32 @@ def _show_status(body: dict[str, Any]) -> None:
 @click.command("set")
 @click.argument("model", metavar="ID")
 @click.argument("changes", metavar="[FIELD=VALUE]...", nargs=-1)
-@click.option("-f", "--file", "file", type=click.Path(path_type=Path), metavar="FILE", help="Replace all by FILE; - is standard input.")
+@click.option(
+    "-f",
+    "--file",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Replace all by FILE; - is standard input.",
+)
 @click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
 @write_options
 def set_command(
-    model: str, changes: tuple[str, ...], file: Path | None, force: bool, dry_run: bool, if_match: int | None,
-    config_service_url: str | None, output: str | None,
-) -> None:  # fmt: skip
+    model: str,
+    changes: tuple[str, ...],
+    file: Path | None,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
+    config_service_url: str | None,
+    output: str | None,
+) -> None:
     """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
 
     \b
     sie models set org/model run.pooling=mean max_tokens=256
-    sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field
-    sie models set org/model 'profiles."v1.5".run.normalize=false'                         quotes around a name with dots
+    sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field sie
+    models set org/model 'profiles."v1.5".run.normalize=false'                         quotes around a name with dots
     sie models show org/model > m.yaml; edit m.yaml; sie models set org/model -f m.yaml --if-match 3
     """
     if bool(changes) == (file is not None):
@@ -132,7 +185,9 @@ def set_command(
     else:
         method, body, content_type = "PATCH", msgspec.json.encode(patch_of(changes)), JSON
     with service_of(config_service_url, writes=True) as service:
-        answer = service.write(method, path_of(model), body, content_type, dry_run=dry_run, if_match=if_match, force=force)
+        answer = service.write(
+            method, path_of(model), body, content_type, dry_run=dry_run, if_match=if_match, force=force
+        )
     tell(answer, output, dry_run=dry_run)
 
 
@@ -140,7 +195,9 @@ def set_command(
 @click.argument("model", metavar="ID")
 @click.option("--force", is_flag=True, help="Although an alias needs the model.")
 @write_options
-def rm(model: str, force: bool, dry_run: bool, if_match: int | None, config_service_url: str | None, output: str | None) -> None:
+def rm(
+    model: str, force: bool, dry_run: bool, if_match: int | None, config_service_url: str | None, output: str | None
+) -> None:
     """Remove model ID. Its history stays: `sie models rollback` brings it back."""
     with service_of(config_service_url, writes=True) as service:
         answer = service.write("DELETE", path_of(model), b"", dry_run=dry_run, if_match=if_match, force=force)
@@ -153,12 +210,22 @@ def rm(model: str, force: bool, dry_run: bool, if_match: int | None, config_serv
 @click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
 @write_options
 def rollback(
-    model: str, revision: int, force: bool, dry_run: bool, if_match: int | None, config_service_url: str | None, output: str | None
+    model: str,
+    revision: int,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
+    config_service_url: str | None,
+    output: str | None,
 ) -> None:
-    """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this way too."""
+    """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this
+    way too.
+    """
     body = msgspec.json.encode({"revision": revision})
     with service_of(config_service_url, writes=True) as service:
-        answer = service.write("POST", path_of(model, "/rollback"), body, dry_run=dry_run, if_match=if_match, force=force)
+        answer = service.write(
+            "POST", path_of(model, "/rollback"), body, dry_run=dry_run, if_match=if_match, force=force
+        )
     tell(answer, output, dry_run=dry_run)
 
 
@@ -178,7 +245,9 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
         path, equals, raw = change.partition("=")
         names = _names(path)
         if not equals or not names:
-            raise click.BadParameter(f"{change[:60]!r}: expected FIELD=VALUE such as run.pooling=mean", param_hint="FIELD=VALUE")
+            raise click.BadParameter(
+                f"{change[:60]!r}: expected FIELD=VALUE such as run.pooling=mean", param_hint="FIELD=VALUE"
+            )
         try:
             value = yaml.safe_load(raw)
         except yaml.YAMLError as error:
@@ -188,7 +257,9 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise click.BadParameter(f"{path}: {name} was given a value of its own before", param_hint="FIELD=VALUE")
+                raise click.BadParameter(
+                    f"{path}: {name} was given a value of its own before", param_hint="FIELD=VALUE"
+                )
         if names[-1] in inner:
             raise click.BadParameter(f"{path}: is given twice", param_hint="FIELD=VALUE")
         inner[names[-1]] = value
@@ -212,7 +283,11 @@ def tell(answer: Answer, output: str | None, *, dry_run: bool, removed: bool = F
 
     def lines() -> None:
         where = f"at revision {body['revision']}" + (", removed" if removed else "")
-        click.echo(f"dry run, nothing is stored: {body['model_id']} would be {where}" if dry_run else f"{body['model_id']} is {where}")
+        click.echo(
+            f"dry run, nothing is stored: {body['model_id']} would be {where}"
+            if dry_run
+            else f"{body['model_id']} is {where}"
+        )
         if body["created_profiles"]:
             click.echo(f"new profiles: {', '.join(body['created_profiles'])}")
         if body["existing_profiles_skipped"] and not body["created_profiles"] and not removed:
@@ -226,7 +301,9 @@ def tell(answer: Answer, output: str | None, *, dry_run: bool, removed: bool = F
 _WARNINGS = {
     "nats_publish_partial": ": it is stored; some gateways and workers see it at their next poll only",
     "nats_publish_failed": ": it is stored; gateways and workers see it at their next poll only",
-    "alias_vectors_changed": ": what was indexed through the alias does not fit the vectors that it gives now; index anew",
+    "alias_vectors_changed": (
+        ": what was indexed through the alias does not fit the vectors that it gives now; index anew"
+    ),
     "alias_broken": ": an alias names what is not there any more; point it elsewhere",
 }
 

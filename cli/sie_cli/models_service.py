@@ -1,9 +1,9 @@
 """The config service as `sie models` asks it: one client, which repeats what it may and says what a refusal means.
 
-    call ──► config service ──► body
-     ▲            ├ no answer, or one that may be another one later: again, under the same Idempotency-Key, for RETRY_S
-     └────────────┤
-                  └ refused: the service's own words, the fields with their lines, what differs, and what to do next
+call ──► config service ──► body
+ ▲            ├ no answer, or one that may be another one later: again, under the same Idempotency-Key, for RETRY_S
+ └────────────┤
+              └ refused: the service's own words, the fields with their lines, what differs, and what to do next
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Answer:
 
 
 class Service:
-    """The service at `url`. One instance is one invocation of a command: its writes are the same writes however often they are sent."""
+    """The service at `url`. One instance is one invocation of a command: its writes are the same writes however often
+    they are sent.
+    """
 
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
@@ -65,15 +67,24 @@ class Service:
         return self._asked("GET", path, b"", {"accept": JSON})
 
     def write(
-        self, method: str, path: str, body: bytes, content_type: str = JSON, *, dry_run: bool = False, if_match: int | None = None,
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        content_type: str = JSON,
+        *,
+        dry_run: bool = False,
+        if_match: int | None = None,
         force: bool = False,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """A write, done once at most. Raises Refused."""
         headers = {"content-type": content_type, "idempotency-key": f"{self._key}-{method.lower()}"}
         if if_match is not None:
             headers["if-match"] = f'"{if_match}"'
         flags = [name for name, is_given in (("dry_run", dry_run), ("force", force)) if is_given]
-        return self._asked(method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers)
+        return self._asked(
+            method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers
+        )
 
     def _asked(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         end_s, pause_s, told = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
@@ -83,11 +94,19 @@ class Service:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._taken(method, answer)
                 after = answer.headers.get("retry-after", "1")
-                wait_s, trouble = float(after) if after.isdecimal() else MOST_PAUSE_S, _message(answer)  # a proxy may say a date
+                wait_s, trouble = (
+                    float(after) if after.isdecimal() else MOST_PAUSE_S,
+                    _message(answer),
+                )  # a proxy may say a date
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise Refused(f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port") from error
+                raise Refused(
+                    f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port"
+                ) from error
             except httpx.TransportError as error:
-                wait_s, trouble = pause_s, f"no answer from {public_url(self.url)} ({str(error)[:200] or type(error).__name__})"
+                wait_s, trouble = (
+                    pause_s,
+                    f"no answer from {public_url(self.url)} ({str(error)[:200] or type(error).__name__})",
+                )
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
             if time.monotonic() + wait_s > end_s:
                 raise Refused(f"{trouble}\n{_NOBODY}")
@@ -100,7 +119,9 @@ class Service:
         if answer.is_success:
             tag = answer.headers.get("etag", "").strip('"')
             try:
-                return Answer(answer.status_code, msgspec.json.decode(answer.content), int(tag) if tag.isdigit() else None)
+                return Answer(
+                    answer.status_code, msgspec.json.decode(answer.content), int(tag) if tag.isdigit() else None
+                )
             except msgspec.DecodeError as error:
                 raise Refused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
         raise Refused("\n".join(self._refusal(method, answer)))
@@ -114,16 +135,29 @@ class Service:
         if len(faults) > 1:
             placed = [(each, f" (line {each['line']})" if each.get("line") else "") for each in faults]
             lines += [f"  {_field(each['loc'])}{line}: {each['message']}" for each, line in placed]
-        lines += [f"  {_field(each['path'])}: {shown(each, 'before')} -> {shown(each, 'after')}" for each in error.get("diff") or []]
+        lines += [
+            f"  {_field(each['path'])}: {shown(each, 'before')} -> {shown(each, 'after')}"
+            for each in error.get("diff") or []
+        ]
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
-            lines.append(f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url {service}")
+            lines.append(
+                f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url"
+                f" {service}"
+            )
         elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
             is_add = method == "POST" and answer.request.url.path == MODELS
             only = f"--if-match {error['revision']}"
-            again = f"replace it with --force; with {only} too, only if nobody changed it meanwhile" if is_add else f"repeat with {only}"
+            again = (
+                f"replace it with --force; with {only} too, only if nobody changed it meanwhile"
+                if is_add
+                else f"repeat with {only}"
+            )
             lines.append(f"look at it with `sie models show`, then {again}")
-        elif code in _NEXT and error.get("reason") not in ("remote_code", "model_path"):  # which say themselves what to do
+        elif code in _NEXT and error.get("reason") not in (
+            "remote_code",
+            "model_path",
+        ):  # which say themselves what to do
             lines.append(_NEXT[code])
         return lines
 
@@ -137,9 +171,14 @@ class Service:
 
 
 _NOBODY = "is it running, and is this its address? /health of a gateway says it as config_url; give it with --url"
-_WRONG_URL = "give --data-dir of a `sie serve` of this machine, or the address with --url (config_url in /health of a gateway)"
+_WRONG_URL = (
+    "give --data-dir of a `sie serve` of this machine, or the address with --url (config_url in /health of a gateway)"
+)
 _NEXT = {
-    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN here to what the config service was started with, or run this in a terminal, which asks for it",
+    "UNAUTHENTICATED": (
+        "set SIE_ADMIN_TOKEN here to what the config service was started with, or run this in a terminal, which asks "
+        "for it"
+    ),
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
     "IDEMPOTENCY_MISMATCH": "run the command again: each run has a key of its own",
 }
@@ -175,7 +214,9 @@ def path_of(model: str, suffix: str = "") -> str:
 def service_options(command: F) -> F:
     """The options of every command that speaks with the service: where it is, and how to print."""
     for option in (
-        click.option("-o", "output", type=click.Choice(("table", "json", "yaml")), default=None, help="How to print the answer."),
+        click.option(
+            "-o", "output", type=click.Choice(("table", "json", "yaml")), default=None, help="How to print the answer."
+        ),
         data_dir_option,
         url_option("SIE_CONFIG_SERVICE_URL", "config service"),
     ):
@@ -186,7 +227,12 @@ def service_options(command: F) -> F:
 def write_options(command: F) -> F:
     """The options of every write."""
     for option in (
-        click.option("--if-match", type=click.IntRange(0), metavar="REVISION", help="Only if this is the present revision, else refuse."),
+        click.option(
+            "--if-match",
+            type=click.IntRange(0),
+            metavar="REVISION",
+            help="Only if this is the present revision, else refuse.",
+        ),
         click.option("--dry-run", is_flag=True, help="Do all checks and store nothing."),
     ):
         command = option(command)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0
-DATA_DIR = "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
+DATA_DIR = (
+    "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
+)
 _DATA_DIR = "sie.data_dir"
 GATEWAY = "http://127.0.0.1:8080"  # of commands that ask one, where nothing else is said
 _WARNED = "Whoever started this process has told the warnings about its settings."
@@ -31,7 +33,8 @@ ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
-    """Add an option for every setting that one of the components reads. Secrets are left out: they would show in process lists.
+    """Add an option for every setting that one of the components reads. Secrets are left out: they would show in
+    process lists.
 
     `url`: the setting that --url means too.
     """
@@ -64,11 +67,15 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 def url_option(name: str, what: str) -> Callable[[F], F]:
     """Add --url, the address of the one server that a command asks; the flag of its setting means the same."""
     row = BY_NAME[name]
-    return click.option("--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=what, name=name))
+    return click.option(
+        "--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=what, name=name)
+    )
 
 
 class AnyPosition(click.Group):
-    """A group that takes the options which say where to look before the name of a command too: `sie --url URL dlq list`."""
+    """A group that takes the options which say where to look before the name of a command too: `sie --url URL dlq
+    list`.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, behind(args))
@@ -95,7 +102,12 @@ def behind(args: list[str]) -> list[str]:
 def data_dir_option(function: F) -> F:
     """Add --data-dir, by which a command finds the `sie serve` of this machine: `loaded` reads it."""
     return click.option(
-        "--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", expose_value=False, callback=_keep_data_dir, help=DATA_DIR
+        "--data-dir",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        expose_value=False,
+        callback=_keep_data_dir,
+        help=DATA_DIR,
     )(function)
 
 
@@ -124,14 +136,16 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
     """The raw text of the setting flags that were given, by variable name."""
     rows = {row.field: row for row in ROWS}
     given = {name: value for name, value in values.items() if name in rows and value is not None}
-    return {rows[name].name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    return {
+        rows[name].name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()
+    }
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue", *, looks_around: bool = True) -> Loaded:
     """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error.
 
-    Of a command with `data_dir_option` those of the local `sie serve` are among them, where no others were given: of the one with the
-    given data directory, or if the command `looks_around`, of the one with the default one.
+    Of a command with `data_dir_option` those of the local `sie serve` are among them, where no others were given: of
+    the one with the given data directory, or if the command `looks_around`, of the one with the default one.
     """
     try:
         found = load(flags=flags_of(values), mode=mode)
@@ -158,7 +172,9 @@ def gateway_token(settings: Settings, sources: Mapping[str, str]) -> Secret | No
 
 
 def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-    """The outcome of `work` at the broker of these settings; ends the process with status 2 where it cannot be asked."""
+    """The outcome of `work` at the broker of these settings; ends the process with status 2 where it
+    cannot be asked.
+    """
     from sie_contracts.broker import BrokerError
     from sie_contracts.broker.nats import NatsBroker
 

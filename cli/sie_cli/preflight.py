@@ -1,7 +1,7 @@
 """What `sie serve` needs of this machine, checked before it starts anything: ports, disk, open files, memory.
 
-Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start, fail for a reason that
-only one of them knows, and are started again for ever.
+Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start,
+fail for a reason that only one of them knows, and are started again for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sie_contracts.runtime.descriptors import SPARE_FILES, raise_limit
 from sie_contracts.settings import Settings
 
 RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
-# of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2 cores, more with more threads
+# of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2 cores, more with more
+# threads
 MIN_ADDRESS_BYTES = 3 << 30
 # what all processes hold before a model is loaded, torch counted once an adapter: 0.55 GiB measured on 2 cores
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
@@ -53,7 +54,9 @@ class Needs:
 
 
 def faults(needs: Needs) -> list[str]:
-    """Everything that this machine lacks, each in one line with the remedy. Raises the limit of open files as far as is allowed."""
+    """Everything that this machine lacks, each in one line with the remedy. Raises the limit of open files as far as is
+    allowed.
+    """
     return [*_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
 
@@ -69,7 +72,9 @@ def _cannot_listen(host: str, port: int) -> OSError | None:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: connections that linger do not matter
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as the server does: connections that linger do not matter
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
@@ -97,7 +102,9 @@ def _next_free(listener: Listener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """How much the broker's streams in the data directory may hold: the free space of that disk and what they hold already."""
+    """How much the broker's streams in the data directory may hold: the free space of that disk and what they hold
+    already.
+    """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 
 
@@ -117,8 +124,8 @@ def _disk(needs: Needs) -> Iterator[str]:
     if not needs.has_broker or needs.settings.stream_storage == "memory":
         if room < RESERVE_BYTES:
             yield (
-                f"--data-dir: the disk of {needs.data_dir} has {size(room)} ({room} bytes) free, {size(RESERVE_BYTES)} are needed: "
-                "free space there, or name a folder on another disk with --data-dir"
+                f"--data-dir: the disk of {needs.data_dir} has {size(room)} ({room} bytes) free, {size(RESERVE_BYTES)} "
+                "are needed: free space there, or name a folder on another disk with --data-dir"
             )
         return
     wanted = _stream_bytes(queue)
@@ -129,8 +136,9 @@ def _disk(needs: Needs) -> Iterator[str]:
     fitting = room * 4 // 5
     smaller = f", or let the queue hold less: --queue-max-bytes {fitting}" if fitting >= least else ""
     yield (
-        f"--data-dir: the streams of the queue need {size(wanted)} ({wanted} bytes) in {needs.data_dir / 'nats'}, and that disk has room "
-        f"for {size(room)} ({room} bytes): free space there, name a folder on another disk with --data-dir{smaller}"
+        f"--data-dir: the streams of the queue need {size(wanted)} ({wanted} bytes) in {needs.data_dir / 'nats'}, and "
+        f"that disk has room for {size(room)} ({room} bytes): free space there, name a folder on another disk with "
+        f"--data-dir{smaller}"
     )
 
 
@@ -149,8 +157,9 @@ def _open_files(needs: Needs) -> Iterator[str]:
     fitting = int(soft) - SPARE_FILES
     fewer = f", or accept fewer requests at once: --max-concurrent-requests {fitting}" if fitting >= 1 else ""
     yield (
-        f"ulimit -n: a process may open {int(soft)} files, and a gateway of {requests} concurrent requests needs {wanted}: raise the "
-        f"hard limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={wanted} of docker, /etc/security/limits.conf){fewer}"
+        f"ulimit -n: a process may open {int(soft)} files, and a gateway of {requests} concurrent requests needs "
+        f"{wanted}: raise the hard limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={wanted} of "
+        f"docker, /etc/security/limits.conf){fewer}"
     )
 
 
@@ -158,22 +167,25 @@ def _memory(needs: Needs) -> Iterator[str]:
     address = resource.getrlimit(resource.RLIMIT_AS)[0]
     if address != resource.RLIM_INFINITY and address < MIN_ADDRESS_BYTES:
         yield (
-            f"ulimit -v: a process may map {size(address)} ({address // 1024} KiB) of memory, and an adapter maps up to "
-            f"{size(MIN_ADDRESS_BYTES)} with a small model: start it in a shell with `ulimit -v unlimited`, or at least "
-            f"`ulimit -v {MIN_ADDRESS_BYTES // 1024}`"
+            f"ulimit -v: a process may map {size(address)} ({address // 1024} KiB) of memory, and an adapter maps up to"
+            f" {size(MIN_ADDRESS_BYTES)} with a small model: start it in a shell with `ulimit -v unlimited`, or at "
+            f"least `ulimit -v {MIN_ADDRESS_BYTES // 1024}`"
         )
     limit = container_bytes()
     wanted = MIN_MEMORY_BYTES + (needs.workers - 1) * WORKER_BYTES + (needs.gateways - 1) * GATEWAY_BYTES
     if limit is not None and limit < wanted:
         fewer = ", or start fewer with --workers and --gateways" if needs.workers + needs.gateways > 2 else ""
         yield (
-            f"memory: this control group (container, systemd unit) may hold {size(limit)}, and the processes hold {size(wanted)} before a "
-            f"model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, limits.memory of a pod){fewer}"
+            f"memory: this control group (container, systemd unit) may hold {size(limit)}, and the processes hold "
+            f"{size(wanted)} before a model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, "
+            f"limits.memory of a pod){fewer}"
         )
 
 
 def container_bytes() -> int | None:
-    """The memory limit of this process's control group and those around it; None without one. Both versions of the kernel's interface."""
+    """The memory limit of this process's control group and those around it; None without one. Both versions of the
+    kernel's interface.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -189,7 +201,9 @@ def container_bytes() -> int | None:
 
 
 def _limits(root: Path, path: str, name: str) -> Iterator[int]:
-    """The limits from a group up to the root. In a container the root is its own group, and the path is one of the host's."""
+    """The limits from a group up to the root. In a container the root is its own group, and the path is one of the
+    host's.
+    """
     folder = root / path.strip("/")
     while True:
         with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"

@@ -1,9 +1,12 @@
-"""A trace through the scheduler under virtual time. Pure and deterministic: the same trace, plan and machine give the same report.
+"""A trace through the scheduler under virtual time. Pure and deterministic: the same trace, plan and machine give the
+same report.
 
-    request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─► device ─► answered
+    request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
+    device ─► answered
 
-Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.chunk, sie_sidecar.batch, sie_sidecar.quantum); the
-device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of models, failures.
+Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.chunk, sie_sidecar.batch,
+sie_sidecar.quantum); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of
+models, failures.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ class Plan:
 
     @property
     def limits(self) -> Limits:
-        return Limits(int(self.max_batch_cost), int(self.max_batch_requests), self.max_wait_ms / 1000, int(self.bulk_max_overtakes))
+        return Limits(
+            int(self.max_batch_cost),
+            int(self.max_batch_requests),
+            self.max_wait_ms / 1000,
+            int(self.bulk_max_overtakes),
+        )
 
     @property
     def depth(self) -> int:
@@ -68,11 +76,16 @@ class Plan:
 def plan_of(settings: Settings) -> Plan:
     """One worker with one lane, in queue mode."""
     return Plan(
-        max_wait_ms=settings.batcher_coalesce_ms, max_batch_cost=settings.max_batch_cost,
-        max_batch_requests=settings.batcher_max_batch_requests, pipeline_depth=settings.rust_pipeline_depth,
-        bulk_max_overtakes=settings.bulk_max_overtakes, chunk_cost=settings.chunk_cost, min_quantum_ms=settings.adaptive_min_quantum_ms,
-        max_quantum_ms=settings.adaptive_max_quantum_ms, target_p50_ms=settings.adaptive_target_p50_ms,
-    )  # fmt: skip
+        max_wait_ms=settings.batcher_coalesce_ms,
+        max_batch_cost=settings.max_batch_cost,
+        max_batch_requests=settings.batcher_max_batch_requests,
+        pipeline_depth=settings.rust_pipeline_depth,
+        bulk_max_overtakes=settings.bulk_max_overtakes,
+        chunk_cost=settings.chunk_cost,
+        min_quantum_ms=settings.adaptive_min_quantum_ms,
+        max_quantum_ms=settings.adaptive_max_quantum_ms,
+        target_p50_ms=settings.adaptive_target_p50_ms,
+    )
 
 
 @dataclass(frozen=True)
@@ -95,8 +108,9 @@ class Machine:
 
 @dataclass
 class Report:
-    """What came of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the start of its last
-    batch. `device_s` of all lanes together, `host_s` spent on tokenising, `end_s` the last answer."""
+    """What came of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the
+    start of its last batch. `device_s` of all lanes together, `host_s` spent on tokenising, `end_s` the last answer.
+    """
 
     latency_s: list[float]
     wait_s: list[float]
@@ -147,7 +161,9 @@ class _Feed:
 
 
 class Replay:
-    """One run. Time is `now_s`; what is to happen stands in a heap, and at equal times in the order in which it was decided."""
+    """One run. Time is `now_s`; what is to happen stands in a heap, and at equal times in the order in which it was
+    decided.
+    """
 
     def __init__(self, requests: Sequence[Request], plan: Plan, machine: Machine) -> None:
         plan.check()
@@ -186,7 +202,9 @@ class Replay:
         for part in chunk.split(sizes, max_tokens=NO_LIMIT, item_result_bytes=0, limits=limits):
             lengths = request.tokens[part.start : part.stop]
             key = BatchKey(request.model, "", "encode", "", request.lora)
-            self.consumers[name].items.append(_Item(index, key, name[1], sum(lengths), sum(length**2 for length in lengths)))
+            self.consumers[name].items.append(
+                _Item(index, key, name[1], sum(lengths), sum(length**2 for length in lengths))
+            )
             self._left[index] += 1
         self.deliver(name)
 
@@ -213,7 +231,9 @@ class Replay:
         for item in (job.work for job in batch.jobs):
             self._left[item.request] -= 1
             report.wait_s[item.request] = max(report.wait_s[item.request], started_s - self._requests[item.request].at)
-            report.latency_s[item.request] = max(report.latency_s[item.request], ended_s - self._requests[item.request].at)
+            report.latency_s[item.request] = max(
+                report.latency_s[item.request], ended_s - self._requests[item.request].at
+            )
 
 
 class _Worker:

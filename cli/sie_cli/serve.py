@@ -1,4 +1,5 @@
-"""`sie serve`: the whole cluster on one machine. It starts the same processes as a cluster has and is a second implementation of none.
+"""`sie serve`: the whole cluster on one machine. It starts the same processes as a cluster has and is a second
+implementation of none.
 
 nats-server ─► config service, gateways, sidecars, adapters ─► ready
 SIGTERM, SIGINT, SIGHUP ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
@@ -46,8 +47,14 @@ BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DRAIN = "Longest wait for requests in progress at the end, seconds."
-LAME_DUCK = "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn that it goes."
-SPARE = "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a worker)."
+LAME_DUCK = (
+    "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
+    "that it goes."
+)
+SPARE = (
+    "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a "
+    "worker)."
+)
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
 
 
@@ -69,20 +76,56 @@ class Plan:
 
 
 @click.command(short_help="Serve on this machine: all processes.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the API. Anything but loopback wants SIE_AUTH_MODE.")
-@click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535), help="Port of the API; further gateways count up.")
-@click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Queue, sockets and lock.  [default: ~/.local/share/sie]")
-@click.option("--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter.")
-@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers, each a sidecar and an adapter.")
-@click.option("--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address of the API. Anything but loopback wants SIE_AUTH_MODE.",
+)
+@click.option(
+    "--port",
+    default=8080,
+    show_default=True,
+    type=click.IntRange(1, 65535),
+    help="Port of the API; further gateways count up.",
+)
+@click.option(
+    "--data-dir",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Queue, sockets and lock.  [default: ~/.local/share/sie]",
+)
+@click.option(
+    "--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter."
+)
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Workers, each a sidecar and an adapter.",
+)
+@click.option(
+    "--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up."
+)
 @click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
-@click.option("--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux).")
+@click.option(
+    "--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux)."
+)
 @settings_options("gateway", "config", "sidecar", "adapter")
 def serve(
-    host: str, port: int, data_dir: Path | None, standalone: bool, workers: int, gateways: int, spare: bool, exit_with_parent: bool,
+    host: str,
+    port: int,
+    data_dir: Path | None,
+    standalone: bool,
+    workers: int,
+    gateways: int,
+    spare: bool,
+    exit_with_parent: bool,
     **values: Any,
-) -> None:  # fmt: skip
-    """Serve on this machine: broker, config service, gateway and workers, started, watched and drained by this one command.
+) -> None:
+    """Serve on this machine: broker, config service, gateway and workers, started, watched and drained by this one
+    command.
 
     \b
     sie serve                                   API on http://127.0.0.1:8080
@@ -94,9 +137,18 @@ def serve(
     failpoints = values.pop("failpoints", None)  # they are its children's
     found = loaded(values, "standalone" if standalone else "queue")
     plan = Plan(
-        host, port, (data_dir or default_data_dir()).absolute(), standalone, workers, gateways, spare, _with_free_ports(found),
-        flags_of(values), os.environ, ("--failpoints", failpoints) if failpoints else (),
-    )  # fmt: skip
+        host,
+        port,
+        (data_dir or default_data_dir()).absolute(),
+        standalone,
+        workers,
+        gateways,
+        spare,
+        _with_free_ports(found),
+        flags_of(values),
+        os.environ,
+        ("--failpoints", failpoints) if failpoints else (),
+    )
     try:
         if standalone and gateways > 1:
             raise SettingError("--gateways", "--standalone is one process with one gateway")
@@ -113,8 +165,12 @@ def serve(
 
 
 def _with_free_ports(found: Loaded) -> Settings:
-    """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often taken."""
-    given = [name for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT") if found.sources[name] == "default"]
+    """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often
+    taken.
+    """
+    given = [
+        name for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT") if found.sources[name] == "default"
+    ]
     return dataclasses.replace(found.settings, **{BY_NAME[name].field: 0 for name in given})  # type: ignore[arg-type]
 
 
@@ -139,12 +195,13 @@ class _Output:
 
     def __call__(self, name: str, line: str) -> None:
         if name == "nats-server" and ("[INF]" in line or "Plaintext passwords" in line):
-            return  # its banner would bury what matters; the passwords are random ones of this start, in no file of the server
+            # its banner would bury what matters; the passwords are random ones of this start, in no file of the server
+            return
         try:
             print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
-            # whoever read our output is gone: children's output must still be taken, and this process still end with its own status,
-            # which the interpreter's last flush would otherwise replace
+            # whoever read our output is gone: children's output must still be taken, and this process still end with
+            # its own status, which the interpreter's last flush would otherwise replace
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)
@@ -156,9 +213,15 @@ class _Output:
             return line
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         entry = {
-            "timestamp": stamp, "level": "INFO", "logger": name, "message": line, "model": None, "request_id": None,
-            "trace_id": None, "latency_ms": None,
-        }  # fmt: skip
+            "timestamp": stamp,
+            "level": "INFO",
+            "logger": name,
+            "message": line,
+            "model": None,
+            "request_id": None,
+            "trace_id": None,
+            "latency_ms": None,
+        }
         return msgspec.json.encode(entry).decode()
 
 
@@ -238,18 +301,29 @@ class _Serve:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(private_folder(plan.data_dir / "payloads"))
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first four."""
+        """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first
+        four.
+        """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
         for path in sockets:
             BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
         spare = [] if plan.spare else ["--no-spare"]
         adapters = [
-            self._child(_numbered("adapter", number, plan.workers), "adapter", spare, {"SIE_IPC_SOCKET_PATH": path}, _WORKER_GRACE_S)
+            self._child(
+                _numbered("adapter", number, plan.workers),
+                "adapter",
+                spare,
+                {"SIE_IPC_SOCKET_PATH": path},
+                _WORKER_GRACE_S,
+            )
             for number, path in enumerate(sockets)
         ]
         if settings.gateway_url is None:
-            urls = [f"http://{_reachable(plan.host)}:{plan.port + number}" for number in range(1 if plan.standalone else plan.gateways)]
+            urls = [
+                f"http://{_reachable(plan.host)}:{plan.port + number}"
+                for number in range(1 if plan.standalone else plan.gateways)
+            ]
             self._flags["SIE_GATEWAY_URL"] = ",".join(urls)
         worker_port = settings.worker_metrics_port or free_port(plan.workers)
         gateway_port = settings.gateway_metrics_port or free_port(plan.gateways)
@@ -258,9 +332,17 @@ class _Serve:
             self._flags |= {"SIE_WORKER_METRICS_PORT": str(worker_port), "SIE_GATEWAY_METRICS_PORT": str(gateway_port)}
             self._name_workers([worker_port + number for number in range(plan.workers)])
             extra = [
-                "--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers),
-                "--drain-s", str(_DRAIN_S),
-            ]  # fmt: skip
+                "--host",
+                plan.host,
+                "--port",
+                str(plan.port),
+                "--data-dir",
+                str(plan.data_dir),
+                "--workers",
+                str(plan.workers),
+                "--drain-s",
+                str(_DRAIN_S),
+            ]
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
             self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
             for number in range(plan.workers):
@@ -272,7 +354,9 @@ class _Serve:
             environ = environment.of_broker(self._environ, self._embedded.environ)
             broker = [Child("nats-server", self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
-            self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")  # it may hold a password, which no process list should show
+            self._environ["SIE_NATS_URL"] = self._flags.pop(
+                "SIE_NATS_URL"
+            )  # it may hold a password, which no process list should show
         config: list[Child] = []
         if settings.config_service_url is None:
             config_port = free_port()
@@ -319,7 +403,8 @@ class _Serve:
         if self._embedded is not None:
             environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-            # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a limit
+            # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a
+            # limit
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
@@ -344,7 +429,9 @@ class _Serve:
         self._greet()
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once there is room."""
+        """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once
+        there is room.
+        """
         embedded = self._embedded
         assert embedded is not None
         told = False
@@ -370,20 +457,31 @@ class _Serve:
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
             config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
-            broker_url=embedded.url if embedded else "", broker_monitor_url=embedded.monitor_url if embedded else "",
-            operator_password=embedded.passwords[OPERATOR] if embedded else "", admin_token=self._admin_token.reveal(),
-            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls), models_dir=place_of(models),
-        )  # fmt: skip
+            broker_url=embedded.url if embedded else "",
+            broker_monitor_url=embedded.monitor_url if embedded else "",
+            operator_password=embedded.passwords[OPERATOR] if embedded else "",
+            admin_token=self._admin_token.reveal(),
+            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls),
+            models_dir=place_of(models),
+        )
 
     def _greet(self) -> None:
         plan = self._plan
         url = f"http://{_reachable(plan.host)}:{plan.port}"
-        broker = self._embedded.url if self._embedded else "in process" if plan.standalone else public_url(self._environ["SIE_NATS_URL"])
+        broker = (
+            self._embedded.url
+            if self._embedded
+            else "in process"
+            if plan.standalone
+            else public_url(self._environ["SIE_NATS_URL"])
+        )
         here = "" if plan.data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(plan.data_dir))}"
         elsewhere = public_url(plan.settings.config_service_url or "")
         mode = plan.settings.auth_mode
         token = "" if mode == "none" else " -H 'Authorization: Bearer TOKEN'"
-        serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (plan.settings.model_filter or [EXAMPLE_MODEL])
+        serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (
+            plan.settings.model_filter or [EXAMPLE_MODEL]
+        )
         example = f"curl {url}/v1/models{token}"
         if serves_example:
             example = f'curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\''
@@ -391,21 +489,38 @@ class _Serve:
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
-            *([f"folder  {models}  (models of yours)"] if (models := in_use(Allowed(models_dir=plan.settings.models_dir))) else []),
-            "metrics " + "; ".join(f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls().items()),
+            *(
+                [f"folder  {models}  (models of yours)"]
+                if (models := in_use(Allowed(models_dir=plan.settings.models_dir)))
+                else []
+            ),
+            "metrics "
+            + "; ".join(
+                f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls().items()
+            ),
             *([f"models  sie models list{here}"] if self._access().config_url else []),
             *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
-            *([f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}"] if mode == "token" else []),
+            *(
+                [f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}"]
+                if mode == "token"
+                else []
+            ),
             f"try     {example}",
         ):
             self._say("serve", line)
         if mode == "none" and not is_loopback(plan.host):
-            self._say("serve", f"warning: whoever reaches {plan.host} port {plan.port} may use this server: SIE_AUTH_MODE is none")
+            self._say(
+                "serve",
+                f"warning: whoever reaches {plan.host} port {plan.port} may use this server: SIE_AUTH_MODE is none",
+            )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
         """Where metrics and probes of the gateways and of the workers are, by whose they are."""
         host = _reachable(self._plan.host)
-        return {name: [f"http://{host}:{first + number}" for number in range(count)] for name, (first, count) in self._metrics.items()}
+        return {
+            name: [f"http://{host}:{first + number}" for number in range(count)]
+            for name, (first, count) in self._metrics.items()
+        }
 
 
 def _numbered(name: str, number: int, count: int) -> str:
@@ -419,7 +534,9 @@ def _reachable(host: str) -> str:
 def _command() -> list[str]:
     """This program, in a form that shows its role in a process list."""
     script = Path(sys.argv[0])
-    return [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
+    return (
+        [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
+    )
 
 
 def flag(row: Row, raw: str) -> list[str]:

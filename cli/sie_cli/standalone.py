@@ -1,4 +1,6 @@
-"""Gateway, catalogue and schedulers in one process over the in-process queue. The adapters stay processes of their own."""
+"""Gateway, catalogue and schedulers in one process over the in-process queue. The adapters stay
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,17 @@ def standalone(host: str, port: int, data_dir: Path, workers: int, drain_s: floa
     own_stderr(json=settings.log_json)
     try:
         if settings.auth_mode == "token":
-            raise SettingError("SIE_AUTH_MODE", "token keeps its keys in a broker, and --standalone has none: use static")
+            raise SettingError(
+                "SIE_AUTH_MODE", "token keeps its keys in a broker, and --standalone has none: use static"
+            )
         raise SystemExit(run_process(lambda stop: _run(settings, stop, host, port, data_dir, workers, drain_s)))
     except (SettingError, SIEError) as error:
         refuse(error)
 
 
-async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: Path, workers: int, drain_s: float | None) -> int:
+async def _run(
+    settings: Settings, stop: Stop, host: str, port: int, data_dir: Path, workers: int, drain_s: float | None
+) -> int:
     from sie_gateway.process import serve as serve_gateway
     from sie_sidecar.process import serve as serve_sidecar
 
@@ -68,7 +74,14 @@ async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: P
     workers_stop = Stop()
     sidecars = [
         asyncio.create_task(
-            serve_sidecar(worker, server.connect(f"sie-sidecar-{number}"), LocalSource(store), workers_stop, host=host, mode="standalone"),
+            serve_sidecar(
+                worker,
+                server.connect(f"sie-sidecar-{number}"),
+                LocalSource(store),
+                workers_stop,
+                host=host,
+                mode="standalone",
+            ),
             name=f"sidecar:{number}",
         )
         for number, worker in enumerate(_workers(settings, data_dir, workers))
@@ -97,8 +110,9 @@ def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
     for number in range(count):
         port = settings.worker_metrics_port
         own: dict[str, Any] = {
-            "ipc_socket_path": str(socket_path(data_dir, number)), "worker_metrics_port": port + number if port else 0
-        }  # fmt: skip
+            "ipc_socket_path": str(socket_path(data_dir, number)),
+            "worker_metrics_port": port + number if port else 0,
+        }
         if count > 1:
             own["worker_id"] = f"{settings.worker_id or 'worker'}-{number}"
         found.append(dataclasses.replace(settings, **own))

@@ -1,7 +1,8 @@
 """Child processes that are started, watched, restarted with back-off and ended, in order.
 
-A child never outlives its supervisor, however that ends: the kernel kills it with its parent (Linux; elsewhere a killed supervisor
-leaves children behind). Children are in sessions of their own, so Ctrl-C reaches the supervisor alone and the order of ending is ours.
+A child never outlives its supervisor, however that ends: the kernel kills it with its parent (Linux; elsewhere a killed
+supervisor leaves children behind). Children are in sessions of their own, so Ctrl-C reaches the supervisor alone and
+the order of ending is ours.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @dataclass
 class Child:
-    """One process. `grace_s`: how long it may take to end after SIGTERM before it is killed. `once`: arguments of the first start only."""
+    """One process. `grace_s`: how long it may take to end after SIGTERM before it is killed. `once`: arguments of the
+    first start only.
+    """
 
     name: str
     argv: Sequence[str]
@@ -56,8 +59,8 @@ class Child:
 class Supervisor:
     """Owns the children. `say(child, line)` gets every line they print.
 
-    `fatal` says why no restart helps: one refuses its settings, or one failed MAX_FIRST_FAILURES times before `is_up`, which its owner sets
-    when everything was ready once. From then on a child is started again however often it ends.
+    `fatal` says why no restart helps: one refuses its settings, or one failed MAX_FIRST_FAILURES times before `is_up`,
+    which its owner sets when everything was ready once. From then on a child is started again however often it ends.
     """
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
@@ -76,9 +79,15 @@ class Supervisor:
     async def _spawn(self, child: Child) -> None:
         argv, child.once = [*child.argv, *child.once], ()
         child.process = await asyncio.create_subprocess_exec(
-            *argv, env=dict(child.environ), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT, start_new_session=True, preexec_fn=self._arrange, limit=1 << 20,
-        )  # fmt: skip
+            *argv,
+            env=dict(child.environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=self._arrange,
+            limit=1 << 20,
+        )
         assert child.process.stdout is not None
         reader = asyncio.create_task(self._relay(child, child.process.stdout), name=f"output:{child.name}")
         child.output.add(reader)
@@ -115,7 +124,9 @@ class Supervisor:
             if time.monotonic() - started_s > STEADY_S:
                 pause_s, failures = FIRST_PAUSE_S, 0
             if not self.is_up and failures >= MAX_FIRST_FAILURES:
-                self._give_up(f"{child.name} {how}, {failures} times in a row before it was ready: its last lines above say why")
+                self._give_up(
+                    f"{child.name} {how}, {failures} times in a row before it was ready: its last lines above say why"
+                )
                 return
             self._say(child.name, f"{how}; starting again in {pause_s:g} s")
             await asyncio.sleep(pause_s)  # the back-off between restarts

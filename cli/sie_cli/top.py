@@ -1,6 +1,7 @@
 """`sie top`: workers, models and queues of a cluster in the terminal, from the frames of `/ws/cluster-status`.
 
-    frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the other
+frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the
+other
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ class Queued:
 
 @dataclass
 class LaneRow:
-    """One lane (pool.machine profile.bundle) with its workers, healthy and all. `queued` is None while it is not known."""
+    """One lane (pool.machine profile.bundle) with its workers, healthy and all. `queued` is None while
+    it is not known.
+    """
 
     name: str
     healthy: int = 0
@@ -145,9 +148,10 @@ class View:
 def top(gateway_url: str | None, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. Ctrl-C ends it.
 
-    In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Models that are neither
-    loaded nor asked for are only counted. A gateway that restarts is waited for. Where it wants a token: SIE_AUTH_TOKEN, one with the
-    scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
+    In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Models
+    that are neither loaded nor asked for are only counted. A gateway that restarts is waited for. Where it wants a
+    token: SIE_AUTH_TOKEN, one with the scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that
+    SIE_GATEWAY_URL names.
 
     Status 0: ended by Ctrl-C, or --once. 2: no gateway answered, or it refused.
     """
@@ -155,7 +159,9 @@ def top(gateway_url: str | None, once: bool) -> None:
 
     from sie_sdk.errors import AuthenticationError, SIEConnectionError, SIEError
 
-    logging.getLogger("sie_sdk").setLevel(logging.ERROR)  # its warnings of attempts would break the picture, which tells of them
+    logging.getLogger("sie_sdk").setLevel(
+        logging.ERROR
+    )  # its warnings of attempts would break the picture, which tells of them
     found = loaded({"gateway_url": gateway_url})
     url = (found.settings.gateway_url or GATEWAY).partition(",")[0].rstrip("/")
     secret = gateway_token(found.settings, found.sources)
@@ -172,7 +178,9 @@ def top(gateway_url: str | None, once: bool) -> None:
     except SIEError as error:
         refuse(error)
     except msgspec.ValidationError as error:
-        refuse(ValueError(f"{public_url(url)} tells what this version cannot read ({error}): use the `sie` of its version"))
+        refuse(
+            ValueError(f"{public_url(url)} tells what this version cannot read ({error}): use the `sie` of its version")
+        )
     except BrokenPipeError:
         # the reader of the pipe has seen enough; nothing more may be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -189,9 +197,14 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        ends = [asyncio.create_task(each, name=name) for name, each in (
-            ("frames", _take(frames, view)), ("picture", _draw(view, console)), ("stop", stop.wait()),
-        )]  # fmt: skip
+        ends = [
+            asyncio.create_task(each, name=name)
+            for name, each in (
+                ("frames", _take(frames, view)),
+                ("picture", _draw(view, console)),
+                ("stop", stop.wait()),
+            )
+        ]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -241,7 +254,9 @@ async def _draw(view: View, console: Console) -> None:
         while True:
             live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
             view.changed.clear()
-            with contextlib.suppress(TimeoutError):  # also without a frame: the age of the last one, a new size of the terminal
+            with contextlib.suppress(
+                TimeoutError
+            ):  # also without a frame: the age of the last one, a new size of the terminal
                 async with asyncio.timeout(REDRAW_S):
                     await view.changed.wait()
 
@@ -266,26 +281,40 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     active = sorted(
         (model for model in frame.models if model.state != "available" or of_models[model.name].messages),
         key=lambda model: (-of_models[model.name].messages, model.state != "loaded", model.name),
-    )  # fmt: skip
+    )
     room = max(6, height - 1 - len(figures) - 9)  # 9: a blank line, a heading and a rest for each of three tables
     some_lanes = _fitting(len(lanes), max(1, room // 5))
     some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
     some_models = min(len(active), max(1, room - some_lanes - some_workers))
     some_workers = _fitting(len(frame.workers), room - some_lanes - some_models)
-    names = [worker.name for worker in frame.workers] + [model.name for model in active[:some_models]] + [lane.name for lane in lanes]
+    names = (
+        [worker.name for worker in frame.workers]
+        + [model.name for model in active[:some_models]]
+        + [lane.name for lane in lanes]
+    )
     others = _WIDE_REST if width >= _WIDE else _MIDDLE_REST if width >= _MIDDLE else _NARROW_REST
     first = min(max(map(cell_len, names), default=0), width - others)
     other_models = len(frame.models) - some_models
     return Group(
-        head, *figures, Text(""),
-        *_with_rest(_lanes(lanes[:some_lanes], width, first), len(lanes), len(lanes) - some_lanes, "more"), Text(""),
-        *_with_rest(_workers(frame.workers, some_workers, width, first), len(frame.workers), len(frame.workers) - some_workers, "more"),
+        head,
+        *figures,
+        Text(""),
+        *_with_rest(_lanes(lanes[:some_lanes], width, first), len(lanes), len(lanes) - some_lanes, "more"),
         Text(""),
         *_with_rest(
-            _models(active[:some_models], of_models, width, first), len(frame.models), other_models,
+            _workers(frame.workers, some_workers, width, first),
+            len(frame.workers),
+            len(frame.workers) - some_workers,
+            "more",
+        ),
+        Text(""),
+        *_with_rest(
+            _models(active[:some_models], of_models, width, first),
+            len(frame.models),
+            other_models,
             "other model" if other_models == 1 else "other models",
         ),
-    )  # fmt: skip
+    )
 
 
 def _fitting(count: int, room: int) -> int:
@@ -296,7 +325,9 @@ def _fitting(count: int, room: int) -> int:
 def _figures(frame: Frame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
     """Sums of the head, each with its colour. A CPU is no GPU, whatever a worker that runs on one counts."""
     sums, most = frame.cluster, len(frame.workers)
-    workers = counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
+    workers = (
+        counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
+    )
     gpus = sum(worker.gpu_count for worker in frame.workers if worker.healthy and worker.device != "cpu")
     found = [(workers, "" if sums.worker_count == most and most else "red")]
     found += [(counted(gpus, "GPU"), "")] if gpus else []
@@ -351,7 +382,9 @@ def lanes_of(frame: Frame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: Frame) -> dict[str, Queued]:
-    """Of each model what the broker holds; of those that it is not told of, and without it, what workers hold of them."""
+    """Of each model what the broker holds; of those that it is not told of, and without it, what workers
+    hold of them.
+    """
     told: dict[str, Queued] = {}
     for row in frame.model_queues or ():
         told.setdefault(row.model, Queued()).add(row)
@@ -384,9 +417,13 @@ def _table(first: int, *columns: tuple[str, bool]) -> Table:
     least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):
         table.add_column(
-            title, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis", width=None if number else first,
+            title,
+            justify="right" if is_number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=None if number else first,
             min_width=least.get(number),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -414,7 +451,11 @@ def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Tab
         state = "[green]ready[/green]" if worker.healthy else "[red]not ready[/red]"
         row = [_plain(worker.name), state, f"{worker.queue_depth:,}", str(len(worker.loaded_models))]
         share = worker.memory_used_bytes / worker.memory_total_bytes if worker.memory_total_bytes else None
-        row += [_plain(worker.device or "-"), _memory(worker, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
+        row += (
+            [_plain(worker.device or "-"), _memory(worker, share)]
+            if width >= _WIDE
+            else ["-" if share is None else f"{share:.0%}"]
+        )
         table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")  # what it told last
     return table
 

@@ -1,4 +1,6 @@
-"""`sie topology`: streams and consumers at the broker, how they differ from what this version wants, and the way from one to the other."""
+"""`sie topology`: streams and consumers at the broker, how they differ from what this version wants, and the way from
+one to the other.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 _WORK = "WORK_"
 _SETTINGS = (
-    "SIE_POOL", "SIE_STREAM_STORAGE", "SIE_STREAM_REPLICAS", "SIE_QUEUE_MAX_BYTES", "SIE_GATEWAY_REQUEST_TIMEOUT",
+    "SIE_POOL",
+    "SIE_STREAM_STORAGE",
+    "SIE_STREAM_REPLICAS",
+    "SIE_QUEUE_MAX_BYTES",
+    "SIE_GATEWAY_REQUEST_TIMEOUT",
     "SIE_ACK_WAIT_S",
-)  # fmt: skip
+)
 
 
 @click.group(cls=AnyPosition, short_help="Streams and consumers at the broker.")
@@ -36,8 +42,8 @@ def topology() -> None:
     sie topology check      how it differs from what this version and these settings want; status 1 if it does
     sie topology migrate    the steps from one to the other, and with --yes their execution
 
-    It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any other by --url or
-    SIE_NATS_URL, with SIE_NATS_PASSWORD. Settings are those of the gateways: give the same ones.
+    It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any other by
+    --url or SIE_NATS_URL, with SIE_NATS_PASSWORD. Settings are those of the gateways: give the same ones.
     """
 
 
@@ -69,7 +75,9 @@ def show(as_json: bool, each: bool, **values: Any) -> None:
             counts = f"{lane['own']:>4} own  {lane['shared']:>3} shared"
             click.echo(f"  {lane['lane']:<40}  {counts}  {lane['waiting']:>8,} waiting  {lane['leased']:>6,} leased")
             for consumer in lane["consumers"] if each else ():
-                click.echo(f"    {consumer['subject']:<70}  {consumer['waiting']:>8,} waiting  {consumer['leased']:>6,} leased")
+                click.echo(
+                    f"    {consumer['subject']:<70}  {consumer['waiting']:>8,} waiting  {consumer['leased']:>6,} leased"
+                )
 
 
 @topology.command()
@@ -77,7 +85,8 @@ def show(as_json: bool, each: bool, **values: Any) -> None:
 def check(as_json: bool, **values: Any) -> None:
     """Compare with what this version wants, field by field.
 
-    Status 0: equal. 1: something differs, or messages lie where no consumer takes them. 2: the broker could not be asked.
+    Status 0: equal. 1: something differs, or messages lie where no consumer takes them. 2: the broker could not be
+    asked.
     """
     settings = loaded(values).settings
     steps = at_broker("sie-topology", settings, lambda broker: steps_at(broker, settings))
@@ -93,9 +102,10 @@ def check(as_json: bool, **values: Any) -> None:
 def migrate(as_json: bool, yes: bool, **values: Any) -> None:
     """Show the steps to what this version wants; --yes does them.
 
-    No step costs a message: what cannot be changed in place, or not while the queue holds what it holds, is refused with its reason and
-    what helps. Gateways of this version do the same at their start for streams of an older one; those of the older version go on.
-    Status 0: nothing is left to do. 1: something is (without --yes: anything). 2: the broker could not be asked.
+    No step costs a message: what cannot be changed in place, or not while the queue holds what it holds, is refused
+    with its reason and what helps. Gateways of this version do the same at their start for streams of an older one;
+    those of the older version go on. Status 0: nothing is left to do. 1: something is (without --yes: anything). 2: the
+    broker could not be asked.
     """
     settings = loaded(values).settings
     steps = at_broker("sie-topology", settings, lambda broker: steps_at(broker, settings))
@@ -115,7 +125,9 @@ def migrate(as_json: bool, yes: bool, **values: Any) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """What differs in all streams of work and of dead letters that are there, and in those that the settings want. Raises BrokerError."""
+    """What differs in all streams of work and of dead letters that are there, and in those that the settings want.
+    Raises BrokerError.
+    """
     from sie_contracts.broker.nats.operator import look, plan, streams
     from sie_gateway.queue import work_spec
 
@@ -123,12 +135,16 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in found if name.startswith(_WORK)} | own):
-        reserved = pool not in own and f"DEAD_{pool}" not in found  # a reservation, whose dead letters are kept elsewhere
+        reserved = (
+            pool not in own and f"DEAD_{pool}" not in found
+        )  # a reservation, whose dead letters are kept elsewhere
         facts = await look(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
         if reserved:
             continue
-        dead = names.dead_letter_stream(pool, storage="file", replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes)
+        dead = names.dead_letter_stream(
+            pool, storage="file", replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes
+        )
         steps += plan(await look(broker, dead.name), dead, float(settings.ack_wait_s))
     return steps
 
@@ -157,8 +173,13 @@ def _print(steps: list[Step], as_json: bool) -> None:
 def _plain(step: Step) -> dict[str, Any]:
     changes = [{"field": change.field, "found": change.found, "wanted": change.wanted} for change in step.changes]
     return {
-        "action": step.action, "kind": step.kind, "name": step.name, "stream": step.stream, "reason": step.reason, "changes": changes
-    }  # fmt: skip
+        "action": step.action,
+        "kind": step.kind,
+        "name": step.name,
+        "stream": step.stream,
+        "reason": step.reason,
+        "changes": changes,
+    }
 
 
 async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
@@ -181,25 +202,41 @@ def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[
         lane = ".".join(state.subject.split(".")[2:5])
         by_lane[lane].append(
             {
-                "name": state.name, "subject": state.subject, "version": state.version, "ack_wait_s": state.ack_wait_s,
-                "delivered": state.delivered, "waiting": state.waiting, "leased": state.leased, "shared": names.is_slot(state.name),
+                "name": state.name,
+                "subject": state.subject,
+                "version": state.version,
+                "ack_wait_s": state.ack_wait_s,
+                "delivered": state.delivered,
+                "waiting": state.waiting,
+                "leased": state.leased,
+                "shared": names.is_slot(state.name),
             }
-        )  # fmt: skip
+        )
     config = info.config
     return {
-        "name": name, "subjects": config.get("subjects", []), "storage": config.get("storage", ""),
-        "replicas": config.get("num_replicas", 1), "version": version_of(config), "created": info.created,
-        "messages": info.state.messages, "bytes": info.state.bytes, "max_bytes": config.get("max_bytes", -1),
-        "max_age_s": config.get("max_age", 0) / 1e9, "max_per_subject": config.get("max_msgs_per_subject", -1),
+        "name": name,
+        "subjects": config.get("subjects", []),
+        "storage": config.get("storage", ""),
+        "replicas": config.get("num_replicas", 1),
+        "version": version_of(config),
+        "created": info.created,
+        "messages": info.state.messages,
+        "bytes": info.state.bytes,
+        "max_bytes": config.get("max_bytes", -1),
+        "max_age_s": config.get("max_age", 0) / 1e9,
+        "max_per_subject": config.get("max_msgs_per_subject", -1),
         "lanes": [
             {
-                "lane": lane, "own": sum(not each["shared"] for each in members), "shared": sum(each["shared"] for each in members),
-                "waiting": sum(each["waiting"] for each in members), "leased": sum(each["leased"] for each in members),
+                "lane": lane,
+                "own": sum(not each["shared"] for each in members),
+                "shared": sum(each["shared"] for each in members),
+                "waiting": sum(each["waiting"] for each in members),
+                "leased": sum(each["leased"] for each in members),
                 "consumers": sorted(members, key=lambda each: str(each["subject"])),
             }
             for lane, members in sorted(by_lane.items())
         ],
-    }  # fmt: skip
+    }
 
 
 def _value(value: Any) -> str:

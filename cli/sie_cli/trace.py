@@ -2,11 +2,13 @@
 
 A trace is JSON lines, in any order:
 
-    {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}    a request; only at and tokens are needed
-    {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}                             a batch as it was measured
-    {"settings": {"max_wait_ms": 5, "workers": 2}}                                              what the cluster was set to
+    {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}    a request; only at and
+    tokens are needed {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}                             a
+    batch as it was measured {"settings": {"max_wait_ms": 5, "workers": 2}}
+    what the cluster was set to
 
-`at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the batch.
+`at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
+batch.
 """
 
 from __future__ import annotations
@@ -116,17 +118,29 @@ def numbers(text: str, known: Sequence[str]) -> dict[str, float]:
 def generate(spec: str) -> list[Request]:
     """`poisson:rate=200,length=64,...`: the first at once, the others at random. Raises TraceError.
 
-    `rate` of requests a second, for so many `seconds`, `burst` of them at a time; `inputs` of each; `length` the mean tokens of an input,
-    log-normal with `spread` as its sigma (0: all equal), at most 512; the share `bulk` of them; over so many `models`; from this `seed`.
+    `rate` of requests a second, for so many `seconds`, `burst` of them at a time; `inputs` of each; `length` the mean
+    tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512; the share `bulk` of them;
+    over so many `models`; from this `seed`.
     """
     kind, _, rest = spec.partition(":")
     if kind != "poisson":
         raise TraceError(f"{kind!r}: expected poisson:name=number,...")
     given = {
-        "rate": 100.0, "length": 64.0, "seconds": 10.0, "burst": 1.0, "inputs": 1.0, "spread": 0.8, "bulk": 0.0, "models": 1.0, "seed": 1.0,
-    }  # fmt: skip
+        "rate": 100.0,
+        "length": 64.0,
+        "seconds": 10.0,
+        "burst": 1.0,
+        "inputs": 1.0,
+        "spread": 0.8,
+        "bulk": 0.0,
+        "models": 1.0,
+        "seed": 1.0,
+    }
     given.update(numbers(rest, tuple(given)))
-    if min(given["rate"], given["length"], given["seconds"]) <= 0 or min(given["burst"], given["inputs"], given["models"]) < 1:
+    if (
+        min(given["rate"], given["length"], given["seconds"]) <= 0
+        or min(given["burst"], given["inputs"], given["models"]) < 1
+    ):
         raise TraceError("rate, length and seconds are above 0; burst, inputs and models at least 1")
     if max(given["rate"] * given["seconds"], given["burst"]) * given["inputs"] > MOST_INPUTS:
         raise TraceError(f"that is more than {MOST_INPUTS:,} inputs: a lower rate, or fewer seconds")
@@ -137,16 +151,20 @@ def generate(spec: str) -> list[Request]:
     while at_s < given["seconds"]:
         for _ in range(int(given["burst"])):
             tokens = tuple(
-                min(MOST_TOKENS, max(1, round(chance.lognormvariate(middle, sigma)))) for _ in range(int(given["inputs"]))
+                min(MOST_TOKENS, max(1, round(chance.lognormvariate(middle, sigma))))
+                for _ in range(int(given["inputs"]))
             )
             priority: Priority = "bulk" if chance.random() < given["bulk"] else "interactive"
-            requests.append(Request(round(at_s, 6), tokens, f"model-{chance.randrange(int(given['models']))}", priority))
+            requests.append(
+                Request(round(at_s, 6), tokens, f"model-{chance.randrange(int(given['models']))}", priority)
+            )
         at_s += chance.expovariate(given["rate"] / given["burst"])
     return requests
 
 
 def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
-    """Seconds of a batch as a + b tokens + c attention with the least squared relative error and none below 0. Raises TraceError.
+    """Seconds of a batch as a + b tokens + c attention with the least squared relative error and none below 0. Raises
+    TraceError.
 
     What cannot be told apart stays 0: the best of all subsets of the three whose solution has no negative one.
     """

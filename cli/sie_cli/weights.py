@@ -47,9 +47,10 @@ def weights() -> None:
     sie weights verify                           read all of the bucket and compare it with its checksums
     sie weights rm BAAI/bge-m3@COMMIT            out of the bucket
 
-    A worker looks for weights on its disk, then in the bucket, then asks the hub (SIE_HF_FALLBACK). The bucket is s3://bucket/prefix or
-    gs://bucket/prefix; credentials and endpoint come from the usual variables, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT
-    and their like, or from the machine's role. Workers only read it; this command writes.
+    A worker looks for weights on its disk, then in the bucket, then asks the hub (SIE_HF_FALLBACK). The bucket is
+    s3://bucket/prefix or gs://bucket/prefix; credentials and endpoint come from the usual variables, AWS_ACCESS_KEY_ID,
+    AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT and their like, or from the machine's role. Workers only read it; this
+    command writes.
     """
 
 
@@ -61,28 +62,49 @@ def list_command(as_json: bool, **values: Any) -> None:
     settings = loaded(values).settings
     with _refusing(settings):
         local = {(found.repository, found.revision): found for found in _stored_here(settings)}
-        shared = {(found.repository, found.revision): found for found in _cluster(settings).listed()} if settings.cluster_cache else {}
+        shared = (
+            {(found.repository, found.revision): found for found in _cluster(settings).listed()}
+            if settings.cluster_cache
+            else {}
+        )
     rows: list[dict[str, Any]] = []
     for repository, revision in sorted({*local, *shared}):
         here, there = local.get((repository, revision)), shared.get((repository, revision))
         wrong = [*there.wrong.values()] if there else []
-        rows.append({
-            "repository": repository, "revision": revision, "bytes": there.bytes if there else local[repository, revision].bytes,
-            "local": None if here is None else not here.wrong, "cluster": None if there is None else not there.wrong,
-            "wrong": [*wrong, *(f"on this node's disk {line}" for line in (here.wrong.values() if here else ()))],
-        })  # fmt: skip
+        rows.append(
+            {
+                "repository": repository,
+                "revision": revision,
+                "bytes": there.bytes if there else local[repository, revision].bytes,
+                "local": None if here is None else not here.wrong,
+                "cluster": None if there is None else not there.wrong,
+                "wrong": [*wrong, *(f"on this node's disk {line}" for line in (here.wrong.values() if here else ()))],
+            }
+        )
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)))
         return
     states = {None: "-", True: "complete", False: "broken"}
     shown: list[tuple[str, ...]] = [
         ("REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET"),
-        *((row["repository"], row["revision"], display.size(row["bytes"]), states[row["local"]], states[row["cluster"]]) for row in rows),
+        *(
+            (
+                row["repository"],
+                row["revision"],
+                display.size(row["bytes"]),
+                states[row["local"]],
+                states[row["cluster"]],
+            )
+            for row in rows
+        ),
     ]
     if rows:
         display.table(shown)
     else:
-        click.echo("there is nothing: a worker fetches weights when it loads a model, `sie weights push` fills the bucket", err=True)
+        click.echo(
+            "there is nothing: a worker fetches weights when it loads a model, `sie weights push` fills the bucket",
+            err=True,
+        )
     for row in rows:
         for line in row["wrong"]:
             click.echo(f"{row['repository']}@{row['revision']}: {line}", err=True)
@@ -93,15 +115,22 @@ def list_command(as_json: bool, **values: Any) -> None:
 @weights.command()
 @click.argument("names", nargs=-1, required=True, metavar="MODEL_OR_FOLDER...")
 @click.option("--as", "name", metavar="NAME", help="What a folder is called in the bucket: organisation/name.")
-@click.option("--revision", metavar="COMMIT", help="Commit of a repository, or what a folder's is to be.  [default: of its content]")
-@click.option("--force", is_flag=True, help="Write every file again, and replace a snapshot that is there with other content.")
+@click.option(
+    "--revision",
+    metavar="COMMIT",
+    help="Commit of a repository, or what a folder's is to be.  [default: of its content]",
+)
+@click.option(
+    "--force", is_flag=True, help="Write every file again, and replace a snapshot that is there with other content."
+)
 @_options
 def push(names: tuple[str, ...], name: str | None, revision: str | None, force: bool, **values: Any) -> None:
     """Copy the weights of MODEL_OR_FOLDER into the bucket, where all workers find them.
 
-    A model of the catalogue or an id of the hub is taken from this node's cache, else downloaded first (SIE_HF_FALLBACK). The files are
-    checked, written, and made to count by a manifest with their checksums, which is written last. Files that are there already are not
-    written again, so a push that was interrupted goes on, and any number may run at once.
+    A model of the catalogue or an id of the hub is taken from this node's cache, else downloaded first
+    (SIE_HF_FALLBACK). The files are checked, written, and made to count by a manifest with their checksums, which is
+    written last. Files that are there already are not written again, so a push that was interrupted goes on, and any
+    number may run at once.
 
     \b
     A folder needs a name, and its entry in the catalogue then says where its weights are:
@@ -122,7 +151,10 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
                     pushed = cluster.push(found.folder, found.manifest, told, force=force)
                 except PushRefused as error:
                     raise Refused(str(error)) from error
-            done = f"{display.counted(pushed.written, 'file')} written ({display.size(pushed.bytes)}), {pushed.present} there already"
+            done = (
+                f"{display.counted(pushed.written, 'file')} written ({display.size(pushed.bytes)}), {pushed.present} "
+                "there already"
+            )
             click.echo(f"{found.what} is in {cluster.url}: {done}")
             if Path(each).is_dir():
                 click.echo(f"weights: {{hub: {found.manifest.repository}, revision: {found.manifest.revision}}}")
@@ -144,7 +176,9 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
         for found in _named(_stored(settings, local), names):
             what = f"{found.repository}@{found.revision}"
             if local and found.manifest is None:
-                click.echo(f"{what}: another program fetched it, and there are no checksums to compare it with", err=True)
+                click.echo(
+                    f"{what}: another program fetched it, and there are no checksums to compare it with", err=True
+                )
                 continue
             if quick:
                 wrong = list(found.wrong.values())
@@ -158,8 +192,14 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
             checked += 1
             broken += bool(wrong)
     if broken:
-        fix = "`sie weights rm --local` removes it, and it is fetched again" if local else "`sie weights push --force` writes it again"
-        raise Refused(f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} not right: {fix}")
+        fix = (
+            "`sie weights rm --local` removes it, and it is fetched again"
+            if local
+            else "`sie weights push --force` writes it again"
+        )
+        raise Refused(
+            f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} not right: {fix}"
+        )
     if not checked:
         click.echo("there is nothing to verify", err=True)
 
@@ -186,8 +226,13 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
             if not local:
                 _cluster(settings).remove(each.repository, each.revision)
             elif not _cache(settings).remove(each.repository, each.revision):
-                raise Refused(f"{each.repository}@{each.revision} stays: a process of this node uses it; unload the model first")
-        click.echo(f"removed from {where}: {display.counted(len(found), 'snapshot')}, {display.size(sum(each.bytes for each in found))}")
+                raise Refused(
+                    f"{each.repository}@{each.revision} stays: a process of this node uses it; unload the model first"
+                )
+        click.echo(
+            f"removed from {where}: {display.counted(len(found), 'snapshot')}, "
+            f"{display.size(sum(each.bytes for each in found))}"
+        )
 
 
 # what is to be pushed
@@ -207,7 +252,9 @@ class _Source:
 
 
 def _found(settings: Settings, given: str, name: str | None, revision: str | None) -> _Source:
-    """What MODEL_OR_FOLDER names. Raises Refused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError, OSError."""
+    """What MODEL_OR_FOLDER names. Raises Refused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
+    OSError.
+    """
     from sie_adapter.weights.locks import Lock
 
     folder = Path(given).expanduser()
@@ -243,18 +290,28 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """The entry of a model whose weights have a name and a commit; of what the catalogue does not know a stub. Raises Refused."""
+    """The entry of a model whose weights have a name and a commit; of what the catalogue does not know a stub. Raises
+    Refused.
+    """
     from sie_config.overlay import Overlay
     from sie_contracts.catalogue import parse_entry
 
     known = Overlay(settings).folders().models.get(model, (None, ""))[0]
     if known is None or not isinstance(known, ModelEntry):
         if not _NAME.fullmatch(model):
-            raise Refused(f"there is no folder {model[:200]}, and it is no id of the hub, which has the form organisation/name")
+            raise Refused(
+                f"there is no folder {model[:200]}, and it is no id of the hub, which has the form organisation/name"
+            )
         revision = commit or _only_commit(settings, model)
-        return parse_entry({
-            "id": model, "weights": {"hub": model, "revision": revision}, "family": "text-encoder", "outputs": {}, "max_tokens": 1
-        })  # fmt: skip
+        return parse_entry(
+            {
+                "id": model,
+                "weights": {"hub": model, "revision": revision},
+                "family": "text-encoder",
+                "outputs": {},
+                "max_tokens": 1,
+            }
+        )
     own = known.weights
     if not own.hub:
         where = f"the folder {own.path}" if own.path else f"the package {own.package}"
@@ -299,7 +356,9 @@ def _cluster(settings: Settings) -> ClusterCache:
     from sie_adapter.weights.cluster import ClusterCache
 
     if settings.cluster_cache is None:
-        raise SettingError("SIE_CLUSTER_CACHE", "which bucket? Give --cluster-cache s3://bucket/prefix (or gs://), or set the variable")
+        raise SettingError(
+            "SIE_CLUSTER_CACHE", "which bucket? Give --cluster-cache s3://bucket/prefix (or gs://), or set the variable"
+        )
     return ClusterCache(settings.cluster_cache)
 
 
@@ -308,8 +367,9 @@ def _stored(settings: Settings, local: bool) -> list[Stored]:
 
 
 def _stored_here(settings: Settings) -> list[Stored]:
-    """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to be wrong. What the
-    hub's own client put there has none: it is there if its listing tells that it is complete."""
+    """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
+    be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
+    """
     from sie_adapter.weights.cluster import Stored
 
     cache, found = _cache(settings), []
@@ -319,7 +379,11 @@ def _stored_here(settings: Settings) -> list[Stored]:
             manifest = cache.manifest(repository, revision)
             if manifest is not None or cache.find(repository, revision) is not None:
                 files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-                sizes = {name: path.stat().st_size for name, path in files.items() if manifest is None or name in manifest.files}
+                sizes = {
+                    name: path.stat().st_size
+                    for name, path in files.items()
+                    if manifest is None or name in manifest.files
+                }
                 wrong = verify(folder, manifest, digests=False) if manifest is not None else []
                 found.append(Stored(repository, revision, manifest, sizes, {line: line for line in wrong}))
     return found
@@ -342,7 +406,9 @@ def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
     for name in names:
         repository, at, commit = name.partition("@")
         if at and not commit:  # an empty variable in a script must not mean all commits
-            raise click.UsageError(f"{name[:200]!r} has no commit after the @: write {repository[:200]}@COMMIT, or without @ for all of it")
+            raise click.UsageError(
+                f"{name[:200]!r} has no commit after the @: write {repository[:200]}@COMMIT, or without @ for all of it"
+            )
         found = [each for each in stored if each.repository == repository and each.revision.startswith(commit)]
         if not found:
             there = sorted({each.repository for each in stored})

@@ -1,7 +1,8 @@
-"""Who may do what at the config service: the rows of `CONFIG_ROUTES`, two tokens, and with SIE_AUTH_MODE=token the keys of clients.
+"""Who may do what at the config service: the rows of `CONFIG_ROUTES`, two tokens, and with SIE_AUTH_MODE=token the keys
+of clients.
 
-SIE_ADMIN_TOKEN may do everything, SIE_CONFIG_READ_TOKEN reads, a key what its scopes say. Nothing is open: a token that is not configured
-lets nobody in.
+SIE_ADMIN_TOKEN may do everything, SIE_CONFIG_READ_TOKEN reads, a key what its scopes say. Nothing is open: a token that
+is not configured lets nobody in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from sie_contracts.runtime.keys import Key, Keys
 from sie_contracts.runtime.routes import CONFIG_ROUTES, Row, Table, bearer, row_of
 from sie_contracts.settings import Settings
 
-_TABLE = Table((*CONFIG_ROUTES, *(Row("GET", path, "read") for path in ("/docs", "/docs/oauth2-redirect", "/openapi.json"))))
+_TABLE = Table(
+    (*CONFIG_ROUTES, *(Row("GET", path, "read") for path in ("/docs", "/docs/oauth2-redirect", "/openapi.json")))
+)
 
 
 class Gate:
@@ -32,8 +35,8 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> str:
         """Let the call in or not; returns who it is, as the history of a model names its authors.
 
-        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read, NotFound and
-        HTTPException 405 with `Allow`.
+        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read,
+        NotFound and HTTPException 405 with `Allow`.
         """
         methods = _TABLE.methods(path)
         row = row_of(methods, method)
@@ -49,12 +52,16 @@ class Gate:
                 raise PermissionDenied("the read token reads only; this needs SIE_ADMIN_TOKEN")
             if not self._by_key and self._admin is None and (not reads or self._reader is None):
                 names = "neither SIE_ADMIN_TOKEN nor SIE_CONFIG_READ_TOKEN is" if reads else "no SIE_ADMIN_TOKEN is"
-                raise PermissionDenied(f"{names} configured at the config service, so nobody may do this: start it with one")
+                raise PermissionDenied(
+                    f"{names} configured at the config service, so nobody may do this: start it with one"
+                )
             needed = "SIE_ADMIN_TOKEN or SIE_CONFIG_READ_TOKEN" if reads else "SIE_ADMIN_TOKEN"
             if self._by_key:
                 needed += f", or that of a key with scope {'read' if row is None else row.scope},"
             given = "this token is not known" if token else "a token is missing"
-            raise Unauthenticated(f"{given}: send `Authorization: Bearer` and the value that {needed} has at the config service")
+            raise Unauthenticated(
+                f"{given}: send `Authorization: Bearer` and the value that {needed} has at the config service"
+            )
         if not methods:
             raise NotFound("no such path; /docs lists all")
         if row is None:
@@ -62,7 +69,9 @@ class Gate:
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """The key of the token, if it has the scope. Raises PermissionDenied, Unauthenticated of a key without, NotReady."""
+        """The key of the token, if it has the scope. Raises PermissionDenied, Unauthenticated of a key without,
+        NotReady.
+        """
         if not self._by_key or not token or is_known:
             return None
         if self.keys is None or not self.keys.loaded:

@@ -3,8 +3,9 @@
     a write of an alias ──► its targets are there, and alike ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases still hold? ──► else 409, unless forced
 
-The index is one key of the bucket: what each alias names. Whoever writes an alias, or a model that one names, or removes a model, writes it
-by compare-and-set in the same batch, so between replicas neither an alias of what is gone nor a removal of what is named comes about.
+The index is one key of the bucket: what each alias names. Whoever writes an alias, or a model that one names, or
+removes a model, writes it by compare-and-set in the same batch, so between replicas neither an alias of what is gone
+nor a removal of what is named comes about.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Index:
 
 @dataclass(frozen=True)
 class Guarded:
-    """What goes with a write that may be done: the index if that must be as it was, and what the reply tells otherwise."""
+    """What goes with a write that may be done: the index if that must be as it was, and what the reply
+    tells otherwise.
+    """
 
     index: Write | None = None
     told: dict[str, Any] = field(default_factory=dict)
@@ -72,11 +75,15 @@ async def guard(store: CatalogueStore, model: str, held: Held, entry: dict[str, 
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
-        raise _invalid("$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first")
+        raise _invalid(
+            "$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first"
+        )
     index = await store.alias_index()
     if isinstance(after, Alias):
         before = _known(held.entry)
-        catalogue = _those(await store.snapshot(), [model, *after.models, *(before.models if isinstance(before, Alias) else ())])
+        catalogue = _those(
+            await store.snapshot(), [model, *after.models, *(before.models if isinstance(before, Alias) else ())]
+        )
         try:
             check(after, catalogue)
         except ValidationFailed:
@@ -88,31 +95,45 @@ async def guard(store: CatalogueStore, model: str, held: Held, entry: dict[str, 
         return Guarded(index.written({model: after}), routable | ({"warnings": [VECTORS_CHANGED]} if changed else {}))
     if was_alias:
         return Guarded(index.written({model: None}))
-    if held.entry is None and (twin := next((alias for alias in index.models if alias.casefold() == model.casefold()), None)):
+    if held.entry is None and (
+        twin := next((alias for alias in index.models if alias.casefold() == model.casefold()), None)
+    ):
         raise _invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
     if not (named := index.naming(model)):
         return Guarded(index.written() if after is None else None)
-    present = _those(await store.snapshot(), [model, *named, *(each for alias in named for each in index.models[alias])])
+    present = _those(
+        await store.snapshot(), [model, *named, *(each for alias in named for each in index.models[alias])]
+    )
     broken = _broken(present, named, model, after)
     if broken and not force:
         name, why = next(iter(broken.items()))
-        needs = f"the alias {name} names {model}" if after is None else f"the alias {name} needs {model} as it is; after this change {why}"
+        needs = (
+            f"the alias {name} names {model}"
+            if after is None
+            else f"the alias {name} needs {model} as it is; after this change {why}"
+        )
         raise ContentConflict(
             f"{needs}: first point the alias elsewhere or remove it, or repeat with ?force=true (--force)",
-            reason="aliased", param="id", extras={"aliases": sorted(broken), "revision": held.revision, "diff": []},
-        )  # fmt: skip
+            reason="aliased",
+            param="id",
+            extras={"aliases": sorted(broken), "revision": held.revision, "diff": []},
+        )
     return Guarded(index.written(), {"warnings": [ALIAS_BROKEN]} if broken else {})
 
 
 def _those(read: Snapshot, names: Iterable[str]) -> Catalogue:
-    """The catalogue as far as these names, in whatever case, revision or profile, are concerned: of ten thousand documents few are read."""
+    """The catalogue as far as these names, in whatever case, revision or profile, are concerned: of ten thousand
+    documents few are read.
+    """
     wanted = {model_of(name) for name in names}
     found = {name: _known(stored.entry) for name, stored in read.live.items() if name.casefold() in wanted}
     return Catalogue.of({name: each for name, each in found.items() if each is not None}, {}, read.bundles, read.epoch)
 
 
 def _known(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """A stored document. None where there is none, or one that an older schema let in: then a write is what mends it."""
+    """A stored document. None where there is none, or one that an older schema let in: then a write is
+    what mends it.
+    """
     try:
         return None if entry is None else parse_document(entry)
     except ValidationFailed:
@@ -134,7 +155,11 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 def broken_by(read: Snapshot, index: Index, models: Iterable[str]) -> dict[str, str]:
     """The aliases that do not hold, of those that name one of these models or have its id, each with the reason."""
     folded = {model.casefold() for model in models}
-    named = sorted(alias for alias, targets in index.models.items() if not folded.isdisjoint({alias.casefold(), *map(model_of, targets)}))
+    named = sorted(
+        alias
+        for alias, targets in index.models.items()
+        if not folded.isdisjoint({alias.casefold(), *map(model_of, targets)})
+    )
     present = _those(read, [*named, *(each for alias in named for each in index.models[alias])])
     faults = {name: _fault(present.aliases[name], present) for name in named if name in present.aliases}
     return {name: why for name, why in faults.items() if why is not None}
@@ -157,7 +182,9 @@ def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
 
 
 def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | None]:
-    """What a batch of documents, None for those that are removed, means for the index. Of a removed one it is not known what it was."""
+    """What a batch of documents, None for those that are removed, means for the index. Of a removed one it is not known
+    what it was.
+    """
     found: dict[str, Alias | None] = {}
     for name, entry in models.items():
         document = parse_document(entry) if entry is not None and is_alias(entry) else None

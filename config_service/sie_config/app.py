@@ -1,6 +1,6 @@
 """The config service over HTTP: reads of the catalogue, its epoch and export, and the writes that nobody else takes.
 
-    request ──► Gate ──► body, at most 1 MiB ──► Document ──► Writer ──► reply with the new revision as ETag
+request ──► Gate ──► body, at most 1 MiB ──► Document ──► Writer ──► reply with the new revision as ETag
 """
 
 from __future__ import annotations
@@ -91,16 +91,32 @@ class ConfigService:
         return Edits(store, await store.bundles(), self.trust)
 
     async def write(
-        self, request: Request, operation: str, model: str, edit: Edit, body: bytes, profiles: Collection[str] | None = None
+        self,
+        request: Request,
+        operation: str,
+        model: str,
+        edit: Edit,
+        body: bytes,
+        profiles: Collection[str] | None = None,
     ) -> Response:
         """Do one write and answer it."""
         self.require()
         assert self.writer is not None
         dry_run, force = _flags(request, "dry_run", "force")
-        answered = await self.writer.write(Asked(
-            operation, model, edit, digest_of(operation.encode(), model.encode(), body), _key(request), _if_match(request), dry_run,
-            profiles, force, request.scope["sie.author"],
-        ))  # fmt: skip
+        answered = await self.writer.write(
+            Asked(
+                operation,
+                model,
+                edit,
+                digest_of(operation.encode(), model.encode(), body),
+                _key(request),
+                _if_match(request),
+                dry_run,
+                profiles,
+                force,
+                request.scope["sie.author"],
+            )
+        )
         status = 201 if answered.created and not answered.replayed else 200
         return _json(answered.body, {"ETag": f'"{answered.body["revision"]}"'}, status)
 
@@ -156,22 +172,34 @@ def _reads(app: FastAPI, service: ConfigService) -> None:
     @app.get(_MODELS, summary="All models")
     async def models() -> Response:
         found = (await service.require().snapshot()).live
-        return _json({"models": [
-            configs.listed(model, stored.entry or {}, stored.source) for model, stored in sorted(found.items())
-        ]})  # fmt: skip
+        return _json(
+            {
+                "models": [
+                    configs.listed(model, stored.entry or {}, stored.source) for model, stored in sorted(found.items())
+                ]
+            }
+        )
 
     @app.get(_MODELS + "/{model:path}/history", summary="The revisions of a model, newest first")
     async def history(model: str) -> Response:
         revisions = await service.require().history(model)
         if not revisions:
             raise await service.require().not_found(model)
-        return _json({"model_id": model, "revisions": [
+        return _json(
             {
-                "revision": each.revision, "created_at": each.created_at, "operation": each.operation,
-                "author": each.author or each.source, "changes": [] if before is None else difference(before.entry, each.entry),
+                "model_id": model,
+                "revisions": [
+                    {
+                        "revision": each.revision,
+                        "created_at": each.created_at,
+                        "operation": each.operation,
+                        "author": each.author or each.source,
+                        "changes": [] if before is None else difference(before.entry, each.entry),
+                    }
+                    for each, before in itertools.zip_longest(revisions, revisions[1:])
+                ],
             }
-            for each, before in itertools.zip_longest(revisions, revisions[1:])
-        ]})  # fmt: skip
+        )
 
     @app.get(_MODELS + "/{model:path}/status", summary="Which gateways and workers serve which revision of a model")
     async def status(model: str) -> Response:
@@ -180,15 +208,27 @@ def _reads(app: FastAPI, service: ConfigService) -> None:
         held = read.held.get(model, Held())
         if held.stored is None or held.entry is None:
             raise await store.not_found(model)
-        bundles = None if is_alias(held.entry) else {
-            bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of(bundle))
-            for bundle in bundles_of(read.bundles, held.entry)
-        }  # fmt: skip
+        bundles = (
+            None
+            if is_alias(held.entry)
+            else {
+                bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of(bundle))
+                for bundle in bundles_of(read.bundles, held.entry)
+            }
+        )
         since = f"{read.created}:{held.written}"
-        return _json(configs.model_status(
-            model, held.revision, read.epoch, since, bundles, service.workers.gateways(), await store.revisions_at(model),
-            held.stored.source,
-        ))  # fmt: skip
+        return _json(
+            configs.model_status(
+                model,
+                held.revision,
+                read.epoch,
+                since,
+                bundles,
+                service.workers.gateways(),
+                await store.revisions_at(model),
+                held.stored.source,
+            )
+        )
 
     @app.get(_MODELS + "/{model:path}", summary="One model")
     async def model(model: str, request: Request) -> Response:
@@ -222,7 +262,10 @@ def _reads(app: FastAPI, service: ConfigService) -> None:
 def _writes(app: FastAPI, service: ConfigService) -> None:
     async def document(request: Request) -> tuple[Document, bytes]:
         body = await _body(request)
-        return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body  # a large YAML takes seconds
+        return (
+            await asyncio.to_thread(read, body, request.headers.get("content-type", "")),
+            body,
+        )  # a large YAML takes seconds
 
     @app.post(_MODELS, summary="Add a model, or profiles to one", status_code=201)
     async def create(request: Request) -> Response:
@@ -259,7 +302,10 @@ async def _body(request: Request) -> bytes:
             async for piece in request.stream():
                 data += piece
                 if len(data) > MOST_BODY_BYTES:
-                    message = f"body: expected at most {MOST_BODY_BYTES} bytes, got more; the configuration of a model has some thousand"
+                    message = (
+                        f"body: expected at most {MOST_BODY_BYTES} bytes, got more; the configuration of a model has "
+                        "some thousand"
+                    )
                     raise PayloadTooLarge(message, param="body", extras={"limit": MOST_BODY_BYTES})
     except TimeoutError:
         raise GatewayTimeout(f"the body was not complete within {BODY_S:g} s", param="body") from None
@@ -278,7 +324,9 @@ def _if_match(request: Request) -> int | None:
     given = request.headers.get("if-match")
     if given is None:
         return None
-    text = given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')  # a proxy that compresses makes an ETag a weak one
+    text = (
+        given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
+    )  # a proxy that compresses makes an ETag a weak one
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {given[:60]!r}"
         raise InvalidInput(message, reason="schema", param="If-Match")
@@ -307,13 +355,17 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as INTERNAL_ERROR."""
+    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
+    INTERNAL_ERROR.
+    """
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         allowed = headers.get("Allow", headers.get("allow", "another one"))
         is_method = error.status_code == 405
-        error = MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; /docs lists all")
+        error = (
+            MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; /docs lists all")
+        )
     elif isinstance(error, BrokerError):
         _logger.warning("request %s: %s", request_id, error)
         error = QueueUnavailable("the broker could not be reached")

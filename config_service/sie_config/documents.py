@@ -1,7 +1,7 @@
 """Model configurations as people write them: read, checked by the schema that workers use, merged, compared.
 
-    bytes ──read──► Document ──checked──► ModelEntry, Alias or Bundle
-                                └ ValidationFailed: the field, what is wrong with it, and of YAML the line
+bytes ──read──► Document ──checked──► ModelEntry, Alias or Bundle
+                            └ ValidationFailed: the field, what is wrong with it, and of YAML the line
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def read(body: bytes, content_type: str) -> Document:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse what is nested too deep before a tree is made of it, which takes a call for each level, in C without any limit."""
+    """Refuse what is nested too deep before a tree is made of it, which takes a call for each level, in C without any
+    limit.
+    """
     depth = 0
     for event in yaml.parse(body, _LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -107,7 +109,9 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
     """A fault of one field."""
     place = {} if line is None else {"line": line}
     where = loc if line is None else f"{loc} (line {line})"
-    return ValidationFailed(f"{where}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message, **place}]})
+    return ValidationFailed(
+        f"{where}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message, **place}]}
+    )
 
 
 def checked(raw: Any, document: Document) -> ModelEntry | Alias:
@@ -136,7 +140,9 @@ def _parsed(raw: Any, document: Document, parse: Callable[[Any], T], kind: type)
 
 
 def _narrowed(raw: Any, told: str, parse: Callable[[Any], object]) -> str:
-    """A path in which the key that is at fault stands for each `[...]`: the one with which alone the fault is still the same."""
+    """A path in which the key that is at fault stands for each `[...]`: the one with which alone the fault is still the
+    same.
+    """
     loc = told
     while _ANY_KEY in loc:
         head, _, tail = loc.partition(_ANY_KEY)
@@ -180,7 +186,11 @@ def _line(node: yaml.Node, path: str) -> int:
         for name, rest in _steps(pairs, path):
             key, value = pairs[name]
             return _line(value, rest) if rest else int(key.start_mark.line) + 1
-    elif isinstance(node, yaml.SequenceNode) and (index := re.match(r"\[(\d+)\]", path)) and int(index[1]) < len(node.value):
+    elif (
+        isinstance(node, yaml.SequenceNode)
+        and (index := re.match(r"\[(\d+)\]", path))
+        and int(index[1]) < len(node.value)
+    ):
         return _line(node.value[int(index[1])], path[index.end() :])
     return found
 
@@ -199,7 +209,9 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> list[dict[str, Any]]:
-    """What differs, field by field, at most MOST_DIFFERENCES: `path` with `before` and `after`, without the one that is not there."""
+    """What differs, field by field, at most MOST_DIFFERENCES: `path` with `before` and `after`, without the one that is
+    not there.
+    """
     found: list[dict[str, Any]] = []
     for each in _differences(before, after, "$"):
         found.append(each)

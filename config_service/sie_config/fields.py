@@ -1,6 +1,6 @@
 """What may stand in a field, for messages that tell what to write instead.
 
-    type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
+type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _MOST_NAMES = 30
 
 
 def said(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """The path of a fault in a document of `kind`, down to an unknown or missing field, and the message with what is expected there."""
+    """The path of a fault in a document of `kind`, down to an unknown or missing field, and the message with what is
+    expected there.
+    """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
     if unknown := _UNKNOWN.fullmatch(message):
@@ -27,11 +29,15 @@ def said(kind: type, loc: str, message: str) -> tuple[str, str]:
     if missing := _MISSING.fullmatch(message):
         return loc, f"missing field `{missing[1]}`"
     choices = [repr(value) for part in _parts(node) if isinstance(part, inspect.LiteralType) for value in part.values]
-    return loc, f"{message}, expected one of {', '.join(choices)}" if choices and message.startswith("Invalid enum value") else message
+    return loc, f"{message}, expected one of {', '.join(choices)}" if choices and message.startswith(
+        "Invalid enum value"
+    ) else message
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """What was meant by a name that is not among `names`: one that is like it, the same name elsewhere, or any of them."""
+    """What was meant by a name that is not among `names`: one that is like it, the same name elsewhere,
+    or any of them.
+    """
     if like := difflib.get_close_matches(name, names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
     lasts = {path.rpartition(".")[2] for path in _places(kind)}

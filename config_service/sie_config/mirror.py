@@ -1,9 +1,11 @@
-"""What a replica remembers of the bucket: read whole once, then what was written since, so that ten thousand models cost no more than one.
+"""What a replica remembers of the bucket: read whole once, then what was written since, so that ten thousand models
+cost no more than one.
 
     bucket ── all models, at first ──► Mirror ◄── what was written since, in order ── bucket
                                          └─► Snapshot: all models at one epoch, and what each bundle has heard of
 
-The epoch is when the bucket was made and the number of the last write of the catalogue in it: a kept reply moves no epoch.
+The epoch is when the bucket was made and the number of the last write of the catalogue in it: a kept reply moves no
+epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _Record = TypeVar("_Record")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """One revision of a model. `entry` is None once it is removed. `source`: packaged, overlay or api; seeding touches the first two."""
+    """One revision of a model. `entry` is None once it is removed. `source`: packaged, overlay or api; seeding touches
+    the first two.
+    """
 
     entry: dict[str, Any] | None
     source: str
@@ -43,7 +47,9 @@ class Stored(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A model as it is in the bucket, and the bucket's revision for compare-and-set. `stored` is None for one that never was."""
+    """A model as it is in the bucket, and the bucket's revision for compare-and-set. `stored` is None for one that
+    never was.
+    """
 
     stored: Stored | None = None
     sequence: int = 0
@@ -69,8 +75,9 @@ _bundle = msgspec.json.Decoder(Bundle)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All models at one epoch, removed ones included. `concerned`: the number of the last write that each bundle was told of, as far as it
-    is known; what came up to `unknown` may have concerned any."""
+    """All models at one epoch, removed ones included. `concerned`: the number of the last write that each bundle was
+    told of, as far as it is known; what came up to `unknown` may have concerned any.
+    """
 
     epoch: str = ""
     held: Mapping[str, Held] = field(default_factory=dict)
@@ -81,7 +88,11 @@ class Snapshot:
     @cached_property
     def live(self) -> dict[str, Stored]:
         """Without removed ones."""
-        return {model: held.stored for model, held in self.held.items() if held.stored is not None and held.stored.entry is not None}
+        return {
+            model: held.stored
+            for model, held in self.held.items()
+            if held.stored is not None and held.stored.entry is not None
+        }
 
     @property
     def created(self) -> str:
@@ -108,7 +119,10 @@ class Snapshot:
         """What whoever follows compares with what it has."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
-            self.epoch, {bundle: self.since(bundle) for bundle in self.bundles}, configs.digest(self.bundles), configs.digest(hashes)
+            self.epoch,
+            {bundle: self.since(bundle) for bundle in self.bundles},
+            configs.digest(self.bundles),
+            configs.digest(hashes),
         )
 
 
@@ -122,7 +136,9 @@ def bundles_of(bundles: Mapping[str, Bundle], entry: Mapping[str, Any]) -> tuple
 
 
 def concerns(bundles: Mapping[str, Bundle], *entries: dict[str, Any] | None) -> set[str]:
-    """The bundles that hear of a change: those that had or get the model. Gateways listen to all of them, so there is always one."""
+    """The bundles that hear of a change: those that had or get the model. Gateways listen to all of them, so there is
+    always one.
+    """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 
 
@@ -132,8 +148,8 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
         return decoder.decode(entry.value or b"")
     except msgspec.DecodeError as error:
         raise NotReady(
-            f"the catalogue's record {entry.key} cannot be read ({error}): restore it, or the bucket, from a copy; nothing is served from "
-            "here until then, and gateways and workers keep the catalogue that they have"
+            f"the catalogue's record {entry.key} cannot be read ({error}): restore it, or the bucket, from a copy; "
+            "nothing is served from here until then, and gateways and workers keep the catalogue that they have"
         ) from error
 
 
@@ -167,7 +183,8 @@ class Mirror:
             self._now, self._read = Snapshot(), 0
 
     async def write(self, writes: Sequence[Write]) -> tuple[Snapshot | None, int]:
-        """Do a batch. Returns all as it was just before, None where that cannot be told, and the bucket's last revision.
+        """Do a batch. Returns all as it was just before, None where that cannot be told, and the bucket's last
+        revision.
 
         Raises WrongRevision, BrokerError; then nothing, or nothing that is known, was stored.
         """

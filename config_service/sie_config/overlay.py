@@ -1,10 +1,12 @@
-"""The packaged catalogue and an operator's folder laid over it: read at start, and a local folder again whenever it changes.
+"""The packaged catalogue and an operator's folder laid over it: read at start, and a local folder again whenever it
+changes.
 
     packaged models, bundles ──┐
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
 
-Below `bundles/` of the folder are bundles, everywhere else models and aliases. All files are read or none: one that is broken is named
-with its field and line. Hidden files and folders are not looked at, nor where a link to a folder leads (a mounted ConfigMap has both).
+Below `bundles/` of the folder are bundles, everywhere else models and aliases. All files are read or none: one that is
+broken is named with its field and line. Hidden files and folders are not looked at, nor where a link to a folder leads
+(a mounted ConfigMap has both).
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """What the folders say: models and aliases with where each is from, `packaged` or `overlay`, and the file of those of the overlay."""
+    """What the folders say: models and aliases with where each is from, `packaged` or `overlay`, and the file of those
+    of the overlay.
+    """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
     bundles: Mapping[str, Bundle]
@@ -64,22 +68,33 @@ class Overlay:
         self._kept: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
     def told(self) -> str:
-        """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises SettingError, OSError."""
+        """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises
+        SettingError, OSError.
+        """
         if warning := examined(self._allowed):
             _logger.warning("%s", warning)
         folder = in_use(self._allowed)
-        return f"models are those of the package and of {folder}" if folder else f"models are those of the package: there is no {self.name}"
+        return (
+            f"models are those of the package and of {folder}"
+            if folder
+            else f"models are those of the package: there is no {self.name}"
+        )
 
     def trust(self) -> Trust:
         """What an entry that is written over HTTP may ask for, as the package and the folder were read last."""
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
     def _entries(self) -> list[ModelEntry]:
-        documents = [*(document for document, _ in self._packaged.values()), *(document for _, document in self._kept.values())]
+        documents = [
+            *(document for document, _ in self._packaged.values()),
+            *(document for _, document in self._kept.values()),
+        ]
         return [each for each in documents if isinstance(each, ModelEntry)]
 
     def look(self) -> Signature:
-        """The files as they are now. Raises SettingError for a named folder that is not there, or a store that does not help, OSError."""
+        """The files as they are now. Raises SettingError for a named folder that is not there, or a store that does not
+        help, OSError.
+        """
         if self._bucket is not None:
             return self._bucket.look()
         root = Path(self.name).expanduser()
@@ -105,7 +120,9 @@ class Overlay:
     def folders(self) -> Folders:
         """Everything, read and checked. Raises ValidationFailed naming file, field and line, SettingError, OSError."""
         if not self._packaged:  # which does not change
-            self._packaged = {model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()}
+            self._packaged = {
+                model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
+            }
         models = dict(self._packaged)
         bundles = dict(read_bundles(packaged_folder() / "bundles"))
         bundles[DEFAULT] = _with_plug_ins(bundles[DEFAULT])
@@ -165,7 +182,9 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: Bundle) -> Bundle:
-    """The packaged bundle serves what is installed beside this process as well: on one machine that is where its workers run."""
+    """The packaged bundle serves what is installed beside this process as well: on one machine that is where its
+    workers run.
+    """
     found = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(found))) if bundle.families else bundle
 
@@ -179,5 +198,7 @@ def _filtered(
     if unknown:
         like = Names(models).near(unknown[0])
         fix = f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(sorted(models)[:MOST_TOLD])}"
-        raise SettingError("SIE_MODEL_FILTER", f"neither the packaged models nor SIE_MODELS_DIR has {', '.join(unknown)}; {fix}")
+        raise SettingError(
+            "SIE_MODEL_FILTER", f"neither the packaged models nor SIE_MODELS_DIR has {', '.join(unknown)}; {fix}"
+        )
     return {model: found for model, found in models.items() if model in names}

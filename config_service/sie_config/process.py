@@ -52,14 +52,25 @@ async def prepare(settings: Settings, broker: Broker) -> Prepared:
 
 
 async def run(
-    settings: Settings, stop: Stop, *, host: str, port: int, lame_duck_s: float = 0.0, on_listening: Callable[[int], None] | None = None
+    settings: Settings,
+    stop: Stop,
+    *,
+    host: str,
+    port: int,
+    lame_duck_s: float = 0.0,
+    on_listening: Callable[[int], None] | None = None,
 ) -> int:
     """Serve until `stop`, go on for `lame_duck_s`, then finish what was begun. Raises SettingError."""
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer
     server = HttpServer(
-        create_app(service), host, port, setting="--port", allowed_hosts=settings.allowed_hosts, refused=service.metrics.count_refused
+        create_app(service),
+        host,
+        port,
+        setting="--port",
+        allowed_hosts=settings.allowed_hosts,
+        refused=service.metrics.count_refused,
     )
     await server.start()
     _logger.info("config service listening on %s:%d", host, server.port)
@@ -75,9 +86,12 @@ async def run(
                     service.gate.keys = Keys(broker, settings.stream_replicas)
                     tasks.start(service.gate.keys.run(served), "keys")
                 prepared = await retry(
-                    lambda: prepare(settings, broker), errors=(BrokerError, NotReady), stop=stop, logger=_logger,
+                    lambda: prepare(settings, broker),
+                    errors=(BrokerError, NotReady),
+                    stop=stop,
+                    logger=_logger,
                     what="seeding the catalogue",
-                )  # fmt: skip
+                )
                 if prepared is not None:
                     service.begin(prepared.store, prepared.overlay.trust())
                     reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers)

@@ -4,7 +4,8 @@
       ▲            └ one is broken: nothing changes, the log names file, field and line                 │
       └── until workers have it, or WATCHED_S have passed: told too ◄───────────────────────────────────┘
 
-It looks at names, sizes and times, which also tells on file systems that send no events, and takes a hundredth of the time at most.
+It looks at names, sizes and times, which also tells on file systems that send no events, and takes a hundredth of the
+time at most.
 """
 
 from __future__ import annotations
@@ -37,13 +38,22 @@ def warn_of_others(folders: Folders, read: Snapshot) -> None:
     """Say which files are not applied, because somebody wrote their models over the API."""
     for model, path in folders.files.items():
         stored, wanted = read.held.get(model, Held()).stored, folders.models.get(model)
-        if stored is not None and stored.source == "api" and wanted is not None and stored.entry != normalised(wanted[0]):
+        if (
+            stored is not None
+            and stored.source == "api"
+            and wanted is not None
+            and stored.entry != normalised(wanted[0])
+        ):
             does = "removed" if stored.entry is None else "written"
-            _logger.warning("%s is not applied: %s was %s over the API, which keeps it; change it there", path, model, does)
+            _logger.warning(
+                "%s is not applied: %s was %s over the API, which keeps it; change it there", path, model, does
+            )
 
 
 def tell_broken(read: Snapshot, index: Index, done: Iterable[Change]) -> None:
-    """Say which aliases do not hold after these changes: what a folder says is not refused for what was written over the API."""
+    """Say which aliases do not hold after these changes: what a folder says is not refused for what was written over
+    the API.
+    """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s does not hold with the models as the folder has them: %s", alias, why)
 
@@ -60,7 +70,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Follows the folder from what it was when the catalogue was seeded from it. `workers` None: nobody says what it has."""
+    """Follows the folder from what it was when the catalogue was seeded from it. `workers` None: nobody says what it
+    has.
+    """
 
     store: CatalogueStore
     overlay: Overlay
@@ -101,7 +113,9 @@ class Reload:
             done = await self.store.seed(folders.models)
             await self._read_back(folders, done)
         except (BrokerError, SIEError, SettingError, OSError) as error:
-            if not isinstance(error, SIEError) or error.retryable:  # it may pass and no file change for it: the next look finds it again
+            if (
+                not isinstance(error, SIEError) or error.retryable
+            ):  # it may pass and no file change for it: the next look finds it again
                 self._trouble.met(error)
                 return
             _logger.error("%s was changed, and the models stay as they were: %s", self.overlay.name, error)
@@ -122,10 +136,14 @@ class Reload:
             if held.entry != change.entry:
                 _logger.warning("%s of %s was overwritten at once by revision %d", change.model, where, held.revision)
                 continue
-            told = f"{change.model} is at revision {held.revision}, " + ("removed" if held.entry is None else f"as in {where}")
+            told = f"{change.model} is at revision {held.revision}, " + (
+                "removed" if held.entry is None else f"as in {where}"
+            )
             _logger.info("%s", told)
             bundles = tuple(sorted(change.told(read.bundles)))
-            self._watched.append(_Watched(told, f"{read.created}:{held.written}", bundles, time.monotonic() + WATCHED_S))
+            self._watched.append(
+                _Watched(told, f"{read.created}:{held.written}", bundles, time.monotonic() + WATCHED_S)
+            )
         warn_of_others(folders, read)
         tell_broken(read, await self.store.alias_index(), done)
 
@@ -135,7 +153,11 @@ class Reload:
         for each in self._watched if self.workers is not None else ():
             assert self.workers is not None
             epochs = {beat.worker: beat.config_epoch for bundle in each.bundles for beat in self.workers.of(bundle)}
-            lag = sorted(name for name, epoch in (epochs | self.workers.gateways()).items() if not configs.has_seen(epoch, each.epoch))
+            lag = sorted(
+                name
+                for name, epoch in (epochs | self.workers.gateways()).items()
+                if not configs.has_seen(epoch, each.epoch)
+            )
             if not lag:
                 _logger.info("%s; every gateway and worker has it", each.told)
             elif time.monotonic() < each.due_s:
@@ -143,5 +165,3 @@ class Reload:
             else:
                 _logger.warning("%s; after %g s it is not on %s", each.told, WATCHED_S, ", ".join(lag))
         self._watched = left
-
-

@@ -1,16 +1,19 @@
-"""The catalogue in a key-value bucket. Stateless over it: any number of replicas may run, compare-and-set decides between them.
+"""The catalogue in a key-value bucket. Stateless over it: any number of replicas may run, compare-and-set decides
+between them.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
-                     an operator ──── write ──►   └──► one delta for each write of a model, each naming the epoch before it
+                     an operator ──── write ──►   └──► one delta for each write of a model, each naming the epoch before
+                     it
 
     model.<id>             the model as it is: what compare-and-set goes by
     bundle.<id>            a bundle, as the folders have it; who reads the catalogue hears of a change by the epoch
-    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest takes the oldest's place
+    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest takes the
+      oldest's place
     replies.<number>       answers to writes that had an Idempotency-Key, by a hash of it, written in the same batch too
     aliases                what each alias names; an alias itself is kept as a model is
 
-A removed model stays as a record that says so: its revisions go on, and seeding does not bring it back. What an operator wrote or removed
-over the API stays the API's: seeding leaves it alone, whatever the folders say.
+A removed model stays as a record that says so: its revisions go on, and seeding does not bring it back. What an
+operator wrote or removed over the API stays the API's: seeding leaves it alone, whatever the folders say.
 """
 
 from __future__ import annotations
@@ -157,7 +160,9 @@ class CatalogueStore:
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """The catalogue as gateways resolve names by. Raises ValidationFailed for a stored entry that is none any more."""
+        """The catalogue as gateways resolve names by. Raises ValidationFailed for a stored entry that is
+        none any more.
+        """
         read = await self.snapshot()
         if self._parsed[0] is not read:
             self._parsed = read, await snapshot(_export(read))
@@ -173,9 +178,15 @@ class CatalogueStore:
         held = await self.held(model)
         if held.stored is not None:
             fix = "roll back to an earlier revision, which /history lists, or POST it again"
-            return ModelNotFound(f"{model} was removed with revision {held.revision}: {fix}", param="id", extras={"suggestions": []})
+            return ModelNotFound(
+                f"{model} was removed with revision {held.revision}: {fix}", param="id", extras={"suggestions": []}
+            )
         like = Names((await self.snapshot()).live).near(model)
-        fix = f"did you mean {' or '.join(like)}?" if like else "GET /v1/configs/models lists all, and POST there adds one"
+        fix = (
+            f"did you mean {' or '.join(like)}?"
+            if like
+            else "GET /v1/configs/models lists all, and POST there adds one"
+        )
         return ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
 
     async def history(self, model: str) -> list[Stored]:
@@ -185,7 +196,9 @@ class CatalogueStore:
         return sorted(found, key=lambda each: -each.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """What tells the revision that a model has at an epoch: 0 before there was one, None where it is not known any more."""
+        """What tells the revision that a model has at an epoch: 0 before there was one, None where it is not known any
+        more.
+        """
         created = (await self.snapshot()).created
         entries = await self._bucket.entries(f"history.{topology.token(model)}")
         found = sorted((entry.revision, decoded(_stored, entry).revision) for entry in entries)
@@ -209,7 +222,11 @@ class CatalogueStore:
         """Where the reply to a write with the digest `key` is kept, or would be."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
-        return Slot(number, (), 0) if entry is None or entry.value is None else Slot(number, _replies.decode(entry.value), entry.revision)
+        return (
+            Slot(number, (), 0)
+            if entry is None or entry.value is None
+            else Slot(number, _replies.decode(entry.value), entry.revision)
+        )
 
     async def remember(self, reply: Write) -> None:
         """Keep the reply to a write that changed nothing. Raises WrongRevision."""
@@ -223,16 +240,25 @@ class CatalogueStore:
     async def write(
         self, changes: Sequence[Change], reply: Write | None = None, index: Write | None = None, *, tell: bool = True
     ) -> tuple[int, int]:
-        """Apply the changes, each of another model, as one atomic batch and broadcast each, or leave that to polls where not to `tell`.
-        Returns how many deltas were sent, of how many.
+        """Apply the changes, each of another model, as one atomic batch and broadcast each, or leave that to polls
+        where not to `tell`. Returns how many deltas were sent, of how many.
 
-        Raises WrongRevision if any model or slot, or the index of aliases, was written meanwhile; then nothing is stored.
+        Raises WrongRevision if any model or slot, or the index of aliases, was written meanwhile; then nothing is
+        stored.
         """
         writes: list[Write] = []
         revisions: list[Stored] = []
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         for change in changes:
-            stored = Stored(change.entry, change.source, change.held.revision + 1, change.operation, now, change.model, change.author)
+            stored = Stored(
+                change.entry,
+                change.source,
+                change.held.revision + 1,
+                change.operation,
+                now,
+                change.model,
+                change.author,
+            )
             value = msgspec.json.encode(stored)
             writes.append(Write(model_key(change.model), value, change.held.sequence))
             writes.append(Write(_history_key(change.model, stored.revision), value))
@@ -241,19 +267,37 @@ class CatalogueStore:
         created = (await self.snapshot()).created
         failpoint("config.before_write")
         before, last = await self._mirror.write(writes)
-        return await self._broadcast(changes, revisions, before, created, last - len(writes), index is not None) if tell else (0, 0)
+        return (
+            await self._broadcast(changes, revisions, before, created, last - len(writes), index is not None)
+            if tell
+            else (0, 0)
+        )
 
     async def _broadcast(
-        self, changes: Sequence[Change], revisions: Sequence[Stored], before: Snapshot | None, created: str, first: int, with_index: bool
+        self,
+        changes: Sequence[Change],
+        revisions: Sequence[Stored],
+        before: Snapshot | None,
+        created: str,
+        first: int,
+        with_index: bool,
     ) -> tuple[int, int]:
-        """One delta for each change and each bundle that it concerns. Where `before` is not known each reader is made to ask."""
-        previous, since = (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles}) if before is not None else ("", {})
+        """One delta for each change and each bundle that it concerns. Where `before` is not known each reader is made
+        to ask.
+        """
+        previous, since = (
+            (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
+            if before is not None
+            else ("", {})
+        )
         bundles = before.bundles if before is not None else (await self.snapshot()).bundles
         sent = wanted = 0
         for number, (change, stored) in enumerate(zip(changes, revisions, strict=True), 1):
             epoch = f"{created}:{first + 2 * number + (with_index and number == len(changes))}"
             for bundle in sorted(change.told(bundles)):
-                delta = ConfigDelta(PRODUCER, previous, epoch, change.model, stored.revision, stored.entry, since.get(bundle, ""))
+                delta = ConfigDelta(
+                    PRODUCER, previous, epoch, change.model, stored.revision, stored.entry, since.get(bundle, "")
+                )
                 since[bundle] = epoch
                 failpoint("config.before_broadcast")
                 wanted += 1
@@ -272,8 +316,9 @@ class CatalogueStore:
             values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in wanted.items()}
             writes = [
                 Write(key, value, present[key].revision if key in present else 0)
-                for key, value in values.items() if key not in present or present[key].value != value
-            ]  # fmt: skip
+                for key, value in values.items()
+                if key not in present or present[key].value != value
+            ]
             writes += [Write(key, None, entry.revision) for key, entry in present.items() if key not in values]
             try:
                 if writes:
@@ -284,16 +329,24 @@ class CatalogueStore:
         raise WrongRevision(f"the bundles kept changing during {SEED_ATTEMPTS} attempts to seed them")
 
     async def seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
-        """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was changed."""
+        """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was
+        changed.
+        """
         done: list[Change] = []
         for _ in range(SEED_ATTEMPTS):
             changes = self._to_seed((await self.snapshot()).held, wanted)
             try:
                 for start in range(0, len(changes), SEED_BATCH):
                     batch = changes[start : start + SEED_BATCH]
-                    aliases = {change.model: change.entry for change in batch if is_alias(change.entry) or is_alias(change.held.entry)}
+                    aliases = {
+                        change.model: change.entry
+                        for change in batch
+                        if is_alias(change.entry) or is_alias(change.held.entry)
+                    }
                     index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                    await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))  # one look at the end is enough
+                    await self.write(
+                        batch, index=index, tell=start + SEED_BATCH >= len(changes)
+                    )  # one look at the end is enough
                     done += batch
             except WrongRevision:
                 continue  # another replica seeds at the same time: look again
@@ -308,7 +361,12 @@ class CatalogueStore:
             if held.stored is None or (held.stored.source != "api" and held.entry != document):
                 changes.append(Change(model, held, document, source, "seed"))
         for model, held in present.items():
-            if model not in wanted and held.stored is not None and held.stored.source != "api" and held.entry is not None:
+            if (
+                model not in wanted
+                and held.stored is not None
+                and held.stored.source != "api"
+                and held.entry is not None
+            ):
                 changes.append(Change(model, held, None, held.stored.source, "seed"))
         return changes
 
@@ -316,11 +374,18 @@ class CatalogueStore:
 def _export(read: Snapshot) -> ConfigExport:
     listed = tuple(
         ConfigModel(
-            model, held.entry, held.revision, bundles_of(read.bundles, held.entry), written=held.written,
-            raw_yaml=msgspec.json.encode(held.entry).decode(),  # which is YAML too, and made a hundred times faster than other
+            model,
+            held.entry,
+            held.revision,
+            bundles_of(read.bundles, held.entry),
+            written=held.written,
+            raw_yaml=msgspec.json.encode(
+                held.entry
+            ).decode(),  # which is YAML too, and made a hundred times faster than other
         )
-        for model, held in sorted(read.held.items()) if held.entry is not None
-    )  # fmt: skip
+        for model, held in sorted(read.held.items())
+        if held.entry is not None
+    )
     bundles = tuple(msgspec.to_builtins(bundle) for bundle in read.bundles.values())
     return ConfigExport(read.epoch, listed, bundles, generated_at=datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -339,5 +404,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> Reply:
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
     """The store, with its bucket made if it is not there."""
-    bucket = await broker.key_value(topology.CATALOGUE_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas)
+    bucket = await broker.key_value(
+        topology.CATALOGUE_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+    )
     return CatalogueStore(broker, bucket)

@@ -16,7 +16,9 @@ _logger = logging.getLogger("sie.config")
 
 
 class Workers:
-    """The last heartbeat of each worker, and the last announcement of each gateway; who is silent for `timeout_s` is forgotten."""
+    """The last heartbeat of each worker, and the last announcement of each gateway; who is silent for `timeout_s` is
+    forgotten.
+    """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
@@ -56,14 +58,19 @@ class Workers:
         """The workers of a bundle that take work."""
         now_s = self._clock()
         return [
-            beat for seen_s, beat in self._seen.values()
+            beat
+            for seen_s, beat in self._seen.values()
             if beat.bundle == bundle and beat.ready and not beat.leaving and now_s - seen_s < self._timeout_s
-        ]  # fmt: skip
+        ]
 
     def gateways(self) -> dict[str, str]:
         """The epoch of each gateway."""
         now_s = self._clock()
-        return {name: beat.config_epoch for name, (seen_s, beat) in self._gateways.items() if now_s - seen_s < self._timeout_s}
+        return {
+            name: beat.config_epoch
+            for name, (seen_s, beat) in self._gateways.items()
+            if now_s - seen_s < self._timeout_s
+        }
 
     def epochs(self, bundle: str) -> dict[str, str]:
         """The epoch of each of those workers."""

@@ -1,6 +1,8 @@
-"""Writes of an operator: each is one compare-and-set over the model as it is, tried again while somebody else was quicker.
+"""Writes of an operator: each is one compare-and-set over the model as it is, tried again while somebody else was
+quicker.
 
-    asked ──► known Idempotency-Key? its reply ──► the model as it is ──► If-Match? ──► edited, checked ──► one batch ──► deltas
+    asked ──► known Idempotency-Key? its reply ──► the model as it is ──► If-Match? ──► edited, checked ──► one batch
+    ──► deltas
                                                         ▲                                                    │
                                                         └──────────────── somebody else was quicker ◄────────┘
 
@@ -39,7 +41,9 @@ Edit = Callable[[Held], Awaitable[dict[str, Any] | None]]
 
 @dataclass(frozen=True)
 class Asked:
-    """A write. `request` is a digest of all that makes it this write and no other; `if_match` the revision that it must find."""
+    """A write. `request` is a digest of all that makes it this write and no other; `if_match` the revision that it must
+    find.
+    """
 
     operation: str
     model: str
@@ -71,7 +75,9 @@ class Writer:
         self.id = f"sie-config-{secrets.token_hex(4)}"
 
     async def write(self, asked: Asked) -> Answered:
-        """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch, QueueUnavailable, BrokerError."""
+        """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
+        QueueUnavailable, BrokerError.
+        """
         pause_s = FIRST_PAUSE_S
         try:
             async with asyncio.timeout(WRITE_S), self._lock:
@@ -82,7 +88,10 @@ class Writer:
                         await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311  spreads replicas
                         pause_s = min(MOST_PAUSE_S, 2 * pause_s)
         except TimeoutError:
-            message = f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same Idempotency-Key"
+            message = (
+                f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same "
+                "Idempotency-Key"
+            )
             raise QueueUnavailable(message) from None
 
     async def _attempt(self, asked: Asked) -> Answered:
@@ -95,7 +104,11 @@ class Writer:
                 raise IdempotencyMismatch(message, param="Idempotency-Key")
             return Answered(known.body, replayed=True)
         held = await store.held(asked.model)
-        if asked.if_match is not None and asked.if_match != held.revision and (held.entry is not None or asked.operation in _FROM_NOTHING):
+        if (
+            asked.if_match is not None
+            and asked.if_match != held.revision
+            and (held.entry is not None or asked.operation in _FROM_NOTHING)
+        ):
             raise await self._stale(asked.model, held, asked.if_match)
         entry = await asked.edit(held)
         changes = held.entry != entry
@@ -106,9 +119,14 @@ class Writer:
             return Answered(body, created)
         reply = None if slot is None else slot.with_reply(reply_of(key, asked.request, body))
         if changes:
-            sent, wanted = await store.write([Change(asked.model, held, entry, "api", asked.operation, asked.author)], reply, guarded.index)
+            sent, wanted = await store.write(
+                [Change(asked.model, held, entry, "api", asked.operation, asked.author)], reply, guarded.index
+            )
             if sent < wanted:
-                body = {**body, "warnings": [*body["warnings"], "nats_publish_partial" if sent else "nats_publish_failed"]}
+                body = {
+                    **body,
+                    "warnings": [*body["warnings"], "nats_publish_partial" if sent else "nats_publish_failed"],
+                }
             _logger.info("%s of %s: revision %d", asked.operation, asked.model, held.revision + 1)
         elif reply is not None:
             await store.remember(reply)
@@ -121,19 +139,23 @@ class Writer:
         named = after if asked.profiles is None else asked.profiles
         routable = [] if entry is None else list(bundles_of(bundles, entry))
         return {
-            "model_id": asked.model, "revision": revision,
+            "model_id": asked.model,
+            "revision": revision,
             "created_profiles": [name for name in after if name not in before],
             "existing_profiles_skipped": [name for name in named if name in before and after[name] == before[name]],
-            "warnings": [], "routable_bundles_by_profile": dict.fromkeys(after, routable), "router_id": self.id,
-        }  # fmt: skip
+            "warnings": [],
+            "routable_bundles_by_profile": dict.fromkeys(after, routable),
+            "router_id": self.id,
+        }
 
     async def _stale(self, model: str, held: Held, wanted: int) -> ContentConflict:
         """`diff`: what became of the revision that was asked for, as far as it is still known."""
         base = await self._store.revision(model, wanted)
         return ContentConflict(
-            f"{model} is at revision {held.revision}, not {wanted}; read it again and repeat the change", param="If-Match",
+            f"{model} is at revision {held.revision}, not {wanted}; read it again and repeat the change",
+            param="If-Match",
             extras={"revision": held.revision, "diff": [] if base is None else difference(base.entry, held.entry)},
-        )  # fmt: skip
+        )
 
 
 def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
@@ -146,7 +168,8 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """What each operation makes of a model as it is.
 
-    All that is stored has passed `checked`, has a bundle that serves it, and asks for no code and no path that is not allowed.
+    All that is stored has passed `checked`, has a bundle that serves it, and asks for no code and no path that is not
+    allowed.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, Bundle], trust: Trust) -> None:
@@ -183,7 +206,8 @@ class Edits:
                 present["profiles"] = {name: before[name] for name in given if name != "default" and name in before}
                 asked = {**wanted, "profiles": wanted.get("profiles", {})}
                 raise ContentConflict(
-                    f"{wanted['id']} is there with another {', '.join(differing)}; POST only adds, PUT replaces, PATCH changes",
+                    f"{wanted['id']} is there with another {', '.join(differing)}; POST only adds, PUT replaces, PATCH "
+                    "changes",
                     extras={"revision": held.revision, "diff": difference(present, asked), "profiles": differing},
                 )
             profiles = {**held.entry.get("profiles", {}), **wanted.get("profiles", {})}
@@ -206,7 +230,9 @@ class Edits:
             raise invalid("$", f"expected a map, got {type(document.value).__name__}", document.line("$"))
 
         async def edit(held: Held) -> dict[str, Any]:
-            return self._same(model, self.entry(merged(await self._present(model, held), document.value), document), document)
+            return self._same(
+                model, self.entry(merged(await self._present(model, held), document.value), document), document
+            )
 
         return edit
 
@@ -219,7 +245,12 @@ class Edits:
     def rollback(self, model: str, document: Document) -> Edit:
         value = document.value
         wanted = value.get("revision") if isinstance(value, dict) else None
-        if not isinstance(value, dict) or value.keys() != {"revision"} or not isinstance(wanted, int) or isinstance(wanted, bool):
+        if (
+            not isinstance(value, dict)
+            or value.keys() != {"revision"}
+            or not isinstance(wanted, int)
+            or isinstance(wanted, bool)
+        ):
             message = "expected {revision: N} with the number of a revision, as /history lists them, and nothing else"
             raise invalid("$.revision", message, document.line("$"))
 
@@ -230,11 +261,16 @@ class Edits:
             if found is None:
                 kept = [each.revision for each in await self._store.history(model)]
                 raise ModelNotFound(
-                    f"{model} has no revision {wanted}; kept are {', '.join(map(str, kept[:20]))}", reason="revision_not_found",
-                    param="revision", extras={"revisions": kept},
-                )  # fmt: skip
+                    f"{model} has no revision {wanted}; kept are {', '.join(map(str, kept[:20]))}",
+                    reason="revision_not_found",
+                    param="revision",
+                    extras={"revisions": kept},
+                )
             if found.entry is None:
-                raise invalid("$.revision", f"revision {wanted} is a removal: DELETE removes, an earlier revision brings the model back")
+                raise invalid(
+                    "$.revision",
+                    f"revision {wanted} is a removal: DELETE removes, an earlier revision brings the model back",
+                )
             return self.entry(found.entry, Document(None))
 
         return edit
@@ -242,7 +278,9 @@ class Edits:
     @staticmethod
     def _same(model: str, entry: dict[str, Any], document: Document) -> dict[str, Any]:
         if entry["id"] != model:
-            raise invalid("$.id", f"expected {model!r}, the one of the path, got {entry['id']!r}", document.line("$.id"))
+            raise invalid(
+                "$.id", f"expected {model!r}, the one of the path, got {entry['id']!r}", document.line("$.id")
+            )
         return entry
 
     async def _present(self, model: str, held: Held) -> dict[str, Any]:

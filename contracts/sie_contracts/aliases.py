@@ -4,8 +4,9 @@
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
     {id: search, alias: A, shadow: {model: B, share: 0.1}}              B is measured beside A and answers nobody
 
-An alias is a document of the catalogue beside those of models: written, kept, rolled back, exported and broadcast like one. Its id is
-no model's. Targets are models, by id with the revision and the profile that they must have where one is named, never aliases.
+An alias is a document of the catalogue beside those of models: written, kept, rolled back, exported and broadcast like
+one. Its id is no model's. Targets are models, by id with the revision and the profile that they must have where one is
+named, never aliases.
 """
 
 from __future__ import annotations
@@ -69,16 +70,23 @@ def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def parse_alias(raw: Mapping[str, Any]) -> Alias:
-    """A checked alias from decoded YAML or JSON, the form of its id apart. Raises ValidationFailed with `errors` naming the path.
+    """A checked alias from decoded YAML or JSON, the form of its id apart. Raises ValidationFailed with `errors` naming
+    the path.
 
     A target without a weight, and a shadow of all requests, may be written as the name alone.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
-        message = f"a document is a model or an alias, and this has {both[0]} too: an alias is a document of its own, under another id"
+        message = (
+            f"a document is a model or an alias, and this has {both[0]} too: an alias is a document of its own, under "
+            "another id"
+        )
         raise _invalid("$.alias", message)
     alias = raw["alias"]
     targets = [alias] if isinstance(alias, str | dict) else alias
-    plain: dict[str, Any] = {**raw, "alias": [_named(each) for each in targets] if isinstance(targets, list | tuple) else targets}
+    plain: dict[str, Any] = {
+        **raw,
+        "alias": [_named(each) for each in targets] if isinstance(targets, list | tuple) else targets,
+    }
     if "shadow" in plain:
         plain["shadow"] = _named(plain["shadow"])
     try:
@@ -91,12 +99,17 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
         raise _invalid("$.alias", f"expected from 1 to {MOST_TARGETS} targets, got {len(found.alias)}")
     for number, target in enumerate(found.alias):
         if not 1 <= target.weight <= MOST_WEIGHT:
-            message = f"expected a weight from 1 to {MOST_WEIGHT}, got {target.weight}; a target that is to serve nobody is left out"
+            message = (
+                f"expected a weight from 1 to {MOST_WEIGHT}, got {target.weight}; a target that is to serve nobody is "
+                "left out"
+            )
             raise _invalid(f"$.alias[{number}].weight", message)
         if _key_name(target.model) in {_key_name(other.model) for other in found.alias[:number]}:
             raise _invalid(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
     if found.shadow is not None and not 0 < found.shadow.share <= 1:
-        message = f"expected a share above 0, at most 1, got {found.shadow.share:g}; without a shadow leave `shadow` out"
+        message = (
+            f"expected a share above 0, at most 1, got {found.shadow.share:g}; without a shadow leave `shadow` out"
+        )
         raise _invalid("$.shadow.share", message)
     return found
 
@@ -114,13 +127,16 @@ def _key_name(model: str) -> str:
 def choose(alias: Alias, key: str) -> Target:
     """The target of a key: always the same one, on every gateway, in proportion to the weights over many keys.
 
-    Weighted rendezvous hashing: a target whose weight rises wins keys and loses none; which keys those are differs from alias to alias.
+    Weighted rendezvous hashing: a target whose weight rises wins keys and loses none; which keys those are differs from
+    alias to alias.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
     if not key:
         return alias.heaviest
-    return max(alias.alias, key=lambda target: -target.weight / math.log(_uniform(alias.id, _key_name(target.model), key)))
+    return max(
+        alias.alias, key=lambda target: -target.weight / math.log(_uniform(alias.id, _key_name(target.model), key))
+    )
 
 
 def _uniform(*parts: str) -> float:
@@ -134,17 +150,21 @@ def _uniform(*parts: str) -> float:
 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
-    """All models that a name may mean: of an alias each of its targets, the heaviest first. Raises ModelNotFound, BundleConflict."""
+    """All models that a name may mean: of an alias each of its targets, the heaviest first. Raises ModelNotFound,
+    BundleConflict.
+    """
     found = catalogue.resolve(spec)
     targets = sorted(catalogue.aliases[found.alias].alias, key=lambda target: -target.weight) if found.alias else ()
     return (found, *(catalogue.resolve(target.model, follow=False) for target in targets[1:]))
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
-    """Whether the alias holds in a catalogue: no model has its id, its targets are models that are there, and their results are alike.
+    """Whether the alias holds in a catalogue: no model has its id, its targets are models that are there, and their
+    results are alike.
 
-    Raises ValidationFailed naming the field and the fix. Encoders are alike where what they make of a text is the same by their entries
-    (`Resolved.numbers`); of what is not known, nothing is assumed. `force` waives likeness, nothing else.
+    Raises ValidationFailed naming the field and the fix. Encoders are alike where what they make of a text is the same
+    by their entries (`Resolved.numbers`); of what is not known, nothing is assumed. `force` waives likeness, nothing
+    else.
     """
     folded = alias.id.casefold()
     if taken := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -152,11 +172,16 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
         raise _invalid("$.id", message)
     if twin := next((other for other in catalogue.aliases if other.casefold() == folded and other != alias.id), None):
         raise _invalid("$.id", f"the alias {twin!r} differs in case alone: give this one another id")
-    targets = [_target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)]
+    targets = [
+        _target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)
+    ]
     if alias.shadow is not None:
         shadow = _target(catalogue, alias, alias.shadow.model, "$.shadow.model")
         if not set(shadow.entry.tasks) & set(targets[0].entry.tasks):
-            raise _invalid("$.shadow.model", f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} {_verbs(targets[0])}")
+            raise _invalid(
+                "$.shadow.model",
+                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} {_verbs(targets[0])}",
+            )
         if any(shadow.canonical == target.canonical for target in targets):
             raise _invalid("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
     if not alias.force:
@@ -186,20 +211,30 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
     for number, other in enumerate(targets[1:], 1):
         loc = f"$.alias[{number}].model"
         if set(other.entry.tasks) != set(first.entry.tasks):
-            message = f"{other.entry.id} does {_verbs(other)}, but {first.entry.id} {_verbs(first)}: some keys would get errors; "
+            message = (
+                f"{other.entry.id} does {_verbs(other)}, but {first.entry.id} {_verbs(first)}: some keys would get "
+                "errors; "
+            )
             raise _invalid(loc, message + _FORCE)
         one, two = _numbers(first, catalogue), _numbers(other, catalogue)
         if "encode" not in first.entry.tasks or (one == two and all(one.values())):
             continue
         differ = "differ from those of" if all((*one.values(), *two.values())) else "are not known to be those of"
-        message = f"the vectors of {other.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
+        message = (
+            f"the vectors of {other.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
+        )
         raise _invalid(loc, message + _FORCE)
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """`Resolved.numbers` by each profile that a request through an alias may name: all of them where its target names none."""
+    """`Resolved.numbers` by each profile that a request through an alias may name: all of them where its target names
+    none.
+    """
     names = resolved.entry.profiles if resolved.profile == "default" else ()
-    return {"": resolved.numbers, **{name: catalogue.resolve_profile(resolved.entry, name, name).numbers for name in names}}
+    return {
+        "": resolved.numbers,
+        **{name: catalogue.resolve_profile(resolved.entry, name, name).numbers for name in names},
+    }
 
 
 _FORCE = "`force: true` on the alias does it nevertheless"
@@ -221,7 +256,9 @@ def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
 
 
 def model_of(spec: str) -> str:
-    """The id that a target names, folded: in whatever case, bundle, revision or profile. Ids hold neither `@` nor `:`."""
+    """The id that a target names, folded: in whatever case, bundle, revision or profile. Ids hold
+    neither `@` nor `:`.
+    """
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
 

@@ -1,6 +1,8 @@
-"""numpy arrays on the wire: five-entry msgpack maps with bin keys, numpy's ext type of JavaScript clients, nested lists in JSON.
+"""numpy arrays on the wire: five-entry msgpack maps with bin keys, numpy's ext type of JavaScript clients, nested lists
+in JSON.
 
-Only the dtypes listed here pass in either direction; object and structured arrays never do, so nothing here can execute code.
+Only the dtypes listed here pass in either direction; object and structured arrays never do, so nothing here can execute
+code.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """The map of one array, for a msgpack encoder. C order, little endian. Raises ValueError for a dtype that clients cannot read."""
+    """The map of one array, for a msgpack encoder. C order, little endian. Raises ValueError for a dtype that clients
+    cannot read.
+    """
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} does not travel; allowed: {', '.join(sorted(EMITTED))}")
@@ -33,14 +37,17 @@ def pack(array: Array) -> dict[bytes, Any]:
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """The map of an array whose bytes lie there already, C order and little endian. Raises ValueError as `pack` does."""
+    """The map of an array whose bytes lie there already, C order and little endian. Raises ValueError as
+    `pack` does.
+    """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} does not travel; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
 
 
 def unpack(value: Any) -> Any:
-    """Replace every array map below `value` by an array, at any depth. Raises ValueError for a dtype or length that does not fit.
+    """Replace every array map below `value` by an array, at any depth. Raises ValueError for a dtype or length that
+    does not fit.
 
     Arrays are copies that the caller owns and may write to.
     """
@@ -73,7 +80,11 @@ def _from_map(value: dict[Any, Any]) -> Array:
 def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
     if not isinstance(dtype, str) or dtype not in allowed:
         raise ValueError(f"array type: got {str(dtype)[:20]!r}, expected one of {', '.join(sorted(allowed))}")
-    if not isinstance(shape, list) or not all(type(axis) is int and 0 <= axis < 2**31 for axis in shape) or len(shape) > 4:
+    if (
+        not isinstance(shape, list)
+        or not all(type(axis) is int and 0 <= axis < 2**31 for axis in shape)
+        or len(shape) > 4
+    ):
         raise ValueError("array shape: expected a list of at most 4 non-negative integers")
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
@@ -84,7 +95,9 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
 
 
 def multivector(value: Any) -> NDArray[np.float32]:
-    """A client's token matrix as float32 [rows, width]: an array, its map, or nested lists. Raises ValueError with what does not fit."""
+    """A client's token matrix as float32 [rows, width]: an array, its map, or nested lists. Raises ValueError with what
+    does not fit.
+    """
     array = unpack(value)
     if isinstance(array, list):
         array = _nested(array)
@@ -118,7 +131,9 @@ def _nested(rows: list[Any]) -> Array:
 
 
 def ext_hook(code: int, data: memoryview) -> Array:
-    """msgspec's hook for ext types: numpy arrays of JavaScript clients. Any other ext type is refused with ValueError."""
+    """msgspec's hook for ext types: numpy arrays of JavaScript clients. Any other ext type is refused
+    with ValueError.
+    """
     dtype, axes, raw = _ext(code, data)
     return _array(dtype, axes, raw, _EXT_ACCEPTED)
 

@@ -10,11 +10,12 @@ _GROWTH = 2.0  # of the mean batch: the largest batch of which something is said
 
 
 class BatchTimes:
-    """What a batch takes: something each, and something for each token. Least squares over the last `memory` or so results.
+    """What a batch takes: something each, and something for each token. Least squares over the last `memory` or so
+    results.
 
-    A device may become slower or faster from one moment to the next, where its processor is throttled for one. Whatever the two parts are,
-    n times the tokens take between once and n times as long. Two results in a row beyond that, both too long or both too short, scale
-    what was measured before; of one alone nothing is learnt: it was a stall.
+    A device may become slower or faster from one moment to the next, where its processor is throttled for one. Whatever
+    the two parts are, n times the tokens take between once and n times as long. Two results in a row beyond that, both
+    too long or both too short, scale what was measured before; of one alone nothing is learnt: it was a stall.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -87,8 +88,8 @@ class BatchTimes:
         return self._fixed is not None
 
     def efficient(self, full: float, loss: float) -> float:
-        """The smallest batch that has 1 - `loss` of the tokens a second that a batch of `full` tokens has, and that saves at least as large
-        a part of its seconds as it loses of its tokens a second; 0 while that is not known.
+        """The smallest batch that has 1 - `loss` of the tokens a second that a batch of `full` tokens has, and that
+        saves at least as large a part of its seconds as it loses of its tokens a second; 0 while that is not known.
 
         With a fixed part worth F tokens a batch of c takes (F + c) / (F + full) of the time. The first is then
         c >= (1 - loss) full F / (F + loss full), the second c >= F^2 / full.
@@ -101,8 +102,9 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """What a batch of so many tokens takes, by the mean of the last ones and by how their time was seen to grow. Unless that was seen
-        yet: in proportion above twice their mean, as long as the mean below."""
+        """What a batch of so many tokens takes, by the mean of the last ones and by how their time was seen to grow.
+        Unless that was seen yet: in proportion above twice their mean, as long as the mean below.
+        """
         if not self._n:
             return 0.0
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -1,6 +1,6 @@
 """Bundles: dependency sets with a worker image of their own. Which of them can serve a model is said by its family.
 
-    family of a model, the bundle that it names ──► serving ──► bundles, the preferred one first
+family of a model, the bundle that it names ──► serving ──► bundles, the preferred one first
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the workers of one image have installed, and the models that this is enough for.
 
-    `requires` are distributions as PEP 508 writes them: an adapter of the bundle that lacks one refuses to start. `families` are the
-    families of models that it serves; none named is all of them. Of several bundles that can serve a model the lowest `priority` is taken.
+    `requires` are distributions as PEP 508 writes them: an adapter of the bundle that lacks one refuses to start.
+    `families` are the families of models that it serves; none named is all of them. Of several bundles that can serve a
+    model the lowest `priority` is taken.
     """
 
     id: str
@@ -48,7 +49,9 @@ def parse_bundle(raw: object) -> Bundle:
         raise _invalid("$.id", f"expected at most 63 small letters, digits, `.`, `_` and `-`, got {bundle.id[:100]!r}")
     for number, requirement in enumerate(bundle.requires):
         if not _REQUIREMENT.match(requirement):
-            raise _invalid(f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}")
+            raise _invalid(
+                f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}"
+            )
     return bundle
 
 
@@ -73,7 +76,11 @@ def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     known = "; ".join(f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles))
     if able and named:
-        fault = f"bundle {named[:100]!r} has no family {family[:100]!r}" if named in bundles else f"there is no bundle {named[:100]!r}"
+        fault = (
+            f"bundle {named[:100]!r} has no family {family[:100]!r}"
+            if named in bundles
+            else f"there is no bundle {named[:100]!r}"
+        )
         return "$.bundle", f"{fault}; name {' or '.join(able)}, or none"
     return "$.family", f"no bundle can serve the family {family[:100]!r}: {known}"
 
@@ -81,7 +88,9 @@ def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
 def conflict(model: str, able: tuple[str, ...], wanted: str, why: str) -> BundleConflict:
     """A request for `model` that the `wanted` bundle does not serve, or that none does."""
     if able:
-        message = f"bundle {wanted[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"
+        message = (
+            f"bundle {wanted[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"
+        )
     else:
         message = f"{model} cannot be served: {why}"
     return BundleConflict(message, param="model", extras={"compatible_bundles": list(able)})

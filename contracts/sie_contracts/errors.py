@@ -57,7 +57,9 @@ _BY_CODE: dict[str, type[SIEError]] = {}
 
 
 class SIEError(Exception):
-    """Base of all errors that a client may see. `reason` refines the code, `param` is the path of the offending field."""
+    """Base of all errors that a client may see. `reason` refines the code, `param` is the path of the
+    offending field.
+    """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
     status: int = 500
@@ -65,7 +67,13 @@ class SIEError(Exception):
     retry_after_s: int = 0
 
     def __init__(
-        self, message: str, *, reason: str = "", param: str = "", retry_after_s: int | None = None, extras: dict[str, Any] | None = None
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        param: str = "",
+        retry_after_s: int | None = None,
+        extras: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -84,16 +92,22 @@ class SIEError(Exception):
 
     @staticmethod
     def from_info(info: ErrorInfo) -> SIEError:
-        """The error that `info` describes; an unknown code, of a newer sender, becomes INTERNAL_ERROR with the code in the text."""
+        """The error that `info` describes; an unknown code, of a newer sender, becomes INTERNAL_ERROR with the code in
+        the text.
+        """
         cls = _BY_CODE.get(info.code)
         if cls is None:
-            return InternalFailure(f"{info.code}: {info.message}", reason=info.reason, param=info.param, extras=info.extras)
+            return InternalFailure(
+                f"{info.code}: {info.message}", reason=info.reason, param=info.param, extras=info.extras
+            )
         retry_after_s = info.retry_after_s or cls.retry_after_s
         return cls(info.message, reason=info.reason, param=info.param, retry_after_s=retry_after_s, extras=info.extras)
 
 
 class InvalidInput(SIEError):
-    """The body, a parameter, a header or a file is not what is expected, or not what the model can do: `reason` and `param` say which."""
+    """The body, a parameter, a header or a file is not what is expected, or not what the model can do: `reason` and
+    `param` say which.
+    """
 
     code, status = "INVALID_INPUT", 400
 
@@ -159,7 +173,9 @@ class ContentConflict(SIEError):
 
 
 class PayloadTooLarge(SIEError):
-    """The body, one input or the expected reply is larger than `limit` bytes, or costs more than a key's quota ever allows."""
+    """The body, one input or the expected reply is larger than `limit` bytes, or costs more than a key's quota ever
+    allows.
+    """
 
     code, status = "PAYLOAD_TOO_LARGE", 413
 
@@ -183,7 +199,9 @@ class RateLimited(SIEError):
 
 
 class InferenceFailed(SIEError):
-    """The model could not compute the input: `reason` is `non_finite`, or `poison` for one that ended the process twice."""
+    """The model could not compute the input: `reason` is `non_finite`, or `poison` for one that ended the process
+    twice.
+    """
 
     code, status = "INFERENCE_ERROR", 500
 
@@ -216,7 +234,9 @@ class ModelLoadFailed(SIEError):
 
 
 class LoraLoadFailed(SIEError):
-    """The LoRA cannot be loaded: `lora_id`. 404 and 400 where it is the client's who named it, by reason; 500 for anything else."""
+    """The LoRA cannot be loaded: `lora_id`. 404 and 400 where it is the client's who named it, by reason; 500 for
+    anything else.
+    """
 
     code, status = "LORA_LOAD_FAILED", 500
 
@@ -232,7 +252,9 @@ class ModelLoading(SIEError):
 
 
 class Provisioning(SIEError):
-    """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes for `X-SIE-SDK-Version`."""
+    """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes for
+    `X-SIE-SDK-Version`.
+    """
 
     code, status, retryable, retry_after_s = "PROVISIONING", 503, True, 5
 
@@ -265,8 +287,9 @@ CONFIG_CHANGED = "config_changed"
 
 
 class NotReady(SIEError):
-    """The process has not read its catalogue or its keys yet, or what it needs is not set up. With reason `config_changed`: gateway and
-    worker did not come to know the same entry of the model in time."""
+    """The process has not read its catalogue or its keys yet, or what it needs is not set up. With reason
+    `config_changed`: gateway and worker did not come to know the same entry of the model in time.
+    """
 
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
 
@@ -328,27 +351,43 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
     "infinity": (_ERROR._replace(reader="Infinity"), _CODE),
     "tei": (
         Member("error", "message", "Text Embeddings Inference, huggingface_hub"),
-        Member("error_type", "TEI's name", "Text Embeddings Inference"), _RAW._replace(name="detail"), _CODE,
+        Member("error_type", "TEI's name", "Text Embeddings Inference"),
+        _RAW._replace(name="detail"),
+        _CODE,
     ),
-}  # fmt: skip
-"""The members of an error's body, by the family of its route. A fact stands twice only where two clients of one route look for it in two
-places. Where no route is known, as for an unknown path, the body is native."""
+}
+"""The members of an error's body, by the family of its route. A fact stands twice only where two clients of one route
+look for it in two places. Where no route is known, as for an unknown path, the body is native.
+"""
 _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 
 
-def envelope(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native") -> dict[str, Any]:
-    """The HTTP body of `error` at the routes of a client family: what its row of FAMILIES names, and `errors` of single inputs."""
+def envelope(
+    error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
+) -> dict[str, Any]:
+    """The HTTP body of `error` at the routes of a client family: what its row of FAMILIES names, and `errors` of single
+    inputs.
+    """
     code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     every: dict[str, Any] = {
-        "code": code, "message": error.message, "type": kind, "param": error.param or None, "retryable": error.retryable,
-        "request_id": request_id, **error.extras,
-    }  # fmt: skip
+        "code": code,
+        "message": error.message,
+        "type": kind,
+        "param": error.param or None,
+        "retryable": error.retryable,
+        "request_id": request_id,
+        **error.extras,
+    }
     if error.reason:
         every["reason"] = error.reason
     facts: dict[Facts, Any] = {
-        "all": every, "code and message": {"code": code, "message": error.message}, "message": error.message, "code": error.code,
-        "request id": request_id, "TEI's name": tei_type(error),
-    }  # fmt: skip
+        "all": every,
+        "code and message": {"code": code, "message": error.message},
+        "message": error.message,
+        "code": error.code,
+        "request id": request_id,
+        "TEI's name": tei_type(error),
+    }
     body = {member.name: facts[member.holds] for member in FAMILIES[family]}
     return body if errors is None else {**body, "errors": errors}

@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import re
 
-_IGNORED = re.compile(r"nvidia|tesla|quadro|geforce|amd|radeon|instinct|apple|graphics|gpu|generation|(sxm|hbm)\d?e?|pcie|nvl")
+_IGNORED = re.compile(
+    r"nvidia|tesla|quadro|geforce|amd|radeon|instinct|apple|graphics|gpu|generation|(sxm|hbm)\d?e?|pcie|nvl"
+)
 _MEMORY = re.compile(r"\d+gb")
 _OF_TWO_SIZES = ("a100", "v100")  # with as much memory as one or as the other
 
 
 @functools.lru_cache(256)
 def gpu_type(name: str) -> str:
-    """`NVIDIA L4` is l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100. A type stays as it is; empty for no name."""
+    """`NVIDIA L4` is l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100. A type stays as it is; empty
+    for no name.
+    """
     whole, is_part, part = name.lower().partition(" mig ")
     words = [word for word in re.split(r"[^a-z0-9]+", whole) if word and not _IGNORED.fullmatch(word)]
     if words and words[0] not in _OF_TWO_SIZES:

@@ -50,11 +50,12 @@ class Worker:
 
 
 class Order:
-    """The workers in the order in which a model that none of them has takes them: by room, planned use and number of models.
+    """The workers in the order in which a model that none of them has takes them: by room, planned use and number of
+    models.
 
-    Those that are equal stand on a ring by hash. A model takes one of the _NEAR behind its own hash (consistent hashing), the first by a
-    hash of both (rendezvous hashing): each model has an order of its own, which a worker that comes or goes does not change, and models
-    that one lost worker had go to different ones.
+    Those that are equal stand on a ring by hash. A model takes one of the _NEAR behind its own hash (consistent
+    hashing), the first by a hash of both (rendezvous hashing): each model has an order of its own, which a worker that
+    comes or goes does not change, and models that one lost worker had go to different ones.
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:

@@ -1,11 +1,12 @@
 """Sidecar to adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
-A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the device takes the
-batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `EnsureLora`, which lasts as long as the load. The control
-connection carries the short questions, one question and one answer at a time, so that a health check never queues behind a large frame or
-a load.
+A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the
+device takes the batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `EnsureLora`, which lasts as
+long as the load. The control connection carries the short questions, one question and one answer at a time, so that a
+health check never queues behind a large frame or a load.
 
-Token ids, given vectors and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32, `types` is uint8.
+Token ids, given vectors and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32,
+`types` is uint8.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class FrameError(Exception):
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Alive? Answered by Pong from the adapter's own account of its inference threads.
 
-    `idle`: the models that may be unloaded under pressure from now on, those with nothing running and nothing pulled. None: as before.
+    `idle`: the models that may be unloaded under pressure from now on, those with nothing running and nothing pulled.
+    None: as before.
     """
 
     idle: tuple[str, ...] | None = None
@@ -48,8 +50,8 @@ class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Load this model unless it is loaded. Answered by Ready, or Refused with MODEL_LOAD_FAILED. Runs beside inference.
 
-    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `evictable` are the models that may be
-    unloaded to make room: those with nothing running and nothing pulled.
+    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `evictable` are the
+    models that may be unloaded to make room: those with nothing running and nothing pulled.
     """
 
     model: str
@@ -59,7 +61,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA of a loaded model unless it is there. Answered by Done, or Refused with LORA_LOAD_FAILED. Runs beside inference.
+    """Load this LoRA of a loaded model unless it is there. Answered by Done, or Refused with LORA_LOAD_FAILED. Runs
+    beside inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -80,8 +83,9 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "raw"
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the token ids of a query or of a document look like. 0 of a number: the model's own.
 
-    `marker` is inserted after the first special token. `limit` counts it and all special tokens. `expanded` is the number of tokens
-    that a row is filled up to on the device, which is part of its cost. Without `special` there is nothing but the text's own tokens.
+    `marker` is inserted after the first special token. `limit` counts it and all special tokens. `expanded` is the
+    number of tokens that a row is filled up to on the device, which is part of its cost. Without `special` there is
+    nothing but the text's own tokens.
     """
 
     marker: int = -1
@@ -101,8 +105,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     spans       as text, with the texts and the place of each token in its text
     raw         the texts go as they are, the ids only count their cost
 
-    `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of multivectors that
-    may stand in the place of an input; 0: none may.
+    `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
+    multivectors that may stand in the place of an input; 0: none may.
     """
 
     layout: Layout = "text"
@@ -116,8 +120,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rows `start` to `stop` of a batch: those of one work item, which are answered as its `options` say.
 
-    Outputs never split a batch. `inputs` is the number of outcomes that are due for it, -1 one for each row. `traceparent` and
-    `tracestate`: of the work item, where it is traced.
+    Outputs never split a batch. `inputs` is the number of outcomes that are due for it, -1 one for each row.
+    `traceparent` and `tracestate`: of the work item, where it is traced.
     """
 
     start: int
@@ -133,13 +137,15 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. `lengths`: int32 [rows], `ids`: int32 [sum of lengths], `types`: uint8 [sum of lengths] or empty, in row order.
+    """One forward pass. `lengths`: int32 [rows], `ids`: int32 [sum of lengths], `types`: uint8 [sum of lengths] or
+    empty, in row order.
 
-    `texts` are set for the layouts raw and spans, one for each row; `offsets` for spans: int32 [sum of lengths, 2], first and end code
-    point of each token, -1 for a special one. `given`: int32 [rows], how many vectors of `vectors` (float32, all of one width) stand in
-    the place of a row, which then has no ids; -1 none; both empty if no row has any. `pooling` empty means the model's own. Two work items
-    share a batch only if model, revision, operation, pooling and LoRA are equal. `fingerprint`: of the loaded copy that it was made for;
-    a copy with another one refuses it as not loaded. Empty: any. `traceparent` and `tracestate`: of the batch.
+    `texts` are set for the layouts raw and spans, one for each row; `offsets` for spans: int32 [sum of lengths, 2],
+    first and end code point of each token, -1 for a special one. `given`: int32 [rows], how many vectors of `vectors`
+    (float32, all of one width) stand in the place of a row, which then has no ids; -1 none; both empty if no row has
+    any. `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling
+    and LoRA are equal. `fingerprint`: of the loaded copy that it was made for; a copy with another one refuses it as
+    not loaded. Empty: any. `traceparent` and `tracestate`: of the batch.
     """
 
     batch: str
@@ -161,7 +167,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The catalogue entry of a model changed, or it was removed (`entry` None). Answered by Done once the adapter serves the new one."""
+    """The catalogue entry of a model changed, or it was removed (`entry` None). Answered by Done once the adapter
+    serves the new one.
+    """
 
     model: str
     entry: dict[str, Any] | None = None
@@ -174,8 +182,8 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here.
 
-    `evicted`: what was unloaded under pressure since a Ping last named the idle models; told in answer to one that does. `fetching`: how
-    far the weights are that are on their way to this node, by the id of their entry.
+    `evicted`: what was unloaded under pressure since a Ping last named the idle models; told in answer to one that
+    does. `fetching`: how far the weights are that are on their way to this node, by the id of their entry.
     """
 
     pid: int
@@ -186,10 +194,11 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A resident model, as resolved on this device. `idle_s` since its last use. `memory_bytes` of its weights, `peak_bytes` of its
-    activations at most, as far as measured. `requested_precision`: what its entry asks for, else the default; `precision_reason`: why
-    `precision` is another one, empty if it is not. `crossover_tokens`: the length at which attention takes as long as everything else
-    (`costs`), 0: time grows with tokens alone, or it is not known."""
+    """A resident model, as resolved on this device. `idle_s` since its last use. `memory_bytes` of its weights,
+    `peak_bytes` of its activations at most, as far as measured. `requested_precision`: what its entry asks for, else
+    the default; `precision_reason`: why `precision` is another one, empty if it is not. `crossover_tokens`: the length
+    at which attention takes as long as everything else (`costs`), 0: time grows with tokens alone, or it is not known.
+    """
 
     model: str
     revision: str
@@ -220,11 +229,11 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
 class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """A batch that the adapter ran, in sizes and times alone.
 
-    `number` counts the batches of this process, from 1. `ended` is wall time, seconds since the epoch. `rows` are what the device reads, of
-    `inputs` of `items` work items; `tokens` is their cost without what a model fills them up with, `longest` that of one row, `attention`
-    the sum of squared lengths. `wait_ms`: in this process, before a lane took it. `padding`, `inference_ms` and `postprocess_ms` as of
-    BatchDone. `failed` inputs have an error as their outcome, all of them where the whole batch was refused. `memory_bytes` of the device
-    are in use after it.
+    `number` counts the batches of this process, from 1. `ended` is wall time, seconds since the epoch. `rows` are what
+    the device reads, of `inputs` of `items` work items; `tokens` is their cost without what a model fills them up with,
+    `longest` that of one row, `attention` the sum of squared lengths. `wait_ms`: in this process, before a lane took
+    it. `padding`, `inference_ms` and `postprocess_ms` as of BatchDone. `failed` inputs have an error as their outcome,
+    all of them where the whole batch was refused. `memory_bytes` of the device are in use after it.
     """
 
     number: int
@@ -247,10 +256,11 @@ class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The process and its device. `utilization_percent`: how busy the device is, whoever uses it; None where nothing measures it.
+    """The process and its device. `utilization_percent`: how busy the device is, whoever uses it; None where nothing
+    measures it.
 
-    `threshold_percent` of its memory is where models begin to go. `batches` are the last ones, the newest at the end; None unless the
-    adapter was told to keep them.
+    `threshold_percent` of its memory is where models begin to go. `batches` are the last ones, the newest at the end;
+    None unless the adapter was told to keep them.
     """
 
     protocol: int
@@ -269,10 +279,11 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no weights folder.
+    """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no
+    weights folder.
 
-    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `evicted` names what was unloaded
-    to make room.
+    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `evicted` names
+    what was unloaded to make room.
     """
 
     loaded: LoadedModel
@@ -290,10 +301,11 @@ class BatchStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One outcome per input, group by group; slices point into `block`, and those of consecutive inputs are consecutive.
+    """One outcome per input, group by group; slices point into `block`, and those of consecutive inputs are
+    consecutive.
 
-    `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host, `padding` the positions that were computed
-    beside the tokens. `preprocess_ms`: tokenising in the adapter, of a family that does it itself.
+    `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host, `padding` the positions
+    that were computed beside the tokens. `preprocess_ms`: tokenising in the adapter, of a family that does it itself.
     """
 
     batch: str

@@ -1,4 +1,5 @@
-"""What is wrong with a body that is no JSON, in plain words and with the place. No part of the body is repeated: it is a client's input.
+"""What is wrong with a body that is no JSON, in plain words and with the place. No part of the body is repeated: it is
+a client's input.
 
 The decoder says where it stopped, and of a text that ends early or holds half of a surrogate pair not even that.
 """
@@ -27,10 +28,16 @@ def fault_of(body: bytes, error: Exception) -> str:
     if "surrogate" in str(error) or (is_short := "truncated" in str(error)):
         at = _lone_surrogate(body, int(stopped[1]) if stopped else None)
         if at is not None:
-            return f"a string holds a lone surrogate, which is not valid Unicode, {_place(body, at)}: a half of a pair needs the other"
+            return (
+                f"a string holds a lone surrogate, which is not valid Unicode, {_place(body, at)}: a half of a pair "
+                "needs the other"
+            )
     if stopped is None:
         if is_short:
-            return f"it ends in the middle of a value, {_place(body, len(body))}: the body is cut off, or a quote or bracket is not closed"
+            return (
+                f"it ends in the middle of a value, {_place(body, len(body))}: the body is cut off, or a quote or "
+                "bracket is not closed"
+            )
         return str(error).partition(" - at")[0]
     return _found(body, int(stopped[1]), str(error))
 
@@ -67,8 +74,9 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Where the half of a surrogate pair begins at which the decoder stopped. It does not say where if the body has no room for the other
-    half: then the last one begins so near the end."""
+    """Where the half of a surrogate pair begins at which the decoder stopped. It does not say where if the body has no
+    room for the other half: then the last one begins so near the end.
+    """
     if stopped is None:
         found = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]
         return found[-1] if found else None

@@ -1,9 +1,11 @@
-"""Which worker hosts which model: a table that is kept from look to look, of which only what has changed is placed anew.
+"""Which worker hosts which model: a table that is kept from look to look, of which only what has changed is placed
+anew.
 
-    workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─► relieve
+    workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
+    relieve
 
-With W workers and M models a table from nothing takes O((W + M) log W), and a look at which nothing has changed O(W + M) of array work.
-No clock, no I/O, no randomness: the gateways that compute from equal inputs write equal tables.
+With W workers and M models a table from nothing takes O((W + M) log W), and a look at which nothing has changed O(W +
+M) of array work. No clock, no I/O, no randomness: the gateways that compute from equal inputs write equal tables.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class _Row:
 
     def table(self) -> tuple[str, ...]:
         """As the table has it: hosts that have the model come first."""
-        hosts = tuple(worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded))
+        hosts = tuple(
+            worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
+        )
         return (self.leaving, *hosts) if self.leaving else hosts
 
     def takes(self, name: str) -> bool:
@@ -45,11 +49,12 @@ class _Row:
 class Layout:
     """The table of one lane and what it is made from. Not safe for use by two threads at once.
 
-    A model keeps its live hosts. By falling demand, those without one take workers that have the model. The rest is filled by (room,
-    planned use, residency, number of models, consistent hash). A model that is not loaded leaves a worker with more models than slots where
-    another one has room. At most one model moves off a hot worker per call; the host that it leaves stays in the table, before the `wanted`
-    others, until all of these have it loaded. Hosts that have the model come first. So a lost worker moves no model but its own, and equal
-    inputs move nothing once no worker is hot. A table that asks for fewer hosts than it had is to be cut by the caller, who knows it.
+    A model keeps its live hosts. By falling demand, those without one take workers that have the model. The rest is
+    filled by (room, planned use, residency, number of models, consistent hash). A model that is not loaded leaves a
+    worker with more models than slots where another one has room. At most one model moves off a hot worker per call;
+    the host that it leaves stays in the table, before the `wanted` others, until all of these have it loaded. Hosts
+    that have the model come first. So a lost worker moves no model but its own, and equal inputs move nothing once no
+    worker is hot. A table that asks for fewer hosts than it had is to be cut by the caller, who knows it.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
@@ -160,7 +165,8 @@ class Layout:
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
         """Place what has changed. Returns the hosts of those models whose row is another one now.
 
-        `demand`: shape (size,), float64, by index: of each model, in workers' worth of time (1.0: it keeps one worker busy).
+        `demand`: shape (size,), float64, by index: of each model, in workers' worth of time (1.0: it keeps one worker
+        busy).
         """
         if not self.workers:
             return {}
@@ -289,7 +295,9 @@ class Layout:
         row.leaving = ""
         if len(live) > row.wanted:
             first, *others = live
-            if row.model in first.holdings.loaded and not all(row.model in each.holdings.loaded for each in others[: row.wanted]):
+            if row.model in first.holdings.loaded and not all(
+                row.model in each.holdings.loaded for each in others[: row.wanted]
+            ):
                 row.leaving = first.name
             live = others
         self._assign(row, live[: row.wanted])
@@ -302,14 +310,20 @@ class Layout:
             self._add(row, worker)
 
     def _best(self, row: _Row, *, only_free: bool) -> Worker | None:
-        """The next host: one that did not refuse the model, has room for it, little to do, has it, has few others; then by hash."""
+        """The next host: one that did not refuse the model, has room for it, little to do, has it, has few others; then
+        by hash.
+        """
         if self._order is None:
             self._order = Order(self.workers.values())
         having, refused = self.having.get(row.model, set()), self._refused.get(row.model, set())
         taken = {worker.name for worker in row.hosts} | {row.leaving}
         lot = lot_of(row.model)
         found = self._order.first(lot, taken | having | refused, only_free=only_free)
-        resident = [worker for worker in map(self.workers.__getitem__, having - taken - refused) if worker.free > 0 or not only_free]
+        resident = [
+            worker
+            for worker in map(self.workers.__getitem__, having - taken - refused)
+            if worker.free > 0 or not only_free
+        ]
         if resident:
             best = min(resident, key=lambda worker: (worker.key[1], worker.key[2], pair(lot, worker.lot), worker.name))
             if found is None or (False, best.key[1]) <= found[0][:2]:
@@ -320,7 +334,9 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """Move what is not loaded, the least wanted first, from workers with more models than slots to those with room."""
+        """Move what is not loaded, the least wanted first, from workers with more models than slots to
+        those with room.
+        """
         if not self._overfull:
             return
         room = sum(max(0, worker.free) for worker in self.workers.values())
@@ -341,7 +357,9 @@ class Layout:
     def _relieve_hot(self, touched: set[str]) -> None:
         """Move one model off the worker with the most to do, if that helps."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
-        if hot.use <= HOT or any(self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows):
+        if hot.use <= HOT or any(
+            self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows
+        ):
             return
         spare = [worker for worker in self.workers.values() if worker.free > 0 and not worker.holdings.loading]
         spare.sort(key=lambda worker: worker.name)

@@ -1,7 +1,8 @@
 """What travels over NATS: work, results, heartbeats and config deltas.
 
-Evolution: a new field has a default, nothing changes type or meaning, nothing is renamed; readers ignore what they do not know.
-One encoded example of every message and version is kept under tests/contract/fixtures and decoded in both directions.
+Evolution: a new field has a default, nothing changes type or meaning, nothing is renamed; readers ignore what they do
+not know. One encoded example of every message and version is kept under tests/contract/fixtures and decoded in both
+directions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ TOKEN_ID_BYTES = 5  # of an id in a message, at most
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. None of them is NaN or infinite."""
+    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. None of them is NaN
+    or infinite.
+    """
 
     rows: int
     width: int
@@ -46,9 +49,9 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     """One input of a request. Exactly the fields that the operation needs are set.
 
-    `tokens`: ids of the model's own tokenizer in place of a text. `pair`: the second text of a pair that is classified. `vectors`: what the
-    model would give for the text, from which a score or a MUVERA encoding is made; where it is set the text is not read. A worker that does
-    not know them reads an empty text: workers are upgraded before gateways.
+    `tokens`: ids of the model's own tokenizer in place of a text. `pair`: the second text of a pair that is classified.
+    `vectors`: what the model would give for the text, from which a score or a MUVERA encoding is made; where it is set
+    the text is not read. A worker that does not know them reads an empty text: workers are upgraded before gateways.
     """
 
     text: str | None = None
@@ -68,12 +71,14 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request asks of a model, after all precedence rules: the resolved set that every path executes identically.
+    """What a request asks of a model, after all precedence rules: the resolved set that every path executes
+    identically.
 
-    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` that around the query it is scored against.
-    `pieces` is the template of a pair for models that have one: each piece is literal text, then alternately `query` or `document` and
-    literal text. `dimensions` and `max_tokens` 0 mean the model's own. Of a document that is scored at most `document_tokens` are read, 0:
-    as many as there is room for. `parameters` are options of one family, JSON types intact.
+    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` that around the query it is
+    scored against. `pieces` is the template of a pair for models that have one: each piece is literal text, then
+    alternately `query` or `document` and literal text. `dimensions` and `max_tokens` 0 mean the model's own. Of a
+    document that is scored at most `document_tokens` are read, 0: as many as there is room for. `parameters` are
+    options of one family, JSON types intact.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -101,10 +106,11 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     """A chunk of a request: consecutive inputs that one worker answers together.
 
-    `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the gateway's inbox; a result
-    is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
-    A chunk that no message can hold has its inputs and query in the payload store under `payload`, and `count` says how many there are.
-    `endpoint` is the route's name in the worker's metrics; empty, that of the operation. `traceparent` and `tracestate`: of its request.
+    `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the
+    gateway's inbox; a result is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts
+    from the broker's timestamp of the message. A chunk that no message can hold has its inputs and query in the payload
+    store under `payload`, and `count` says how many there are. `endpoint` is the route's name in the worker's metrics;
+    empty, that of the operation. `traceparent` and `tracestate`: of its request.
     """
 
     request: str
@@ -148,9 +154,10 @@ class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     """A value: arrays by name, a score, or the maps of an extraction.
 
-    The names of arrays: `dense`, `multivector`, `tokens` (a state of the last layer for each token), `sparse.indices`, `sparse.values`;
-    `<name>.scale` and `<name>.offset` of integer dtypes. `data` of tokenize has the lists `ids`, `texts`, `special`, `starts`, `stops`
-    (places in the UTF-8 of the prompted text, None for special tokens), of decode `text`.
+    The names of arrays: `dense`, `multivector`, `tokens` (a state of the last layer for each token), `sparse.indices`,
+    `sparse.values`; `<name>.scale` and `<name>.offset` of integer dtypes. `data` of tokenize has the lists `ids`,
+    `texts`, `special`, `starts`, `stops` (places in the UTF-8 of the prompted text, None for special tokens), of decode
+    `text`.
     `tokens` counts special tokens and is what was run, after truncation.
     """
 
@@ -171,7 +178,9 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Milliseconds of one chunk at the worker, contiguous marks on the worker's clock, from delivery to the sending of the result."""
+    """Milliseconds of one chunk at the worker, contiguous marks on the worker's clock, from delivery to the sending of
+    the result.
+    """
 
     load_ms: float = 0.0
     preprocess_ms: float = 0.0
@@ -186,7 +195,8 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The batch that a chunk ran in, for `explain` and for tests of batch independence.
 
-    `padding`: positions that were computed beside the tokens. `swapped`: a model was closed to new work so that this one could be loaded.
+    `padding`: positions that were computed beside the tokens. `swapped`: a model was closed to new work so that this
+    one could be loaded.
     """
 
     id: str = ""
@@ -215,7 +225,9 @@ class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"
 
 
 class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
-    """Part `index` of `count` of an encoded WorkResult that no message can hold. `digest` is the SHA-256 of the whole, in hex."""
+    """Part `index` of `count` of an encoded WorkResult that no message can hold. `digest` is the SHA-256 of the whole,
+    in hex.
+    """
 
     request: str
     chunk: int
@@ -233,7 +245,8 @@ class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
 
 
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
-    """The gateway's answer to a result: taken, a duplicate of one already taken, or of a request that it no longer knows.
+    """The gateway's answer to a result: taken, a duplicate of one already taken, or of a request that it no longer
+    knows.
 
     `part`: a fragment was kept, the rest is awaited.
     """
@@ -242,7 +255,9 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a fetch of weights is. `total_bytes` is 0 until it is known; `bytes_per_s` counts what arrived, not what was there before."""
+    """How far a fetch of weights is. `total_bytes` is 0 until it is known; `bytes_per_s` counts what arrived, not what
+    was there before.
+    """
 
     done_bytes: int = 0
     total_bytes: int = 0
@@ -250,8 +265,9 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """In which precision a loaded model computes. `requested`: what its entry or profile asks for, else the worker's default. `reason`: why
-    `served` is another one, empty if it is not."""
+    """In which precision a loaded model computes. `requested`: what its entry or profile asks for, else the worker's
+    default. `reason`: why `served` is another one, empty if it is not.
+    """
 
     served: str
     requested: str = ""
@@ -259,9 +275,11 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it, `cost_rate`
-    the tokens a second that were taken in for it lately, `fetched` how far its weights are while they come to the worker's disk.
-    `crossover_tokens`: the length of a text at which attention takes as long as everything else (`costs`; 0: not known)."""
+    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held
+    for it, `cost_rate` the tokens a second that were taken in for it lately, `fetched` how far its weights are while
+    they come to the worker's disk. `crossover_tokens`: the length of a text at which attention takes as long as
+    everything else (`costs`; 0: not known).
+    """
 
     model: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -279,14 +297,16 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it drains.
+    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it
+    drains.
 
-    `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs while it is busy
-    (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost` and
-    `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has `batch_cost` tokens at most, and
-    at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from now; `own_pool` its own, of a worker that asks which
-    pool to serve (empty: it serves `pool` whatever is assigned). `clock_ahead_s`: its wall clock less the broker's, as it measured that
-    (None: not yet, or not told). `reads_parts`: whether it reads a placement table that is in parts.
+    `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs
+    while it is busy (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost`
+    and `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has
+    `batch_cost` tokens at most, and at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from
+    now; `own_pool` its own, of a worker that asks which pool to serve (empty: it serves `pool` whatever is assigned).
+    `clock_ahead_s`: its wall clock less the broker's, as it measured that (None: not yet, or not told). `reads_parts`:
+    whether it reads a placement table that is in parts.
     """
 
     worker: str
@@ -317,8 +337,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway puts into the queue at one priority of a lane: messages and their tokens lately (halved each minute), tokens a second,
-    and the tokens that wait in the gateway for their turn."""
+    """What a gateway puts into the queue at one priority of a lane: messages and their tokens lately (halved each
+    minute), tokens a second, and the tokens that wait in the gateway for their turn.
+    """
 
     messages: float
     tokens: float
@@ -335,9 +356,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """One model (`residency`) at one priority of a lane, as a gateway sees it: the tokens that it has in the queue, the tokens of its own
-    that leave the queue per second (0: not known), the turns that it promised since its last announcement, and the clients whose turn
-    it was."""
+    """One model (`residency`) at one priority of a lane, as a gateway sees it: the tokens that it has in the queue, the
+    tokens of its own that leave the queue per second (0: not known), the turns that it promised since its last
+    announcement, and the clients whose turn it was.
+    """
 
     pool: str
     machine_profile: str
@@ -351,9 +373,10 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine profile.bundle.priority`.
-    `qps`: inference requests that it answered per second lately. `config_epoch`: of the catalogue that it serves by. `queued`:
-    work in the queue, told only while there are other gateways, and then five times a second.
+    """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine
+    profile.bundle.priority`. `qps`: inference requests that it answered per second lately. `config_epoch`: of the
+    catalogue that it serves by. `queued`: work in the queue, told only while there are other gateways, and then five
+    times a second.
     """
 
     gateway: str
@@ -365,14 +388,16 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Somebody asked a lane for what no worker of it had ready. It counts until DEMAND_LIFE_S after `at_s`, the broker's time."""
+    """Somebody asked a lane for what no worker of it had ready. It counts until DEMAND_LIFE_S after `at_s`, the
+    broker's time.
+    """
 
     at_s: float
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s` of the last host
-    that a model got.
+    """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s`
+    of the last host that a model got.
 
     A large table is in parts: `parts` are their stamps, and `hosts` has the rows of those workers that read no parts.
     """
@@ -392,8 +417,9 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reservation asks for: at least so many GPUs of each machine profile, and `minimum_worker_count` workers in all, of `bundle` if
-    it names one. Its lease lasts `ttl_seconds`."""
+    """What a reservation asks for: at least so many GPUs of each machine profile, and `minimum_worker_count` workers in
+    all, of `bundle` if it names one. Its lease lasts `ttl_seconds`.
+    """
 
     name: str
     gpus: dict[str, int]
@@ -405,8 +431,9 @@ class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation with its lease. Times are the broker's. `takes_last`: it may take a worker of which no other of its bundle would serve
-    the pool of everybody."""
+    """A reservation with its lease. Times are the broker's. `takes_last`: it may take a worker of which no other of its
+    bundle would serve the pool of everybody.
+    """
 
     spec: PoolSpec
     created_s: float
@@ -432,7 +459,9 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """Work that was given up, whole: `item` is the encoded WorkItem as it was delivered, so that it can be published again."""
+    """Work that was given up, whole: `item` is the encoded WorkItem as it was delivered, so that it can be published
+    again.
+    """
 
     id: str
     subject: str
@@ -447,8 +476,8 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
     """One committed write of the catalogue. `entry` is null for a removal.
 
-    Applied only by a reader that stands at `previous`; one that follows the subject's bundle alone may stand anywhere from `since`, the
-    epoch of the last write before that concerned the bundle (empty: `previous`), to `previous`.
+    Applied only by a reader that stands at `previous`; one that follows the subject's bundle alone may stand anywhere
+    from `since`, the epoch of the last write before that concerned the bundle (empty: `previous`), to `previous`.
     """
 
     producer: str
@@ -472,7 +501,9 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the catalogue stands. `bundles`: the epoch of the last write that concerned each bundle, as far as it is known."""
+    """Where the catalogue stands. `bundles`: the epoch of the last write that concerned each bundle, as far as it is
+    known.
+    """
 
     epoch: str
     bundles: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""What a request may ask of fixed dimensional encodings, checked once: a document's and a query's sets must be equal to be compared."""
+"""What a request may ask of fixed dimensional encodings, checked once: a document's and a query's sets must be equal to
+be compared.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ _NULLABLE = {"projection_dim", "final_projection_dim"}
 
 
 class Muvera(msgspec.Struct, frozen=True):
-    """Parameters of a fixed dimensional encoding. Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings", section 2.
+    """Parameters of a fixed dimensional encoding. Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional
+    Encodings", section 2.
 
-    Each of `num_repetitions` cuts space into 2 ** `num_simhash_projections` partitions. `projection_dim` None keeps the tokens' own
-    width, `final_projection_dim` None keeps all cells.
+    Each of `num_repetitions` cuts space into 2 ** `num_simhash_projections` partitions. `projection_dim` None keeps the
+    tokens' own width, `final_projection_dim` None keeps all cells.
     """
 
     num_repetitions: int = 40
@@ -47,7 +50,9 @@ class Muvera(msgspec.Struct, frozen=True):
         return self.num_repetitions * self.partitions * (self.projection_dim or dim)
 
     def width(self, dim: int, path: str = "muvera") -> int:
-        """Values of one result, for tokens of width `dim`. Raises InvalidInput above MAX_WIDTH, or MAX_CELLS before the projection."""
+        """Values of one result, for tokens of width `dim`. Raises InvalidInput above MAX_WIDTH, or MAX_CELLS before the
+        projection.
+        """
         cells = self.cells(dim)
         if cells > MAX_CELLS:
             raise _bad(path, f"at most {MAX_CELLS} repetitions x partitions x token width", str(cells))
@@ -60,8 +65,9 @@ class Muvera(msgspec.Struct, frozen=True):
 def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path: str) -> Muvera:
     """`defaults` (the contract's, if None) with the keys of `raw` over them.
 
-    Null unsets a key, except that it means "none" for the two projections. Raises InvalidInput with the path of an unknown key, a value
-    of the wrong type or out of range, or of `raw` itself if the result would be too wide for any token width.
+    Null unsets a key, except that it means "none" for the two projections. Raises InvalidInput with the path of an
+    unknown key, a value of the wrong type or out of range, or of `raw` itself if the result would be too wide for any
+    token width.
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))
@@ -70,9 +76,13 @@ def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path:
     for name, value in () if raw is True else raw.items():
         if name not in known:
             where = f"{path}.{str(name)[:64]}"
-            raise InvalidInput(f"{where}: no such key, expected one of {', '.join(known)}", reason="schema", param=where)
+            raise InvalidInput(
+                f"{where}: no such key, expected one of {', '.join(known)}", reason="schema", param=where
+            )
         if value is not None:
-            changes[name] = _whole(f"{path}.{name}", value, name) if name in _WHOLE else _boolean(f"{path}.{name}", value)
+            changes[name] = (
+                _whole(f"{path}.{name}", value, name) if name in _WHOLE else _boolean(f"{path}.{name}", value)
+            )
         elif name in _NULLABLE:
             changes[name] = None
     made: Muvera = msgspec.structs.replace(defaults or Muvera(), **changes)

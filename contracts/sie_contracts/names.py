@@ -1,4 +1,6 @@
-"""Names as people write them: in another case, and nearly right. Ten thousand ids cost a request no more than a hundred do."""
+"""Names as people write them: in another case, and nearly right. Ten thousand ids cost a request no more than a hundred
+do.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,31 @@ _LIKE = 0.7  # of 1, which is the same: a letter or two that are wrong, missing 
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What a message about an unknown field ends with: the one of `known` that is most like its name; nothing if none is like it."""
+    """What a message about an unknown field ends with: the one of `known` that is most like its name; nothing if none
+    is like it.
+    """
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(known), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
 
 
 _TYPES = {
-    "str": ("a string",), "int": ("a whole number",), "float": ("a number",), "bool": ("true", "false"), "array": ("a list",),
+    "str": ("a string",),
+    "int": ("a whole number",),
+    "float": ("a number",),
+    "bool": ("true", "false"),
+    "array": ("a list",),
     "object": ("a map",),
-}  # fmt: skip
+}
 _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 
 
 def in_words(message: str) -> str:
-    """A message of msgspec about a type, in the words of all others: "expected a string or null, got a whole number"."""
-    return _EXPECTED.sub(lambda found: f"expected {_kinds(found[1])}" + (f", got {_kinds(found[2])}" if found[2] else ""), message)
+    """A message of msgspec about a type, in the words of all others: "expected a string or null, got a
+    whole number".
+    """
+    return _EXPECTED.sub(
+        lambda found: f"expected {_kinds(found[1])}" + (f", got {_kinds(found[2])}" if found[2] else ""), message
+    )
 
 
 def _kinds(types: str) -> str:
@@ -68,7 +80,9 @@ class Names:
         return found[0] if len(found) == 1 else None
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """The ids most like `name` of those that `keep` takes, best first; a name without its organisation is enough."""
+        """The ids most like `name` of those that `keep` takes, best first; a name without its
+        organisation is enough.
+        """
         folded = name.casefold()[:_LONGEST]
         able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
         tails = {line.rpartition("/")[2]: line for line in able}
@@ -81,7 +95,9 @@ class Names:
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        step = 1 + len(folded) // _LONG  # of a long name every other piece is enough, and so on: each is looked for in all of the text
+        step = (
+            1 + len(folded) // _LONG
+        )  # of a long name every other piece is enough, and so on: each is looked for in all of the text
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))
         shared: Counter[int] = Counter()

@@ -32,7 +32,12 @@ MAX_LORA = 1000
 MAX_OWN_BYTES = 64 << 10  # of an option that only a family of somebody else's knows
 DTYPES = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 # what a score of a model with several outputs is computed from
-SCORE_MODES = {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("multivector",), "hybrid": ("dense", "sparse", "multivector")}
+SCORE_MODES = {
+    "dense": ("dense",),
+    "sparse": ("sparse",),
+    "colbert": ("multivector",),
+    "hybrid": ("dense", "sparse", "multivector"),
+}
 LORA_FAMILIES = frozenset({"text-encoder", "cross-encoder"})
 # the options that only one family reads; a family that is not here checks its own
 PARAMETERS = {
@@ -46,10 +51,23 @@ PARAMETERS = {
     "text-classifier": frozenset({"threshold", "raw_scores"}),
 }
 TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
-_EVERYWHERE = frozenset({
-    "profile", "lora_id", "lora", "on_item_error", "timing", "truncate", "max_seq_length", "is_query", "input_type", "instruction",
-    "default_instruction", "query_template", "doc_template",
-})  # fmt: skip
+_EVERYWHERE = frozenset(
+    {
+        "profile",
+        "lora_id",
+        "lora",
+        "on_item_error",
+        "timing",
+        "truncate",
+        "max_seq_length",
+        "is_query",
+        "input_type",
+        "instruction",
+        "default_instruction",
+        "query_template",
+        "doc_template",
+    }
+)
 _USED: dict[str, frozenset[str]] = {
     "encode": _EVERYWHERE | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera"},
     "score": _EVERYWHERE,
@@ -114,7 +132,9 @@ def _bad(path: str, value: object, expected: str, reason: str = "schema") -> Inv
 
 
 def describe(value: object) -> str:
-    """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type alone."""
+    """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type
+    alone.
+    """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
@@ -142,7 +162,10 @@ def run_options(
     entry, defaults = resolved.entry, resolved.run
     if operation not in entry.tasks:
         does = ", ".join(entry.tasks)
-        message = f"{entry.id} does not {operation}, it does {does}; GET /v1/models?task={operation} lists the models that {operation}"
+        message = (
+            f"{entry.id} does not {operation}, it does {does}; GET /v1/models?task={operation} lists the models that "
+            f"{operation}"
+        )
         raise InvalidInput(message, reason="unsupported_task", param="model")
     own = PARAMETERS.get(entry.family)
     parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
@@ -157,7 +180,9 @@ def run_options(
     run = RunOptions(**common, **merge(entry, defaults, given, parameters))
     on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
     timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unused = list(itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MOST_WARNINGS))
+    unused = list(
+        itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MOST_WARNINGS)
+    )
     if unused and strict:
         path, meant = unused[0]
         raise InvalidInput(f"{path}: no such option of {entry.id} here{meant}", reason="unknown_option", param=path)
@@ -166,15 +191,21 @@ def run_options(
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """`run` with the states of the last layer, one for each token, in place of what it asks for. Raises InvalidInput if there are none."""
+    """`run` with the states of the last layer, one for each token, in place of what it asks for. Raises InvalidInput if
+    there are none.
+    """
     if entry.family != "text-encoder" or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
-    return msgspec.structs.replace(run, outputs=(TOKEN_STATES,), normalize=False, dimensions=0, dtype="float32", pooling="", muvera=None)
+    return msgspec.structs.replace(
+        run, outputs=(TOKEN_STATES,), normalize=False, dimensions=0, dtype="float32", pooling="", muvera=None
+    )
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """The options of a tokenize that only counts the tokens of inputs that `run` is to encode: before truncation, prompt included."""
+    """The options of a tokenize that only counts the tokens of inputs that `run` is to encode: before truncation,
+    prompt included.
+    """
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -189,22 +220,35 @@ def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
     return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
 
 
-def _encode(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _encode(
+    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
     muvera = _muvera(entry, defaults, *given.get("muvera"))
     outputs = _outputs(entry, defaults, *given.get("output_types"), muvera=muvera is not None)
     path, value = given.get("output_dtype")
-    dtype = _one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
+    dtype = _one_of(
+        path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype"
+    )
     is_query = _is_query(defaults, given)
     prefix, suffix = _prompt(entry, defaults, given, is_query=is_query)
     return {
-        "outputs": outputs, "prefix": prefix, "suffix": suffix, "dtype": dtype, "is_query": is_query, "muvera": muvera,
+        "outputs": outputs,
+        "prefix": prefix,
+        "suffix": suffix,
+        "dtype": dtype,
+        "is_query": is_query,
+        "muvera": muvera,
         "pooling": _one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
-        "normalize": _boolean(*given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True),
+        "normalize": _boolean(
+            *given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
+        ),
         "dimensions": _dimensions(entry, defaults, *given.get("dimensions")),
-    }  # fmt: skip
+    }
 
 
-def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _score(
+    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, given)
         # a piece for the instruction alone has no meaning without one
@@ -215,23 +259,35 @@ def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, paramet
     mode = parameters.get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
     outputs = SCORE_MODES[mode]
     if missing := [name for name in outputs if name not in entry.outputs]:
-        raise InvalidInput(f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode")
+        raise InvalidInput(
+            f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode"
+        )
     prefix, suffix = _prompt(entry, defaults, given, is_query=False, instructed=False)
     query_prefix, query_suffix = _prompt(entry, defaults, given, is_query=True)
     return {
-        "outputs": outputs, "prefix": prefix, "suffix": suffix, "query_prefix": query_prefix, "query_suffix": query_suffix,
+        "outputs": outputs,
+        "prefix": prefix,
+        "suffix": suffix,
+        "query_prefix": query_prefix,
+        "query_suffix": query_suffix,
         "pooling": defaults.pooling or "",
-    }  # fmt: skip
+    }
 
 
-def _extract(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _extract(
+    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
     path, labels = given.get("labels")
     if labels is None and needs_labels(entry):
         raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
-    if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)):
+    if labels is not None and not (
+        isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)
+    ):
         raise _bad(path, labels, "a list of strings that are not empty")
     if labels is not None and len(labels) > MAX_LABELS:
-        raise InvalidInput(f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path)
+        raise InvalidInput(
+            f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path
+        )
     path, schema = given.get("output_schema")
     if schema is not None:
         raise InvalidInput(f"{path}: {entry.id} takes no schema", reason="output_schema_unsupported", param=path)
@@ -249,7 +305,9 @@ def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozens
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """A piece of a pair template as literal text, then field and literal text in turn, so that braces in an instruction mean nothing."""
+    """A piece of a pair template as literal text, then field and literal text in turn, so that braces in an instruction
+    mean nothing.
+    """
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
 
@@ -258,13 +316,19 @@ def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *,
     vectors = [name for name in VECTORS if name in entry.outputs]
     allowed = ["dense", *(name for name in vectors if name != "dense")] if muvera else vectors
     if value is None:
-        return ("dense",) if muvera else tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
+        return (
+            ("dense",)
+            if muvera
+            else tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
+        )
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise _bad(path, value, "a list of output names")
     for name in value:
         if name not in allowed:
             raise InvalidInput(
-                f"{path}: {entry.id} has no such output, it has {', '.join(allowed)}", reason="unsupported_output", param=path
+                f"{path}: {entry.id} has no such output, it has {', '.join(allowed)}",
+                reason="unsupported_output",
+                param=path,
             )
     return tuple(dict.fromkeys(value))
 
@@ -291,7 +355,9 @@ def _lora(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
         raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
     name = _text(path, first) or _text(alias, second) or defaults.lora or ""
     if len(name) > MAX_LORA:
-        raise InvalidInput(f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path)
+        raise InvalidInput(
+            f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path
+        )
     if name and entry.family not in LORA_FAMILIES:
         raise InvalidInput(f"{path}: {entry.id} takes no LoRA", reason="lora_unsupported", param=path)
     return name
@@ -308,8 +374,14 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
         raise InvalidInput(f"{path}: differs from the profile in the model name", reason="profile_conflict", param=path)
     if value not in resolved.entry.profiles:
         names = ", ".join(["default", *resolved.entry.profiles])
-        raise InvalidInput(f"{path}: unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile", param=path)
-    return replace(Catalogue.resolve_profile(resolved.entry, value, resolved.requested), alias=resolved.alias, bundles=resolved.bundles)
+        raise InvalidInput(
+            f"{path}: unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile", param=path
+        )
+    return replace(
+        Catalogue.resolve_profile(resolved.entry, value, resolved.requested),
+        alias=resolved.alias,
+        bundles=resolved.bundles,
+    )
 
 
 def _text(path: str, value: Any) -> str:
@@ -347,7 +419,9 @@ def _number(path: str, value: Any) -> float:
         return value
     if type(value) is int and abs(value) < 1 << 63:
         return float(value)
-    raise InvalidInput(f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path)
+    raise InvalidInput(
+        f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path
+    )
 
 
 def _weights(path: str, value: Any) -> dict[str, float]:
@@ -372,7 +446,9 @@ def _own(path: str, value: Any) -> Any:
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path) from error
+        raise InvalidInput(
+            f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path
+        ) from error
     if size > MAX_OWN_BYTES:
         raise InvalidInput(f"{path}: expected at most {MAX_OWN_BYTES} bytes, got {size}", reason="schema", param=path)
     return value
@@ -399,12 +475,20 @@ def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any)
         raise _bad(path, value, "a whole number")
     width = _integer(path, value, "a whole number", 1, 1 << 20)
     if width not in allowed:
-        raise InvalidInput(f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}", reason="bad_dimensions", param=path)
+        raise InvalidInput(
+            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}",
+            reason="bad_dimensions",
+            param=path,
+        )
     return 0 if width == native else width
 
 
 def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
-    return 0 if value is None else _integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
+    return (
+        0
+        if value is None
+        else _integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
+    )
 
 
 def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
@@ -417,7 +501,9 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -
     return _text(*given.get("instruction")) or defaults.instruction or fallback
 
 
-def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True) -> tuple[str, str]:
+def _prompt(
+    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True
+) -> tuple[str, str]:
     """What stands before and after the text; without a template an instruction does, if the text is `instructed`.
 
     The template is cut at its own `{text}` first, so braces of a client mean nothing.
@@ -431,14 +517,26 @@ def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_
         filled = _instruction(entry, defaults, given)
         length = len(template) + template.count("{instruction}") * len(filled)
         if length > MAX_PROMPT:
-            raise InvalidInput(f"{path}: expected a prompt of at most {MAX_PROMPT} characters, got {length}", reason="schema", param=path)
+            raise InvalidInput(
+                f"{path}: expected a prompt of at most {MAX_PROMPT} characters, got {length}",
+                reason="schema",
+                param=path,
+            )
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
     chosen = _text(*given.get("instruction")) or defaults.instruction or _text(*given.get("default_instruction"))
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "threshold": _number, "flat_ner": _boolean, "multi_label": _boolean, "merge_adjacent_entities": _boolean,
-    "precompute_labels": _boolean, "raw_scores": _boolean, "hypothesis_template": _hypothesis, "score_weights": _weights,
-    "score_mode": lambda path, value: _one_of(path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"),
-}  # fmt: skip
+    "threshold": _number,
+    "flat_ner": _boolean,
+    "multi_label": _boolean,
+    "merge_adjacent_entities": _boolean,
+    "precompute_labels": _boolean,
+    "raw_scores": _boolean,
+    "hypothesis_template": _hypothesis,
+    "score_weights": _weights,
+    "score_mode": lambda path, value: _one_of(
+        path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"
+    ),
+}

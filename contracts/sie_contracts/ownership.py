@@ -21,5 +21,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether every user may write there. A mounted ConfigMap or image is open to all by its mode, and nobody can. Raises OSError."""
+    """Whether every user may write there. A mounted ConfigMap or image is open to all by its mode, and nobody can.
+    Raises OSError.
+    """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

@@ -2,8 +2,9 @@
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
-A key is the digest of its bytes and the period that it was written in. Periods are as long as objects live, so when one is old enough to
-be removed no writer can write it again: clean-up never takes what somebody just stored. Nothing else in the store is ever touched.
+A key is the digest of its bytes and the period that it was written in. Periods are as long as objects live, so when one
+is old enough to be removed no writer can write it again: clean-up never takes what somebody just stored. Nothing else
+in the store is ever touched.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
     """The store at a URL of SIE_PAYLOAD_STORE_URL's form; None without one. Raises SettingError.
 
-    A folder is made if it is not there, for its owner alone: it holds what clients sent. Buckets are not looked at: they may come later.
+    A folder is made if it is not there, for its owner alone: it holds what clients sent. Buckets are not looked at:
+    they may come later.
     """
     return None if url is None else PayloadStore(stores.opened(url, setting))

@@ -16,7 +16,9 @@ LOWER_AFTER_S = 60.0  # demand that went away for less comes back
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many hosts a model is to have. `raised_s`: when it last got one more; `below_s`: since when fewer would do, or None."""
+    """How many hosts a model is to have. `raised_s`: when it last got one more; `below_s`: since when fewer would do,
+    or None.
+    """
 
     count: int
     raised_s: float
@@ -24,16 +26,26 @@ class Replicas:
 
 
 def replicas(
-    prev: Replicas | None, demand: float, rate: float, age_s: float, all_resident: bool, now_s: float,
-    *, most: int, adopt_after_s: float, load_s: float,
-) -> Replicas:  # fmt: skip
+    prev: Replicas | None,
+    demand: float,
+    rate: float,
+    age_s: float,
+    all_resident: bool,
+    now_s: float,
+    *,
+    most: int,
+    adopt_after_s: float,
+    load_s: float,
+) -> Replicas:
     """How many hosts a model is to have.
 
-    `demand`: tokens a second that come in for it. `rate`: tokens a second that one worker runs while it is busy, 0 while nobody knows.
-    `age_s`: how long its oldest work waits. `all_resident`: whether every host has it loaded. `load_s`: what a load takes.
+    `demand`: tokens a second that come in for it. `rate`: tokens a second that one worker runs while it is busy, 0
+    while nobody knows. `age_s`: how long its oldest work waits. `all_resident`: whether every host has it loaded.
+    `load_s`: what a load takes.
 
-    `demand` over 0.7 of `rate`, at least 1 and at most `most`, at once. One more when work waits longer than `adopt_after_s` although all
-    hosts have the model and the last raise was longer ago than a load. One fewer for each 60 s in which fewer would do.
+    `demand` over 0.7 of `rate`, at least 1 and at most `most`, at once. One more when work waits longer than
+    `adopt_after_s` although all hosts have the model and the last raise was longer ago than a load. One fewer for each
+    60 s in which fewer would do.
     """
     planned = USED * rate
     needed = 1

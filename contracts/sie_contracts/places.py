@@ -1,4 +1,6 @@
-"""Paths of the file system in what clients are told: the last part of one says enough, the rest is the operator's business."""
+"""Paths of the file system in what clients are told: the last part of one says enough, the rest is the operator's
+business.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 
-# a path from the root or the home: not the inside of a name (org/model), of a URL (s3://bucket/key) or of a phrase (and/or)
+# a path from the root or the home: not the inside of a name (org/model), of a URL (s3://bucket/key) or of a phrase
+# (and/or)
 _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 
 
@@ -20,5 +23,7 @@ def without_paths(text: str) -> str:
 
 def public(error: ErrorInfo) -> ErrorInfo:
     """The error as a client may see it."""
-    extras: dict[str, Any] = {key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()}
+    extras: dict[str, Any] = {
+        key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()
+    }
     return msgspec.structs.replace(error, message=without_paths(error.message), extras=extras)

@@ -1,9 +1,11 @@
-"""What clients send, as plain values: maps with text keys, lists, texts, numbers, booleans, null, and in msgpack bytes. Nothing else.
+"""What clients send, as plain values: maps with text keys, lists, texts, numbers, booleans, null, and in msgpack bytes.
+Nothing else.
 
     bytes ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
 
-No array, time or other extension type passes: an array is its map (see `arrays`) until the one field that takes one unpacks it. So any two
-values may be compared, hashed by type and encoded again, and whoever reads a field has to expect these types alone.
+No array, time or other extension type passes: an array is its map (see `arrays`) until the one field that takes one
+unpacks it. So any two values may be compared, hashed by type and encoded again, and whoever reads a field has to expect
+these types alone.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def from_json(data: bytes) -> Any:
 
 
 def from_msgpack(data: bytes) -> Any:
-    """Decode msgpack. Keys that are bytes become text, an array its map. Raises Malformed as `from_json` does, and for other types."""
+    """Decode msgpack. Keys that are bytes become text, an array its map. Raises Malformed as `from_json` does, and for
+    other types.
+    """
     value = _decoded(arrays.decode_msgpack, data, "msgpack")
     _check(value, is_json=False)
     return value
@@ -59,7 +63,9 @@ def _clean(error: Exception) -> str:
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Nesting, and of msgpack types and keys. Of many values the types are looked at in C: a fifth of the time of a test for each."""
+    """Nesting, and of msgpack types and keys. Of many values the types are looked at in C: a fifth of the time of a
+    test for each.
+    """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):
         below: list[Any] = []

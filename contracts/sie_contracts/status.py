@@ -6,7 +6,9 @@ import msgspec
 
 
 class QueueInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the broker holds of a lane and priority, or of one `model` there: messages, leased ones included, and the age of the oldest."""
+    """What the broker holds of a lane and priority, or of one `model` there: messages, leased ones included, and the
+    age of the oldest.
+    """
 
     pool: str
     machine_profile: str

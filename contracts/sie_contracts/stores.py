@@ -1,14 +1,16 @@
-"""Object stores by their URL: opened one way everywhere, each call bounded in time, and what they refuse in one set of words.
+"""Object stores by their URL: opened one way everywhere, each call bounded in time, and what they refuse in one set of
+words.
 
-    s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or StoreError
-                                                                                   └── Patience.asked: again, where that may help
+s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or StoreError
+                                                                               └── Patience.asked: again, where that may
+                                                                               help
 
-    StoreError             no answer in time, or one that may be another one later
-    ├── ObjectMissing      no such object
-    ├── BucketMissing      no such bucket
-    ├── AccessRefused      credentials that are missing, wrong, expired or not allowed to
-    ├── RangeMissing       the object is shorter than what was asked of it
-    └── WrittenMeanwhile   somebody else wrote it since it was read
+StoreError             no answer in time, or one that may be another one later
+├── ObjectMissing      no such object
+├── BucketMissing      no such bucket
+├── AccessRefused      credentials that are missing, wrong, expired or not allowed to
+├── RangeMissing       the object is shorter than what was asked of it
+└── WrittenMeanwhile   somebody else wrote it since it was read
 """
 
 from __future__ import annotations
@@ -35,11 +37,25 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
 _USER = re.compile(r"://[^/@\s]+@")
-_REFUSED = frozenset({
-    "AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken",
-    "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
-})  # fmt: skip
-_INSTANCE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")  # asked where nothing else names credentials
+_REFUSED = frozenset(
+    {
+        "AccessDenied",
+        "AllAccessDisabled",
+        "AuthorizationHeaderMalformed",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestExpired",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_INSTANCE = (
+    "169.254.169.254",
+    "169.254.170.2",
+    "metadata.google.internal",
+)  # asked where nothing else names credentials
 
 
 class StoreError(Exception):
@@ -69,16 +85,22 @@ class WrittenMeanwhile(StoreError):
 def opened(url: str, setting: str) -> ObjectStore:
     """The store at `url`, whose keys are below its path. Raises SettingError, which names `setting`.
 
-    A folder is made if it is not there, for its owner alone. Buckets are not looked at: they may come later. Credentials and endpoint come
-    from the usual AWS_ and GOOGLE_ variables, from files that those name, or from the machine.
+    A folder is made if it is not there, for its owner alone. Buckets are not looked at: they may come later.
+    Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that those name, or from the
+    machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
 
     where = store_url(url)
     limits: dict[str, Any] = {
-        # plain HTTP only where the operator's endpoint says so; options given here replace those of the environment (obstore 0.12)
-        "client_options": {"allow_http": True, "connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=120)},
+        # plain HTTP only where the operator's endpoint says so; options given here replace those of the environment
+        # (obstore 0.12)
+        "client_options": {
+            "allow_http": True,
+            "connect_timeout": timedelta(seconds=5),
+            "timeout": timedelta(seconds=120),
+        },
         "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
     }
     try:
@@ -106,15 +128,18 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a store, and how often to ask it. The pause before the second try is `pause_s`, before the next ones twice that
-    of the one before, with jitter: many nodes may ask at once."""
+    """How long to wait for a store, and how often to ask it. The pause before the second try is `pause_s`, before the
+    next ones twice that of the one before, with jitter: many nodes may ask at once.
+    """
 
     stall_s: float = 30.0
     tries: int = 5
     pause_s: float = 0.5
 
     async def asked(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """What `call` returns, asked again where that may help, each time for `timeout_s` (stall_s). Raises StoreError."""
+        """What `call` returns, asked again where that may help, each time for `timeout_s` (stall_s).
+        Raises StoreError.
+        """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, _coroutine(call)))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
@@ -140,8 +165,16 @@ async def _coroutine(call: Callable[[], Awaitable[_T]]) -> _T:
 
 
 def failure(error: Exception) -> StoreError:
-    """What an exception of obstore means. Its message never holds a credential: it has status and code of the store's own answer."""
-    from obstore.exceptions import AlreadyExistsError, NotFoundError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+    """What an exception of obstore means. Its message never holds a credential: it has status and code of the store's
+    own answer.
+    """
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        NotFoundError,
+        PermissionDeniedError,
+        PreconditionError,
+        UnauthenticatedError,
+    )
 
     text = str(error)
     status, code = _found(_STATUS, text), _found(_CODE, text)
@@ -156,7 +189,11 @@ def failure(error: Exception) -> StoreError:
         return WrittenMeanwhile("somebody else wrote it meanwhile")
     if code == "InvalidRange" or status == "416":
         return RangeMissing("the object is shorter than what was asked of it")
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or code in _REFUSED or status in ("401", "403"):
+    if (
+        isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
+        or code in _REFUSED
+        or status in ("401", "403")
+    ):
         return AccessRefused(answer or _first_line(error))
     return StoreError(answer or _first_line(error))
 

@@ -3,11 +3,12 @@
     key of the lane          Placement: at_s, and all rows, or the stamps of the parts
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
-What changes together is written together: the parts that have changed, and the lane's key last, with the revision that it had. A reader
-puts parts together when it has those whose stamps the lane's key names; until then the table before stands.
+What changes together is written together: the parts that have changed, and the lane's key last, with the revision that
+it had. A reader puts parts together when it has those whose stamps the lane's key names; until then the table before
+stands.
 
-A worker of a version that reads no parts says so in its heartbeat. The rows that it hosts are in the lane's own message as well, which to
-it is the whole table.
+A worker of a version that reads no parts says so in its heartbeat. The rows that it hosts are in the lane's own message
+as well, which to it is the whole table.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class StoredTable:
             self.take(each)
 
     def take(self, entry: Entry) -> bool:
-        """What a key has now. Returns whether the table is another one now. Raises msgspec.DecodeError: then it stays as it was."""
+        """What a key has now. Returns whether the table is another one now. Raises msgspec.DecodeError: then it stays
+        as it was.
+        """
         number = topology.part_number(self._key, entry.key)
         if entry.key == self._key:
             if entry.revision == self.revision:
@@ -87,7 +90,11 @@ class StoredTable:
         if head is None or not head.parts:
             self.table = head
             return self.table is not before
-        parts = [part for number, stamp in enumerate(head.parts) if (part := self._parts.get(number)) is not None and part.stamp == stamp]
+        parts = [
+            part
+            for number, stamp in enumerate(head.parts)
+            if (part := self._parts.get(number)) is not None and part.stamp == stamp
+        ]
         if len(parts) < len(head.parts):
             return False  # those that the lane's key names have not come, or newer ones have, and it comes after them
         hosts: dict[str, tuple[str, ...]] = {}
@@ -113,7 +120,10 @@ class StoredTable:
         change = self._change(table, older, max_payload)
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
         if size > max_payload - SPARE_BYTES:
-            raise PayloadTooBig(f"the placement table of {self._key} needs a message of {size} bytes ({key}), max_payload is {max_payload}")
+            raise PayloadTooBig(
+                f"the placement table of {self._key} needs a message of {size} bytes ({key}), max_payload is "
+                f"{max_payload}"
+            )
         return change
 
     def _change(self, table: Placement, older: Collection[str], max_payload: int) -> Change:
@@ -124,12 +134,20 @@ class StoredTable:
                 gone = [Write(topology.part_key(self._key, number), None) for number in sorted(self._parts)]
                 return Change([*gone, Write(self._key, whole, self.revision)], table, table, {}, {})
         parts, encoded = self._split(table, min(PART_BYTES, limit))
-        rows = {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)} if (older := set(older)) else {}
+        rows = (
+            {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)}
+            if (older := set(older))
+            else {}
+        )
         raised_s = {model: at_s for model, at_s in table.raised_s.items() if model in rows}
         head = Placement(table.at_s, rows, raised_s, tuple(parts[number].stamp for number in range(len(parts))))
         writes = [Write(topology.part_key(self._key, number), data) for number, data in encoded.items()]
-        writes += [Write(topology.part_key(self._key, number), None) for number in sorted(self._parts.keys() - parts.keys())]
-        sizes = {number: self._sizes.get(number, 0) for number in parts} | {number: len(data) for number, data in encoded.items()}
+        writes += [
+            Write(topology.part_key(self._key, number), None) for number in sorted(self._parts.keys() - parts.keys())
+        ]
+        sizes = {number: self._sizes.get(number, 0) for number in parts} | {
+            number: len(data) for number, data in encoded.items()
+        }
         return Change([*writes, Write(self._key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
     def written(self, change: Change, revision: int) -> None:
@@ -153,7 +171,9 @@ class StoredTable:
         for model in table.hosts:
             rows[_part_of(model, count)].append(model)
         made = {number: _part(table, models) for number, models in enumerate(rows)}
-        return {number: part for number, (part, _) in made.items()}, {number: data for number, (_, data) in made.items()}
+        return {number: part for number, (part, _) in made.items()}, {
+            number: data for number, (_, data) in made.items()
+        }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
         """The parts as they are, and anew those with a row that is another one."""

@@ -1,15 +1,16 @@
-"""Names and settings of every subject, stream, consumer and bucket. The gateway creates and updates; everybody else verifies.
+"""Names and settings of every subject, stream, consumer and bucket. The gateway creates and updates; everybody else
+verifies.
 
-One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Where a stream has as many of them
-as it should, further models share hashed slots:
+One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Where a stream
+has as many of them as it should, further models share hashed slots:
 
-    sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}           a model's own subject, and its consumer's filter
-    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  the same work by way of a slot
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}           a model's own subject, and its consumer's
+    filter sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  the same work by way of a slot
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
 
-Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length. So both ways may
-hold messages of one model at once, each with its own consumer, and every subject says which consumer serves it (`consumer_of`). No name is
-ever turned back into a model: its id is read from the payload.
+Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length.
+So both ways may hold messages of one model at once, each with its own consumer, and every subject says which consumer
+serves it (`consumer_of`). No name is ever turned back into a model: its id is read from the payload.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # for each lane and priority
 OWN_CONSUMERS = 4096
-OWN_CONSUMERS_REPLICATED = 256  # each is a Raft group, which costs its brokers heartbeats and files also when it is idle
+OWN_CONSUMERS_REPLICATED = (
+    256  # each is a Raft group, which costs its brokers heartbeats and files also when it is idle
+)
 _USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
 _LEAST_RESERVATION_BYTES = 1 << 20
 _LEAST_PER_SUBJECT = 4096  # above the messages that one request can be
@@ -63,7 +66,8 @@ def token(name: str) -> str:
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """At most this many characters: a longer token ends in a digest of the whole behind `_z`, which no other token holds.
+    """At most this many characters: a longer token ends in a digest of the whole behind `_z`, which no other token
+    holds.
 
     Bounded again it is what it would have been at once, since the digest is kept.
     """
@@ -74,7 +78,9 @@ def _bounded(name: str, most: int = _MAX_NAME) -> str:
 
 
 def pool_name(name: str) -> str:
-    """The canonical name of a pool: lower case, `default` is an alias of `_default`. Raises ValueError where no subject can hold it."""
+    """The canonical name of a pool: lower case, `default` is an alias of `_default`. Raises ValueError where no subject
+    can hold it.
+    """
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
     lowered = name.lower()
@@ -87,11 +93,11 @@ def stream_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A work queue: each message is removed when acknowledged; a full one refuses the newest. With retention `limits` messages stay,
-    and a full stream drops the oldest.
+    """A work queue: each message is removed when acknowledged; a full one refuses the newest. With retention `limits`
+    messages stay, and a full stream drops the oldest.
 
-    `max_per_subject` bounds each model's backlog without touching the others (0: no bound). A broker that is told a lower one drops what
-    is above it, so it is lowered only while there is room.
+    `max_per_subject` bounds each model's backlog without touching the others (0: no bound). A broker that is told a
+    lower one drops what is above it, so it is lowered only while there is room.
     """
 
     name: str
@@ -137,16 +143,25 @@ class Lane:
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
-def work_stream(pool: str, *, storage: str, replicas: int, max_bytes: int, max_age_s: float, max_per_subject: int = 0) -> StreamSpec:
+def work_stream(
+    pool: str, *, storage: str, replicas: int, max_bytes: int, max_age_s: float, max_per_subject: int = 0
+) -> StreamSpec:
     return StreamSpec(
-        stream_name(pool), (f"sie.work.{pool}.>",), storage, replicas, max_age_s, max_bytes, max_per_subject,
+        stream_name(pool),
+        (f"sie.work.{pool}.>",),
+        storage,
+        replicas,
+        max_age_s,
+        max_bytes,
+        max_per_subject,
         duplicate_window_s=WORK_DUPLICATE_WINDOW_S,
-    )  # fmt: skip
+    )
 
 
 def reservation_bytes(queue_bytes: int) -> int:
-    """What the stream of a reservation may hold where one of a pool of its own may hold `queue_bytes`: a broker reserves all of it at once,
-    and there may be 64 of them."""
+    """What the stream of a reservation may hold where one of a pool of its own may hold `queue_bytes`: a broker
+    reserves all of it at once, and there may be 64 of them.
+    """
     return max(_LEAST_RESERVATION_BYTES, queue_bytes // 16)
 
 
@@ -158,13 +173,18 @@ def pool_of(subject: str) -> str:
     return tokens[2]
 
 
-def dead_letter_stream(pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
+def dead_letter_stream(
+    pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
+) -> StreamSpec:
     """Work of a pool that was given up: the last of it, for DEAD_LETTER_AGE_S.
 
-    A quarter of what the queue may hold and DEAD_LETTER_BYTES at most: a broker reserves all of it at once and refuses what its disk lacks.
+    A quarter of what the queue may hold and DEAD_LETTER_BYTES at most: a broker reserves all of it at once and refuses
+    what its disk lacks.
     """
     most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
-    return StreamSpec(f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, most, retention="limits")
+    return StreamSpec(
+        f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, most, retention="limits"
+    )
 
 
 def dead_letter_subject(pool: str) -> str:
@@ -177,7 +197,9 @@ def cancel_subject(pool: str) -> str:
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """Messages of one model and priority at most, so that one full model leaves room: a quarter of the stream in messages of usual size."""
+    """Messages of one model and priority at most, so that one full model leaves room: a quarter of the stream in
+    messages of usual size.
+    """
     return max(_LEAST_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
@@ -197,7 +219,9 @@ def model_token(model: str) -> str:
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """The subject of a model that shares its consumer: the slot follows from the model alone, so every publisher takes the same one."""
+    """The subject of a model that shares its consumer: the slot follows from the model alone, so every publisher takes
+    the same one.
+    """
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
     return f"{_lane_subject(lane, priority)}._s{slot:x}.{name}"
@@ -225,11 +249,15 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
     pool, machine_profile, bundle, priority, last = tokens[2:7]
     head = f"{_prefix(machine_profile, bundle)}{priority}__"
     name = head + _bounded(last, _MAX_NAME - len(head))
-    return ConsumerSpec(stream_name(pool), name, subject if len(tokens) == 7 else f"{subject.rpartition('.')[0]}.*", ack_wait_s)
+    return ConsumerSpec(
+        stream_name(pool), name, subject if len(tokens) == 7 else f"{subject.rpartition('.')[0]}.*", ack_wait_s
+    )
 
 
 def is_slot(consumer: str) -> bool:
-    """Whether the consumer of this name serves a slot: what follows its priority begins with `_s`, as no model's token does."""
+    """Whether the consumer of this name serves a slot: what follows its priority begins with `_s`, as no model's token
+    does.
+    """
     return "___s" in consumer
 
 

@@ -2,11 +2,12 @@
 
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
                    path: weights.path, golden and run.lora that name a place of the file system
-    allowed        what an entry of the package or of SIE_MODELS_DIR claims too; code by SIE_ALLOW_REMOTE_CODE; paths below the models
+    allowed        what an entry of the package or of SIE_MODELS_DIR claims too; code by SIE_ALLOW_REMOTE_CODE; paths
+      below the models
                    folder or a folder of SIE_MODEL_PATHS
 
-The config service asks at each write over HTTP, and an adapter at each entry that it is to load: by its own settings and its own look at
-the folder, since what comes over the broker may have been written by anybody who could reach that.
+The config service asks at each write over HTTP, and an adapter at each entry that it is to load: by its own settings
+and its own look at the folder, since what comes over the broker may have been written by anybody who could reach that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MAX_FILES = 10_000  # of a folder of weights that is looked through for links
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that an entry asks for. `value` is a path, or what code would run; `loc` the field, which does not make it another one."""
+    """One thing that an entry asks for. `value` is a path, or what code would run; `loc` the field, which does not make
+    it another one.
+    """
 
     kind: Literal["code", "path"]
     value: str
@@ -89,7 +92,9 @@ class Allowed:
 
 
 class Trust:
-    """What is allowed by the settings of this process, and by `own`: the entries of the package and of the operator's folder."""
+    """What is allowed by the settings of this process, and by `own`: the entries of the package and of the operator's
+    folder.
+    """
 
     def __init__(self, allowed: Allowed, bundles: Iterable[Bundle], own: Callable[[], Iterable[ModelEntry]]) -> None:
         """`bundles`: those of the distribution, whose families are its own."""
@@ -98,7 +103,9 @@ class Trust:
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> Refused | None:
-        """Why the entry may not be used, None if it may. `is_here`: its files are on this machine, and are looked through for links."""
+        """Why the entry may not be used, None if it may. `is_here`: its files are on this machine, and are looked
+        through for links.
+        """
         wanting = [each for each in claims(entry, self._families) if not self._is_allowed(each, is_here=is_here)]
         if not wanting:
             return None
@@ -107,7 +114,11 @@ class Trust:
         return None if left is None else _refused(left)
 
     def _is_allowed(self, claim: Claim, *, is_here: bool) -> bool:
-        return self._allowed.code if claim.kind == "code" else is_below(claim.value, self._allowed.folders, is_here=is_here)
+        return (
+            self._allowed.code
+            if claim.kind == "code"
+            else is_below(claim.value, self._allowed.folders, is_here=is_here)
+        )
 
 
 def is_bucket(url: str) -> bool:
@@ -137,7 +148,10 @@ def _refused(claim: Claim) -> Refused:
     as_file = "or write the entry as a file in SIE_MODELS_DIR"
     both = "at the config service and at workers"
     if claim.kind == "path":
-        what = f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or has links out of it"
+        what = (
+            f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or "
+            "has links out of it"
+        )
         return Refused("model_path", claim.loc, f"{what}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
     what = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
     return Refused("remote_code", claim.loc, f"{what}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

@@ -1,7 +1,8 @@
 """The manifest of a snapshot of weights: which files one commit of a repository has, with their sizes and SHA-256.
 
-It is the completeness marker. Whoever puts a snapshot anywhere, a local cache, a bucket or an archive, writes it last, so what has none
-is not all there. The same file lies in all three, under the name MANIFEST beside the files that it names.
+It is the completeness marker. Whoever puts a snapshot anywhere, a local cache, a bucket or an archive, writes it last,
+so what has none is not all there. The same file lies in all three, under the name MANIFEST beside the files that it
+names.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class ManifestError(ValueError):
 
 
 class FetchFailed(Exception):
-    """A source of weights did not give a snapshot. `error_class` is that of the load that wanted it; NETWORK may be tried again."""
+    """A source of weights did not give a snapshot. `error_class` is that of the load that wanted it; NETWORK may be
+    tried again.
+    """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
         super().__init__(message)
@@ -50,9 +53,9 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """All files of a snapshot, by their path below its folder, with `/`.
 
-    `revision` is the commit. `left_out` names files of the repository that nobody wanted when it was fetched: a model that wants one of
-    them does not find this snapshot complete. `origin`: where this copy came from; `found` is one that somebody else had put there,
-    which is never removed to make room.
+    `revision` is the commit. `left_out` names files of the repository that nobody wanted when it was fetched: a model
+    that wants one of them does not find this snapshot complete. `origin`: where this copy came from; `found` is one
+    that somebody else had put there, which is never removed to make room.
     """
 
     repository: str
@@ -114,7 +117,9 @@ def _check(manifest: Manifest) -> None:
         if not is_safe(name):
             raise ManifestError(f"the manifest names the file {name[:200]!r}: expected a path below its folder, with /")
         if fact.bytes < 0 or not _SHA256.fullmatch(fact.sha256):
-            raise ManifestError(f"the manifest has no size and SHA-256 of {name[:200]!r}: got {fact.bytes} and {fact.sha256[:80]!r}")
+            raise ManifestError(
+                f"the manifest has no size and SHA-256 of {name[:200]!r}: got {fact.bytes} and {fact.sha256[:80]!r}"
+            )
 
 
 def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
@@ -128,11 +133,17 @@ def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
 
 
 def describe(
-    folder: Path, repository: str, revision: str, *, wanted: Callable[[str], bool] = lambda _: True, origin: Origin = "found",
+    folder: Path,
+    repository: str,
+    revision: str,
+    *,
+    wanted: Callable[[str], bool] = lambda _: True,
+    origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
-) -> Manifest:  # fmt: skip
-    """The manifest of what lies in `folder` now, hidden files and a manifest aside. Reads every file that is `wanted` and names the others
-    as left out. Raises OSError, ManifestError."""
+) -> Manifest:
+    """The manifest of what lies in `folder` now, hidden files and a manifest aside. Reads every file that is `wanted`
+    and names the others as left out. Raises OSError, ManifestError.
+    """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -147,8 +158,12 @@ def describe(
     return made
 
 
-def verify(folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None) -> list[str]:
-    """What is wrong with the files in `folder`, a line for each; nothing if all are there and right. Without `digests` only sizes are."""
+def verify(
+    folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None
+) -> list[str]:
+    """What is wrong with the files in `folder`, a line for each; nothing if all are there and right. Without `digests`
+    only sizes are.
+    """
     wrong = []
     for name, fact in manifest.files.items():
         path = folder / name

@@ -1,4 +1,5 @@
-"""Who is let into the queue, and when: refusal by measured wait (`drain`, `turns`), and the windows of keys around `window`.
+"""Who is let into the queue, and when: refusal by measured wait (`drain`, `turns`), and the windows of keys around
+`window`.
 
     chunks ──► would it wait past its budget? ──► room now: permits at once
                         │ yes                 └─► no room: its turn among the keys, as results come back
@@ -37,7 +38,9 @@ MAX_GONE = 4096
 SHED_S = 0.1  # how often those that are in the queue are looked at again
 SWEEP_S = 1.0
 MAX_TOLD = 256  # models and priorities in an announcement to the other gateways, those with the most work in the queue
-MAX_TOLD_TURNS = 1000  # and turns: 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
+MAX_TOLD_TURNS = (
+    1000  # and turns: 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
+)
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
 
@@ -55,7 +58,9 @@ def host_of(beat: Heartbeat) -> Host:
 class Permits:
     """What one request may publish. `is_cold`: no worker of its lane had the model loaded when it came."""
 
-    def __init__(self, admission: Admission, place: Place, entered: Entered, estimates: Sequence[int], size_bytes: int) -> None:
+    def __init__(
+        self, admission: Admission, place: Place, entered: Entered, estimates: Sequence[int], size_bytes: int
+    ) -> None:
         self._estimates = estimates
         self._admission = admission
         self.place = place
@@ -107,9 +112,14 @@ class Admission:
     """Owned by the gateway's loop; every method but `run` returns at once."""
 
     def __init__(
-        self, settings: Settings, broker: Broker, fleet: Fleet, backlog: Backlog, metrics: Metrics,
+        self,
+        settings: Settings,
+        broker: Broker,
+        fleet: Fleet,
+        backlog: Backlog,
+        metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._backlog = backlog
@@ -118,7 +128,9 @@ class Admission:
         self.peers = Peers(broker, self.waiting, clock)
         self.peers.queued = self.queued
         self.peers.listeners.append(self.heard)
-        self._shares: dict[tuple[Lane, Priority], Shares] = {}  # lanes are those of the pools, the catalogue and the machine profiles
+        self._shares: dict[
+            tuple[Lane, Priority], Shares
+        ] = {}  # lanes are those of the pools, the catalogue and the machine profiles
         self._places: dict[tuple[Lane, Priority, str], Place] = {}
         self._open: dict[Ticket, Permits] = {}  # from their admission to their end
         self._gone: dict[str, tuple[Place, Entered]] = {}  # requests that ended before their results
@@ -136,7 +148,9 @@ class Admission:
         """See to what changes with time alone."""
         now_s = self._clock()
         self._places = {
-            name: place for name, place in self._places.items() if not place.window.idle or now_s - place.used_s < UNUSED_S
+            name: place
+            for name, place in self._places.items()
+            if not place.window.idle or now_s - place.used_s < UNUSED_S
         }
         self.pump()
         for place in [place for place in self._places.values() if place.entered]:
@@ -145,13 +159,20 @@ class Admission:
     # ---- refusal
 
     def check(
-        self, key: str, lane: Lane, priority: Priority, residency: str, cost: int, budget_s: float, client: Callable[[], bytes] = bytes,
+        self,
+        key: str,
+        lane: Lane,
+        priority: Priority,
+        residency: str,
+        cost: int,
+        budget_s: float,
+        client: Callable[[], bytes] = bytes,
         squares: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
 
-        `squares`: the sum of the squared tokens of its rows. `client` is what it is known by when it comes again, a digest; empty where it
-        cannot be known.
+        `squares`: the sum of the squared tokens of its rows. `client` is what it is known by when it comes again, a
+        digest; empty where it cannot be known.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -161,15 +182,26 @@ class Admission:
         time_cost = place.costs([cost], [squares])[0]
         refusal = place.judge(now_s, key, time_cost, budget_s, self._floor(place), client)
         if refusal is not None:
-            self._refuse(place, "stalled" if refusal.is_stalled else "wait", self._late(place, refusal, time_cost, budget_s, client))
+            self._refuse(
+                place,
+                "stalled" if refusal.is_stalled else "wait",
+                self._late(place, refusal, time_cost, budget_s, client),
+            )
 
     def _floor(self, place: Place) -> float:
-        """The cost of as many requests as may be in progress, each the mean of those in the queue; at least what the workers take in."""
+        """The cost of as many requests as may be in progress, each the mean of those in the queue; at least what the
+        workers take in.
+        """
         window = place.window
         mean = window.cost / window.items if window.items else 0.0
-        return max(self._settings.max_concurrent_requests * mean, window.stretch() * sum(host.credit_cost for host in place.hosts))
+        return max(
+            self._settings.max_concurrent_requests * mean,
+            window.stretch() * sum(host.credit_cost for host in place.hosts),
+        )
 
-    def _late(self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]) -> QueueFull:
+    def _late(
+        self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]
+    ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = f"about {refusal.wait_s:.1f} s of work is ahead, {budget_s:.1f} s are left"
         if refusal.is_stalled:
@@ -181,7 +213,9 @@ class Admission:
         raise error
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """How long the work of any model in the lane waits at most; None of a lane without a worker, or where that is not known."""
+        """How long the work of any model in the lane waits at most; None of a lane without a worker, or where that is
+        not known.
+        """
         if not self._fleet.of_lane(lane):
             return None
         longest_s, now_s = 0.0, self._clock()
@@ -194,7 +228,9 @@ class Admission:
         return longest_s
 
     def _shed(self, place: Place, now_s: float) -> None:
-        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost is left to others."""
+        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
+        is left to others.
+        """
         place.shed_s = now_s
         for entered, refusal in place.shed(now_s):
             permits = self._open.get(entered.ticket)
@@ -249,11 +285,20 @@ class Admission:
     # ---- permits
 
     def enter(
-        self, key: str, lane: Lane, priority: Priority, residency: str, costs: Sequence[int], size_bytes: int,
-        budget_s: float = math.inf, client: Callable[[], bytes] = bytes, request: str = "", squares: Sequence[int] = (),
-    ) -> Permits:  # fmt: skip
-        """Permits for chunks of these estimated tokens, as many as may go now; the others follow. `request` is what results call it,
-        `squares` the sum of the squared tokens of each chunk's rows.
+        self,
+        key: str,
+        lane: Lane,
+        priority: Priority,
+        residency: str,
+        costs: Sequence[int],
+        size_bytes: int,
+        budget_s: float = math.inf,
+        client: Callable[[], bytes] = bytes,
+        request: str = "",
+        squares: Sequence[int] = (),
+    ) -> Permits:
+        """Permits for chunks of these estimated tokens, as many as may go now; the others follow. `request` is what
+        results call it, `squares` the sum of the squared tokens of each chunk's rows.
 
         Raises QueueFull where too much waits already.
         """
@@ -268,10 +313,17 @@ class Admission:
         permits = Permits(self, place, entered, costs, size_bytes)
         is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
         if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
-            message = f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are allowed"
+            message = (
+                f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are"
+                " allowed"
+            )
             wait = place.wait(now_s, window.ahead(key, 0.0), 0.0)
             retry_s = place.turns.book(now_s, client(), entered.cost, wait.likely_s)
-            self._refuse(place, "gateway_full", QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)}))
+            self._refuse(
+                place,
+                "gateway_full",
+                QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)}),
+            )
         place.entered[ticket] = entered
         self._open[ticket] = permits
         if is_small:
@@ -325,11 +377,12 @@ class Admission:
         place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
         place.bound = bound(
             [host_of(beat) for beat in place.hosts],
-            cold_tokens=COLD_CHUNKS * self._settings.chunk_cost, contested=place.window.shares.contested(now_s),
+            cold_tokens=COLD_CHUNKS * self._settings.chunk_cost,
+            contested=place.window.shares.contested(now_s),
             mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)),
             fixed_tokens=place.batches.fixed_tokens() / place.window.stretch(),
             replicas=self.peers.count(),
-        )  # fmt: skip
+        )
 
     def pump(self) -> None:
         """Hand out what may go by now, everywhere."""
@@ -354,7 +407,9 @@ class Admission:
         if place in self._crowded:
             self._pump(place)
         if len(self._crowded) > (place in self._crowded):
-            for other in [other for other in self._crowded if other is not place and other.window.shares is place.window.shares]:
+            for other in [
+                other for other in self._crowded if other is not place and other.window.shares is place.window.shares
+            ]:
                 self._pump(other)
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:

@@ -16,10 +16,11 @@ _HEADER = ROUTE_KEY.lower()
 
 
 def route_key(call: Call | None) -> str:
-    """What of a call always gets the same target of an alias: its X-SIE-Route-Key, else its API key, else the address of its client.
+    """What of a call always gets the same target of an alias: its X-SIE-Route-Key, else its API key, else the address
+    of its client.
 
-    A named one counts whoever sends it, so the writer and the readers of an index can agree on one. Empty for nobody's call, which gets the
-    heaviest target. Raises InvalidInput.
+    A named one counts whoever sends it, so the writer and the readers of an index can agree on one. Empty for nobody's
+    call, which gets the heaviest target. Raises InvalidInput.
     """
     if call is None:
         return ""
@@ -27,13 +28,17 @@ def route_key(call: Call | None) -> str:
     if not named:
         return f"key {call.key}" if call.key else f"client {call.client}"
     if len(named) > MOST_KEY_CHARS or not (named.isascii() and named.isprintable()):
-        message = f"{ROUTE_KEY}: expected at most {MOST_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
+        message = (
+            f"{ROUTE_KEY}: expected at most {MOST_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
+        )
         raise InvalidInput(message, reason="schema", param=ROUTE_KEY)
     return f"named {named}"
 
 
 def alias_info(info: dict[str, Any], alias: Alias) -> dict[str, Any]:
-    """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that it names."""
+    """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that
+    it names.
+    """
     told: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:
         told["shadow"] = {"model": alias.shadow.model, "share": alias.shadow.share}

@@ -1,4 +1,6 @@
-"""The HTTP surface. FastAPI routes and documents; `Edge`, around it, is what every call passes: ids, auth, drain, errors, metrics."""
+"""The HTTP surface. FastAPI routes and documents; `Edge`, around it, is what every call passes: ids, auth, drain,
+errors, metrics.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,21 @@ class Gateway:
     """What the routes share."""
 
     def __init__(
-        self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, inference: Inference, metrics: Metrics,
-        status: Status, scaling: Scaling, admission: Admission, demand: DemandRecords, keys: Keys | None, pools: Pools, lag: Lag,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        broker: Broker,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        inference: Inference,
+        metrics: Metrics,
+        status: Status,
+        scaling: Scaling,
+        admission: Admission,
+        demand: DemandRecords,
+        keys: Keys | None,
+        pools: Pools,
+        lag: Lag,
+    ) -> None:
         """`keys` in mode token, and there alone. Raises SettingError."""
         self.settings = settings
         self.broker = broker
@@ -113,15 +127,24 @@ class Gateway:
 def create_app(gateway: Gateway) -> App:
     """The application of the main port."""
     app = FastAPIOffline(  # the page of documents must work where nothing else can be reached
-        title="SIE", version=sie_contracts.__version__, description="encode, score, extract: the small models behind search and RAG",
-        docs_url="/docs", redoc_url=None, static_url="/docs/static", redirect_slashes=False,
-    )  # fmt: skip
+        title="SIE",
+        version=sie_contracts.__version__,
+        description="encode, score, extract: the small models behind search and RAG",
+        docs_url="/docs",
+        redoc_url=None,
+        static_url="/docs/static",
+        redirect_slashes=False,
+    )
 
     async def listed(query: QueryParams) -> list[dict[str, Any]]:
         return await model_list(
-            gateway.inference.catalogue, gateway.fleet, task=query.get("task", ""), output=query.get("output", ""),
-            loaded=query.get("loaded", "") == "true", variants=query.get("variants", "") != "false",
-        )  # fmt: skip
+            gateway.inference.catalogue,
+            gateway.fleet,
+            task=query.get("task", ""),
+            output=query.get("output", ""),
+            loaded=query.get("loaded", "") == "true",
+            variants=query.get("variants", "") != "false",
+        )
 
     @app.get("/v1/models", summary="The catalogue")
     async def models(request: Request) -> Response:
@@ -184,7 +207,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def error_response(error: Exception, call: Call) -> Response:
-    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as INTERNAL_ERROR."""
+    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
+    INTERNAL_ERROR.
+    """
     errors: list[dict[str, Any]] | None = None
     headers: dict[str, str] = {}
     if isinstance(error, FailedRequest):
@@ -196,7 +221,9 @@ def error_response(error: Exception, call: Call) -> Response:
             error = NotFound("no such path")
         elif error.status_code == 405:
             taken = f"this path takes {headers.get('Allow') or 'nothing'} here"
-            elsewhere = "; the config service, config_url in /health, takes the rest" if call.path.startswith(PATHS) else ""
+            elsewhere = (
+                "; the config service, config_url in /health, takes the rest" if call.path.startswith(PATHS) else ""
+            )
             error = MethodNotAllowed(taken + elsewhere)
         else:
             error = InvalidInput(str(error.detail), reason="malformed")
@@ -220,7 +247,9 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """What a client says of itself: of it only `1.2` of `1.2.3` is looked at and told, so nothing else of it reaches the log."""
+        """What a client says of itself: of it only `1.2` of `1.2.3` is looked at and told, so nothing else of it
+        reaches the log.
+        """
         found = _MINOR.match(version)
         if found is not None and found[0] not in self._met and len(self._met) < MOST_VERSIONS:
             self._met.add(found[0])
@@ -230,7 +259,8 @@ class ClientVersions:
 class Edge:
     """Pure ASGI. Gives every call its id, lets it in or not, and counts it.
 
-    Inference is answered here: FastAPI's layers around a route took half of the gateway's time for it. FastAPI answers all the rest.
+    Inference is answered here: FastAPI's layers around a route took half of the gateway's time for it. FastAPI answers
+    all the rest.
     """
 
     def __init__(self, app: FastAPI, gateway: Gateway) -> None:
@@ -238,7 +268,9 @@ class Edge:
         self._gateway = gateway
         healthy = functools.partial(_healthy_workers, gateway)
         self._probes = probes(gateway.not_ready, None, healthy)
-        self._metrics = probes(gateway.not_ready, gateway.metrics.registry) if gateway.settings.gateway_api_metrics else None
+        self._metrics = (
+            probes(gateway.not_ready, gateway.metrics.registry) if gateway.settings.gateway_api_metrics else None
+        )
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
         self._log = RequestLog()
@@ -257,7 +289,11 @@ class Edge:
         if path in _PROBES and not is_socket:
             await self._probes({**scope, "path": path}, receive, send)
             return
-        scope = {**scope, "path": self._root + path, "root_path": self._root}  # as ASGI has it: the path begins with the root path
+        scope = {
+            **scope,
+            "path": self._root + path,
+            "root_path": self._root,
+        }  # as ASGI has it: the path begins with the root path
         call = Call(uuid7(), received_s, headers, path=path, receive=receive, client=(scope.get("client") or ("",))[0])
         scope["sie.call"] = call
         spans.begin(None if is_socket else self._gateway.tracer, call, scope.get("method", "GET"))
@@ -283,7 +319,9 @@ class Edge:
             self._admit(call, scope.get("method", "GET"), path)
             if is_socket:
                 watched = self._gateway.gate.watched(path, headers.get("authorization", ""), tagged)
-                await self._gateway.status.show(path, scope["query_string"].decode("latin-1"), call.key, scope, receive, watched)
+                await self._gateway.status.show(
+                    path, scope["query_string"].decode("latin-1"), call.key, scope, receive, watched
+                )
             elif route is not None:
                 await self._infer(call, route, scope["method"], receive, tagged)
             elif path == "/metrics":
@@ -298,14 +336,19 @@ class Edge:
                 await error_response(error, call)(scope, receive, tagged)
             elif is_socket:
                 raise
-            elif not is_whole:  # the server closes the connection of a reply that breaks off, so its client sees that it did
+            elif (
+                not is_whole
+            ):  # the server closes the connection of a reply that breaks off, so its client sees that it did
                 status = InternalFailure.status
                 _logger.error("request %s: its reply broke off", call.id, exc_info=error, extra={"request_id": call.id})
         except asyncio.CancelledError:  # this process ends, and its server answers or closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            if status not in (CLIENT_GONE, GatewayTimeout.status):  # whose work may have run; of what did run nothing is left to refund
+            if status not in (
+                CLIENT_GONE,
+                GatewayTimeout.status,
+            ):  # whose work may have run; of what did run nothing is left to refund
                 call.charge.refund()
             self._count(path, call, status, None if is_socket else time.perf_counter() - received_s)
 
@@ -313,9 +356,13 @@ class Edge:
         if method != route.method:
             raise HTTPException(405, headers={"Allow": route.method})
         if call.headers.get("content-encoding", "identity").lower() != "identity":
-            raise InvalidInput("Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding")
+            raise InvalidInput(
+                "Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding"
+            )
         gateway = self._gateway
-        body = gateway.intake.reader(call.headers, receive, min(MAX_BODY_BYTES, call.grant.limits.body_bytes or MAX_BODY_BYTES))
+        body = gateway.intake.reader(
+            call.headers, receive, min(MAX_BODY_BYTES, call.grant.limits.body_bytes or MAX_BODY_BYTES)
+        )
 
         async def send_answer(answer: Answer) -> None:
             await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
@@ -327,7 +374,9 @@ class Edge:
 
     async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._metrics is None:
-            raise NotFound("/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well")
+            raise NotFound(
+                "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
+            )
         await self._metrics({**scope, "path": "/metrics"}, receive, send)
 
     def _admit(self, call: Call, method: str, path: str) -> None:
@@ -354,7 +403,9 @@ def _healthy_workers(gateway: Gateway) -> int:
 
 
 def metrics_app(gateway: Gateway) -> App:
-    """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing else."""
+    """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing
+    else.
+    """
     registry = gateway.metrics.registry
     registry.register(Live(gateway))
     inner = probes(gateway.not_ready, registry, functools.partial(_healthy_workers, gateway))

@@ -1,9 +1,10 @@
 """Vectors as an Arrow stream: a row for each input, in order, with a column for each output and what describes it.
 
-    id · dense · dense_scale · dense_offset · sparse_indices · sparse_values · multivector · multivector_scale · multivector_offset · error
+    id · dense · dense_scale · dense_offset · sparse_indices · sparse_values · multivector · multivector_scale ·
+    multivector_offset · error
 
-A dense vector is a fixed-size list, a multivector a list of such lists, one for each token. Where an input failed its outputs are null and
-`error` says why. Rows are made as they are sent, a batch of BATCH_BYTES at a time.
+A dense vector is a fixed-size list, a multivector a list of such lists, one for each token. Where an input failed its
+outputs are null and `error` says why. Rows are made as they are sent, a batch of BATCH_BYTES at a time.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class Rows:
             scales = {name: _rows(outcomes, f"dense.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())}
             return found | {f"dense_{name}": _column(na.float32(), values) for name, values in scales.items()}
         scales = {name: _rows(outcomes, f"{output}.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())}
-        return {output: _matrices(rows, dtype, width)} | {f"{output}_{name}": _lists(values, "<f4") for name, values in scales.items()}
+        return {output: _matrices(rows, dtype, width)} | {
+            f"{output}_{name}": _lists(values, "<f4") for name, values in scales.items()
+        }
 
 
 Given = list[arrays.Array | None]
@@ -119,14 +122,18 @@ def _lists(rows: Given, dtype: str) -> Any:
     valid, nulls = _valid(rows)
     child = _numbers(_joined(rows, dtype))
     offsets = _offsets([0 if row is None else row.size for row in rows])
-    return na.c_array_from_buffers(na.list_(na.Schema(child.schema)), len(rows), [valid, offsets], null_count=nulls, children=[child])
+    return na.c_array_from_buffers(
+        na.list_(na.Schema(child.schema)), len(rows), [valid, offsets], null_count=nulls, children=[child]
+    )
 
 
 def _matrices(rows: Given, dtype: str, width: int) -> Any:
     valid, nulls = _valid(rows)
     values = _numbers(_joined(rows, dtype))
     counts = [0 if row is None else len(row) for row in rows]
-    child = na.c_array_from_buffers(na.fixed_size_list(na.Schema(values.schema), width), sum(counts), [None], children=[values])
+    child = na.c_array_from_buffers(
+        na.fixed_size_list(na.Schema(values.schema), width), sum(counts), [None], children=[values]
+    )
     kind = na.list_(na.Schema(child.schema))
     return na.c_array_from_buffers(kind, len(rows), [valid, _offsets(counts)], null_count=nulls, children=[child])
 
@@ -135,7 +142,9 @@ def _errors(outcomes: Sequence[Placed]) -> Any:
     errors = [SIEError.from_info(outcome.error) if isinstance(outcome, Failed) else None for _, outcome in outcomes]
     valid, nulls = _valid(errors)
     texts = ("code", "message", "reason")
-    children = [na.c_array([getattr(error, name) if error else None for error in errors], na.string()) for name in texts]
+    children = [
+        na.c_array([getattr(error, name) if error else None for error in errors], na.string()) for name in texts
+    ]
     children.append(na.c_array([error.retryable if error else None for error in errors], na.bool_()))
     schema = na.struct({**{name: na.string() for name in texts}, "retryable": na.bool_()})
     return na.c_array_from_buffers(schema, len(errors), [valid], null_count=nulls, children=children)

@@ -1,6 +1,7 @@
 """Which reservation has which worker. Pure functions; the gateways that compute from equal inputs write the same.
 
-    reservations, oldest first ──► each keeps the workers it has ──► what lacks some gets them if there are enough of them at once
+reservations, oldest first ──► each keeps the workers it has ──► what lacks some gets them if there are enough of them
+at once
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ DEFAULT_BUNDLE = "default"  # of the workers that are asked for where a reservat
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that may be reserved. `models` are those that it has loaded, `busy` the tokens that it has taken in and not answered."""
+    """A worker that may be reserved. `models` are those that it has loaded, `busy` the tokens that it has taken in and
+    not answered.
+    """
 
     machine_profile: str
     bundle: str
@@ -37,7 +40,9 @@ class Candidate:
 
 
 def lacking(spec: PoolSpec, held: Iterable[Candidate]) -> tuple[dict[str, int], int]:
-    """What a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum. Both empty when it is met."""
+    """What a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum. Both empty
+    when it is met.
+    """
     gpus, count = Counter[str](), 0
     for worker in held:
         gpus[worker.machine_profile] += worker.gpus
@@ -52,17 +57,23 @@ def is_met(spec: PoolSpec, held: Iterable[Candidate]) -> bool:
     return not short and not workers
 
 
-def assign(reservations: Iterable[Reservation], workers: Mapping[str, Candidate], before: Mapping[str, str]) -> dict[str, str]:
+def assign(
+    reservations: Iterable[Reservation], workers: Mapping[str, Candidate], before: Mapping[str, str]
+) -> dict[str, str]:
     """The reservation of each worker that has one: worker id to pool. `before`: as it was.
 
-    A reservation keeps its workers for as long as they fit. One that lacks some takes them only when all of them are there, so that none
-    holds workers idle that others could use, and two never wait for each other's half. The older comes first. Of each bundle one worker
-    stays for everybody, unless a reservation may take the last one.
+    A reservation keeps its workers for as long as they fit. One that lacks some takes them only when all of them are
+    there, so that none holds workers idle that others could use, and two never wait for each other's half. The older
+    comes first. Of each bundle one worker stays for everybody, unless a reservation may take the last one.
     """
     order = sorted(reservations, key=lambda each: (each.created_s, each.spec.name))
     found: dict[str, str] = {}
     for each in order:
-        kept = (name for name, pool in before.items() if pool == each.spec.name and name in workers and workers[name].fits(each.spec))
+        kept = (
+            name
+            for name, pool in before.items()
+            if pool == each.spec.name and name in workers and workers[name].fits(each.spec)
+        )
         found.update(dict.fromkeys(kept, each.spec.name))
     for each in order:
         held = [workers[name] for name, pool in found.items() if pool == each.spec.name]
@@ -76,14 +87,23 @@ def is_held_back(reservation: Reservation, workers: Mapping[str, Candidate], ass
     held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
     if reservation.takes_last or is_met(reservation.spec, held):
         return False
-    with_last, without = (_addition(reservation.spec, held, workers, assigned, takes_last=takes) for takes in (True, False))
+    with_last, without = (
+        _addition(reservation.spec, held, workers, assigned, takes_last=takes) for takes in (True, False)
+    )
     return bool(with_last) and not without
 
 
 def _addition(
-    spec: PoolSpec, held: Sequence[Candidate], workers: Mapping[str, Candidate], taken: Mapping[str, str], *, takes_last: bool
-) -> list[str]:  # fmt: skip
-    """Free workers that make a reservation complete; none where there are not enough. First those that have its models, then idle ones."""
+    spec: PoolSpec,
+    held: Sequence[Candidate],
+    workers: Mapping[str, Candidate],
+    taken: Mapping[str, str],
+    *,
+    takes_last: bool,
+) -> list[str]:
+    """Free workers that make a reservation complete; none where there are not enough. First those that have its models,
+    then idle ones.
+    """
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in taken and worker.fits(spec)]
     free.sort(key=lambda name: (-len(workers[name].models.intersection(spec.pinned_models)), workers[name].busy, name))
@@ -112,7 +132,8 @@ def _without_last(free: Sequence[str], workers: Mapping[str, Candidate], taken: 
 
 
 def asked(spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int]) -> Counter[tuple[str, str]]:
-    """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it lacks.
+    """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it
+    lacks.
 
     `gpus_each`: what one worker of a machine profile brings, where that is known and not 1.
     """
@@ -130,8 +151,8 @@ def asked(spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:
     """The pools of `worker`: the reservation that has it, else its own. `reserved`: worker to reservation.
 
-    Raises InvalidInput without a name, and PoolNotFound for a worker that no heartbeat has named: what it serves is not known yet, which is
-    not the same as nothing.
+    Raises InvalidInput without a name, and PoolNotFound for a worker that no heartbeat has named: what it serves is not
+    known yet, which is not the same as nothing.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

@@ -1,11 +1,14 @@
-"""Clients that go away and come back. A run outlives its client for a while, and the same request again takes the client's place.
+"""Clients that go away and come back. A run outlives its client for a while, and the same request again takes the
+client's place.
 
-    client leaves ──► the run goes on ──► the window ends: the run is cancelled, its work withdrawn, its permits given back
+    client leaves ──► the run goes on ──► the window ends: the run is cancelled, its work withdrawn, its permits given
+    back
                           └─ the same body, path, token and headers again ──► waits for this run and gets its answer
 
-Only a run whose client is away can be joined: two clients that ask the same at once are two requests, each with its place among others.
-The answer of a run is bytes and headers that nobody changes; it is all that a client who joins gets of it. A client is watched from
-WATCH_AFTER_S on, twice that at most; a run that is over before costs no task, no timer and no digest.
+Only a run whose client is away can be joined: two clients that ask the same at once are two requests, each with its
+place among others. The answer of a run is bytes and headers that nobody changes; it is all that a client who joins gets
+of it. A client is watched from WATCH_AFTER_S on, twice that at most; a run that is over before costs no task, no timer
+and no digest.
 """
 
 from __future__ import annotations
@@ -26,9 +29,19 @@ MOST_AWAY = 256
 MOST_AWAY_BYTES = 256 << 20  # of bodies
 # what makes a request another one, beside its path and body
 HEADERS = (
-    "authorization", "content-type", "accept", "x-sie-machine-profile", "x-sie-pool", "x-sie-timeout-ms", "x-sie-priority",
-    "x-sie-on-item-error", "x-sie-strict", "x-sie-explain", "x-sie-sdk-version", "x-sie-route-key",
-)  # fmt: skip
+    "authorization",
+    "content-type",
+    "accept",
+    "x-sie-machine-profile",
+    "x-sie-pool",
+    "x-sie-timeout-ms",
+    "x-sie-priority",
+    "x-sie-on-item-error",
+    "x-sie-strict",
+    "x-sie-explain",
+    "x-sie-sdk-version",
+    "x-sie-route-key",
+)
 Identity = tuple[str, ...]
 A = TypeVar("A")
 _logger = logging.getLogger("sie.gateway.attach")
@@ -69,7 +82,9 @@ class Attachments(Generic[A]):
         return self._count
 
     def attend(self, caller: Caller, body: bytes) -> Run[A]:
-        """A run for this client, as a context: `answer` is set inside. Raises ClientGone at the end of one that was given up."""
+        """A run for this client, as a context: `answer` is set inside. Raises ClientGone at the end of one that was
+        given up.
+        """
         return Run(self, caller, body)
 
     def watch_later(self, run: Run[A]) -> None:
@@ -117,7 +132,9 @@ class Attachments(Generic[A]):
         self._bytes -= len(run.body)
 
     def close(self) -> None:
-        """Whoever is away will come back to another gateway: give up their runs, and those of all who leave from now on."""
+        """Whoever is away will come back to another gateway: give up their runs, and those of all who leave from now
+        on.
+        """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
             run.give_up()
@@ -131,9 +148,20 @@ class Run(Generic[A]):
     """One request in progress, run by the task that entered it."""
 
     __slots__ = (
-        "_is_given_up", "_is_kept", "_outcome", "_present", "_table", "_task", "_watcher", "_window", "answer", "began_s", "body", "caller",
+        "_is_given_up",
+        "_is_kept",
+        "_outcome",
+        "_present",
+        "_table",
+        "_task",
+        "_watcher",
+        "_window",
+        "answer",
+        "began_s",
+        "body",
+        "caller",
         "left",
-    )  # fmt: skip
+    )
 
     def __init__(self, table: Attachments[A], caller: Caller, body: bytes) -> None:
         self.caller = caller
@@ -157,7 +185,9 @@ class Run(Generic[A]):
             self._table.watch_later(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._table.ended(self)
         if self._watcher is not None:
             self._watcher.cancel()
@@ -175,7 +205,11 @@ class Run(Generic[A]):
             assert self.answer is not None
             outcome.set_result(self.answer)
             return
-        ended = error if isinstance(error, Exception) else ShuttingDown("this gateway is shutting down; another one takes the request")
+        ended = (
+            error
+            if isinstance(error, Exception)
+            else ShuttingDown("this gateway is shutting down; another one takes the request")
+        )
         outcome.set_exception(ended)
         outcome.exception()  # read: there may be nobody to join
 
@@ -220,12 +254,18 @@ class Run(Generic[A]):
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:
-        """Take the place of the client that left. Raises what the run raises, GatewayTimeout, and ClientGone if this one leaves too."""
+        """Take the place of the client that left. Raises what the run raises, GatewayTimeout, and ClientGone if this
+        one leaves too.
+        """
         assert self._outcome is not None
         self._unkeep()
         self._present += 1
         self._table.joined += 1
-        leaving = None if caller.receive is None else self._table.tasks.start(disconnected(caller.receive), "presence of a client")
+        leaving = (
+            None
+            if caller.receive is None
+            else self._table.tasks.start(disconnected(caller.receive), "presence of a client")
+        )
         waited: set[asyncio.Future[Any]] = {self._outcome} if leaving is None else {self._outcome, leaving}
         try:
             await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -3,8 +3,8 @@
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
                        └ none: NotFound, or 405 with `Allow`, to whoever may read
 
-A route that is not in ROUTES is not served, so none can be without a scope. To add one, add its row. Tests make the matrix of all rows,
-methods and credentials from the same table (`tests/unit/test_auth.py`).
+A route that is not in ROUTES is not served, so none can be without a scope. To add one, add its row. Tests make the
+matrix of all rows, methods and credentials from the same table (`tests/unit/test_auth.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ _TEI = ("embed", "embed_all", "embed_sparse", "rerank", "predict", "similarity",
 ROUTES: tuple[Row, ...] = (
     *(Row("GET", path, OPEN) for path in ("/healthz", "/livez", "/ping", "/readyz")),
     *(Row("POST", f"/v1/{verb}/{{model:path}}", "infer") for verb in ("encode", "score", "extract")),
-    *(Row("POST", path, "infer") for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/v1/embed", "/v2/embed")),
+    *(
+        Row("POST", path, "infer")
+        for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/v1/embed", "/v2/embed")
+    ),
     *(Row("POST", path, "infer") for path in ("/classify", "/v1/classify")),
     *(Row("POST", f"{under}/{operation}", "infer") for under in ("", "/tei/{model:path}") for operation in _TEI),
     *(Row("GET", path, "infer") for path in ("/info", "/tei/{model:path}/info")),
     *(Row("POST", path, "infer") for path in ("/", "/tei/{model:path}")),
-    *(Row("GET", path, "read") for path in ("/v1/models", "/v1/models/{model:path}", "/models", "/models/{model:path}")),
+    *(
+        Row("GET", path, "read")
+        for path in ("/v1/models", "/v1/models/{model:path}", "/models", "/models/{model:path}")
+    ),
     Row("GET", "/v1/pools", "read"),
     Row("POST", "/v1/pools", "pools"),
     Row("GET", "/v1/pools/assignments", "read", reader=True),
@@ -44,7 +50,10 @@ ROUTES: tuple[Row, ...] = (
     Row("DELETE", "/v1/pools/{name}", "pools"),
     Row("POST", "/v1/pools/{name}/renew", "pools"),
     *CONFIG_ROUTES,
-    *(Row("GET", path, "read") for path in ("/health", "/", "/docs", "/docs/static/{file}", "/openapi.json", "/v1/scaling/{lane}")),
+    *(
+        Row("GET", path, "read")
+        for path in ("/health", "/", "/docs", "/docs/static/{file}", "/openapi.json", "/v1/scaling/{lane}")
+    ),
     *(Row("GET", path, "read") for path in ("/ws/cluster-status", "/ws/status")),  # what a handshake is
     Row("GET", "/metrics", "metrics"),  # where SIE_GATEWAY_API_METRICS is on; the metrics port has it without a token
 )
@@ -53,7 +62,8 @@ _TABLE = Table(ROUTES)
 
 @dataclass(frozen=True)
 class Grant:
-    """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need none.
+    """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need
+    none.
 
     `name` says in metrics who it is: nothing of a token, nor what one could be guessed by.
     """
@@ -68,7 +78,9 @@ ANYBODY = Grant()
 
 
 class Gate:
-    """Checks a call's credentials. Every comparison takes the same time, and all static tokens are compared, whatever matched."""
+    """Checks a call's credentials. Every comparison takes the same time, and all static tokens are compared, whatever
+    matched.
+    """
 
     def __init__(self, settings: Settings, keys: Keys | None = None, clock: Callable[[], float] = time.time) -> None:
         """`keys` in mode token, and there alone. Raises SettingError."""
@@ -82,7 +94,9 @@ class Gate:
         self._clock = clock
         self._reader = settings.config_read_token
         users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]
-        self._static = [(token, _static(token, USER_SCOPES, f"static-{number}")) for number, token in enumerate(users, 1)]
+        self._static = [
+            (token, _static(token, USER_SCOPES, f"static-{number}")) for number, token in enumerate(users, 1)
+        ]
         self._has_admin = settings.admin_token is not None
         if settings.admin_token is not None:
             self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES), "admin")))
@@ -90,8 +104,8 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Let the call in or not. The handshake of a websocket is a GET.
 
-        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may know, NotFound for a path
-        that no row has, and HTTPException 405 with `Allow` for another method.
+        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may know,
+        NotFound for a path that no row has, and HTTPException 405 with `Allow` for another method.
         """
         methods = _TABLE.methods(path)
         row = row_of(methods, method)
@@ -104,13 +118,19 @@ class Gate:
                 grant = self._static_grant(bearer(authorization)) or ANYBODY
         if row is None or not row.served:
             if not methods:
-                raise NotFound(f"no such path; did you mean {near}?" if (near := _TABLE.near(path)) else "no such path; /docs lists all")
+                raise NotFound(
+                    f"no such path; did you mean {near}?"
+                    if (near := _TABLE.near(path))
+                    else "no such path; /docs lists all"
+                )
             allowed = [name for name, each in methods.items() if each.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
-        """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a close (1008)."""
+        """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a
+        close (1008).
+        """
 
         async def checked(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "websocket.send":
@@ -135,7 +155,9 @@ class Gate:
             raise PermissionDenied(f"this token lacks the scope {scope}")
         if scope in GUARDED and not self._has_admin and self._keys is None:
             raise PermissionDenied("no SIE_ADMIN_TOKEN is configured, so nobody may do this")
-        raise Unauthenticated("a token is needed: send it as Authorization: Bearer TOKEN" if not token else "this token is not known")
+        raise Unauthenticated(
+            "a token is needed: send it as Authorization: Bearer TOKEN" if not token else "this token is not known"
+        )
 
     def _static_grant(self, token: str) -> Grant | None:
         grant = None

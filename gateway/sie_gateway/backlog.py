@@ -1,6 +1,7 @@
 """What the broker holds: messages by lane and priority, waiting and leased, with or without workers.
 
-Read from the stream, once a second and when somebody needs it newer. While the broker cannot be asked the figures are unknown, never zero.
+Read from the stream, once a second and when somebody needs it newer. While the broker cannot be asked the figures are
+unknown, never zero.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Backlog:
         self._broker = broker
         self._pools = pools  # come and go
         self._clock = clock
-        self._read: dict[str, tuple[float, dict[str, int], dict[str, int]]] = {}  # pool -> when, by subject, by lane and priority
+        self._read: dict[
+            str, tuple[float, dict[str, int], dict[str, int]]
+        ] = {}  # pool -> when, by subject, by lane and priority
         self._asking = Shared()
 
     async def run(self, stop: Stop) -> None:
@@ -61,7 +64,9 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's figures are no older than this. Raises BrokerError where the broker cannot be asked."""
+        """Return when the pool's figures are no older than this. Raises BrokerError where the broker
+        cannot be asked.
+        """
         read = self._read.get(pool)
         if read is not None and self._clock() - read[0] < max_age_s:
             return

@@ -25,10 +25,11 @@ ID_BYTES = 4  # of a token id, about as many as of the text of one
 
 @dataclass(frozen=True)
 class Item:
-    """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32 [tokens, width].
+    """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32
+    [tokens, width].
 
-    `pair` is the second text of a pair. Without any of them the item holds nothing that a model of texts can use; `instead` says then
-    what field it has in their place. `unknown`: its fields that mean nothing.
+    `pair` is the second text of a pair. Without any of them the item holds nothing that a model of texts can use;
+    `instead` says then what field it has in their place. `unknown`: its fields that mean nothing.
     """
 
     text: str | None
@@ -49,14 +50,18 @@ class Item:
     def size(self) -> int:
         """Bytes in a queue message, roughly."""
         text, pair = self.text or "", self.pair or ""
-        size = (len(text) if text.isascii() else len(text.encode())) + (len(pair) if pair.isascii() else len(pair.encode()))
+        size = (len(text) if text.isascii() else len(text.encode())) + (
+            len(pair) if pair.isascii() else len(pair.encode())
+        )
         if self.tokens is not None:
             size += ID_BYTES * len(self.tokens)
         return size if self.vectors is None else size + self.vectors.nbytes
 
 
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
-    """The top-level map of a request body, which holds plain values alone. Raises InvalidInput with reason malformed or schema."""
+    """The top-level map of a request body, which holds plain values alone. Raises InvalidInput with reason malformed or
+    schema.
+    """
     try:
         value = plain.from_msgpack(body) if msgpack else plain.from_json(body)
     except plain.Malformed as error:
@@ -67,7 +72,9 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
 
 
 def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
-    """The inputs, by `items` or its aliases `inputs` and `input`. Raises InvalidInput: empty_items, too_many_items, schema."""
+    """The inputs, by `items` or its aliases `inputs` and `input`. Raises InvalidInput: empty_items, too_many_items,
+    schema.
+    """
     name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
     raw = body.get(name)
     if isinstance(raw, str | dict):
@@ -79,7 +86,10 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
         raise InvalidInput(f"{name}: expected a list of items, got {describe(raw)}", reason="schema", param=name)
     if len(raw) > limit:
         raise InvalidInput(
-            f"{name}: got {len(raw)} items, at most {limit} are allowed", reason="too_many_items", param=name, extras={"limit": limit}
+            f"{name}: got {len(raw)} items, at most {limit} are allowed",
+            reason="too_many_items",
+            param=name,
+            extras={"limit": limit},
         )
     return tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
 
@@ -94,17 +104,26 @@ def query(body: Mapping[str, Any]) -> Item:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> str:
-    """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any other may be content,
-    which no error repeats."""
+    """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any
+    other may be content, which no error repeats.
+    """
     unknown = (str(key)[:MOST_KEY] for key in itertools.islice((key for key in body if key not in known), MOST_KEYS))
     same = f"; did you mean `{name}`?"
     meant = ((key, same if key in _ELSEWHERE.get(name, ()) else did_you_mean(key, (name,))) for key in unknown)
     return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
 
 
-_ELSEWHERE = {"items": frozenset({"text", "texts", "documents", "docs", "sentences", "passages"})}  # what other servers and libraries say
+_ELSEWHERE = {
+    "items": frozenset({"text", "texts", "documents", "docs", "sentences", "passages"})
+}  # what other servers and libraries say
 _ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
-_MODALITIES = {"images": "image", "document": "document", "audio": "audio", "video": "video", "multivector": "multivector"}
+_MODALITIES = {
+    "images": "image",
+    "document": "document",
+    "audio": "audio",
+    "video": "video",
+    "multivector": "multivector",
+}
 
 
 def _item(value: Any, path: str) -> Item:
@@ -119,16 +138,28 @@ def _item(value: Any, path: str) -> Item:
         message = f"{where}: a number over 64 bits or not finite, or a key that is no string, cannot be echoed"
         raise InvalidInput(message, reason="schema", param=where)
     # what is given as an array is not compared with an empty list
-    used = tuple(modality for key, modality in _MODALITIES.items() if (given := value.get(key)) is not None and not _is_unset(given))
+    used = tuple(
+        modality
+        for key, modality in _MODALITIES.items()
+        if (given := value.get(key)) is not None and not _is_unset(given)
+    )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
-    unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MOST_KEY] for key in value if key not in _ITEM)[:MOST_KEYS]
-    return Item(text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead, unknown=unknown)
+    unknown = (
+        () if value.keys() <= _ITEM else tuple(str(key)[:MOST_KEY] for key in value if key not in _ITEM)[:MOST_KEYS]
+    )
+    return Item(
+        text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead, unknown=unknown
+    )
 
 
 def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
-    """What is told of fields of inputs whose names are nearly right, each name once. Any other is the client's own, and nothing is said."""
-    places = itertools.chain((("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items)))
+    """What is told of fields of inputs whose names are nearly right, each name once. Any other is the client's own, and
+    nothing is said.
+    """
+    places = itertools.chain(
+        (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
+    )
     found: dict[str, str] = {}
     for path, item in places:
         for name in item.unknown:
@@ -167,7 +198,9 @@ def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None
     if found is None:
         return None
     if not isinstance(found, str):
-        raise InvalidInput(f"{path}.{name}: expected a string or null, got {describe(found)}", reason="schema", param=f"{path}.{name}")
+        raise InvalidInput(
+            f"{path}.{name}: expected a string or null, got {describe(found)}", reason="schema", param=f"{path}.{name}"
+        )
     return utf8(found, f"{path}.{name}")
 
 
@@ -177,12 +210,16 @@ def utf8(text: str, path: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidInput(f"{path}: holds a lone surrogate, which is not valid Unicode", reason="malformed", param=path) from error
+            raise InvalidInput(
+                f"{path}: holds a lone surrogate, which is not valid Unicode", reason="malformed", param=path
+            ) from error
     return text
 
 
 def token_ids(value: Any, path: str) -> tuple[int, ...]:
-    """Ids of a model's own tokens. Which of them there are the worker knows. Raises InvalidInput: schema, empty_item, bad_token_id."""
+    """Ids of a model's own tokens. Which of them there are the worker knows. Raises InvalidInput: schema, empty_item,
+    bad_token_id.
+    """
     if not isinstance(value, list):
         raise InvalidInput(f"{path}: expected a list of token ids, got {describe(value)}", reason="schema", param=path)
     if not value:
@@ -192,17 +229,22 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
         raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(found)}", reason="schema", param=path)
     if min(value) < 0 or max(value) >= 1 << 31:
         index, found = next((index, token) for index, token in enumerate(value) if not 0 <= token < 1 << 31)
-        raise InvalidInput(f"{path}[{index}]: expected an id of a token, got {found}", reason="bad_token_id", param=path)
+        raise InvalidInput(
+            f"{path}[{index}]: expected an id of a token, got {found}", reason="bad_token_id", param=path
+        )
     return tuple(value)
 
 
 def sizes(items: Sequence[Item], *, limit: int, name: str = "items") -> list[int]:
-    """Bytes of each item in a message. Raises PayloadTooLarge, naming the limit, for one that no queue message can hold."""
+    """Bytes of each item in a message. Raises PayloadTooLarge, naming the limit, for one that no queue message can
+    hold.
+    """
     found = [item.size for item in items]
     for index, size in enumerate(found):
         if size > limit:
             raise PayloadTooLarge(
                 f"{name}[{index}]: {size} bytes, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
-                param=f"{name}[{index}]", extras={"limit": limit},
-            )  # fmt: skip
+                param=f"{name}[{index}]",
+                extras={"limit": limit},
+            )
     return found

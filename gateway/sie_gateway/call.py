@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from sie_gateway.finished import Finished
 
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
-"""The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family reads them."""
+"""The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family
+reads them.
+"""
 
 
 def family(name: str) -> ErrorShape:
@@ -38,7 +40,9 @@ native_shape = family("native")
 
 @dataclass
 class Call:
-    """One HTTP request: what the edge knows of it. `labels` are filled in as the request is understood, for metrics and logs."""
+    """One HTTP request: what the edge knows of it. `labels` are filled in as the request is understood, for metrics and
+    logs.
+    """
 
     id: str
     received_s: float
@@ -61,7 +65,9 @@ class Call:
     span: Span | None = None  # where this gateway traces
 
     def follow(self, other: Call) -> None:
-        """Be answered with the run of another call, by the same request: all that is told of that one is told of this."""
+        """Be answered with the run of another call, by the same request: all that is told of that one is
+        told of this.
+        """
         self.labels.update(other.labels)
         self.shape, self.asked, self.finished = other.shape, other.asked, other.finished
         if self.span is not None and other.span is not None:
@@ -69,7 +75,13 @@ class Call:
 
     def digest(self) -> bytes:
         """What its client is known by when it sends the same again."""
-        told = (self.key, self.client, self.path, self.headers.get("x-sie-timeout-ms", ""), self.headers.get("x-sie-priority", ""))
+        told = (
+            self.key,
+            self.client,
+            self.path,
+            self.headers.get("x-sie-timeout-ms", ""),
+            self.headers.get("x-sie-priority", ""),
+        )
         return hashlib.blake2b("\0".join(told).encode() + b"\0" + self.body, digest_size=16).digest()
 
     @property
@@ -85,7 +97,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """A success, or what a client that waits for capacity takes for "not yet". A body in pieces may be read more than once."""
+    """A success, or what a client that waits for capacity takes for "not yet". A body in pieces may be read more than
+    once.
+    """
 
     body: Body
     content_type: str
@@ -95,7 +109,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a model, whichever client family wrote it. `parameters` is a map as a native body has it (contract 5).
+    """What is asked of a model, whichever client family wrote it. `parameters` is a map as a native body has it
+    (contract 5).
 
     `run` stands for all parameters where the operation takes none of a model's.
     """
@@ -110,7 +125,9 @@ class Asked:
 
 
 class EntryChanged(Exception):
-    """Gateway and workers do not know the same entry of the model: what was asked must be understood anew, all of it."""
+    """Gateway and workers do not know the same entry of the model: what was asked must be understood
+    anew, all of it.
+    """
 
     def __init__(self, entry: ModelEntry) -> None:
         """`entry` is the model's as it was understood."""

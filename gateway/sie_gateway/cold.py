@@ -1,9 +1,9 @@
 """Requests for what nobody has loaded: the demand they leave, and what they are told when they were held long enough.
 
-    held until the end of the hold ──► loaded somewhere: go on waiting
-                                   ──► a worker loads it: MODEL_LOADING
-                                   ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
-                                   ──► a worker is ready and has not begun: go on waiting
+held until the end of the hold ──► loaded somewhere: go on waiting
+                               ──► a worker loads it: MODEL_LOADING
+                               ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
+                               ──► a worker is ready and has not begun: go on waiting
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ class _Start:
 
 
 class ColdStarts:
-    """`pending_reason` says of a pool why it has not the workers that it asks for; empty where it has them, or asks for none."""
+    """`pending_reason` says of a pool why it has not the workers that it asks for; empty where it has them, or asks for
+    none.
+    """
 
     def __init__(
-        self, fleet: Fleet, demand: DemandRecords, metrics: Metrics, pending_reason: Callable[[str], str],
+        self,
+        fleet: Fleet,
+        demand: DemandRecords,
+        metrics: Metrics,
+        pending_reason: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._fleet = fleet
         self._demand = demand
         self._metrics = metrics
@@ -67,16 +73,19 @@ class ColdStarts:
                 del known[lane]
 
     def check(self, lane: Lane, residency: str) -> bool:
-        """From the end of a hold: whether a worker has it loaded. False: one may soon begin to. Raises ModelLoading, Provisioning."""
+        """From the end of a hold: whether a worker has it loaded. False: one may soon begin to. Raises ModelLoading,
+        Provisioning.
+        """
         if self._fleet.hosts(lane, residency):
             return True
         self.asked(lane)
         left_s = self._fleet.loading_left_s(lane, residency)
         if left_s is not None:
             raise ModelLoading(
-                f"{residency} is being loaded", retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
+                f"{residency} is being loaded",
+                retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
                 extras={"estimated_wait_s": round(left_s, 1)},
-            )  # fmt: skip
+            )
         if not self._fleet.of_lane(lane):
             self._metrics.provisioning.inc()
             left_s = self.start_left_s(lane)
@@ -84,16 +93,22 @@ class ColdStarts:
             if reason := self._pending_reason(lane.pool):
                 message += f"; the pool {lane.pool!r} is pending: {reason}"
             raise Provisioning(
-                message, retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
+                message,
+                retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
                 extras={
-                    "status": "provisioning", "gpu": lane.machine_profile, "bundle": lane.bundle, "estimated_wait_s": round(left_s, 1),
+                    "status": "provisioning",
+                    "gpu": lane.machine_profile,
+                    "bundle": lane.bundle,
+                    "estimated_wait_s": round(left_s, 1),
                     "message": message,
                 },
-            )  # fmt: skip
+            )
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """How long it still takes until a worker of the lane is ready, at least 1 s, by the last start that this gateway saw."""
+        """How long it still takes until a worker of the lane is ready, at least 1 s, by the last start that this
+        gateway saw.
+        """
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

@@ -26,25 +26,37 @@ def config_routes(app: FastAPI, gateway: Gateway) -> None:
     def catalogue() -> Catalogue:
         return gateway.inference.catalogue  # NotReady before there is one
 
-    def answer(request: Request, document: Any, default: str = configs.JSON, headers: dict[str, str] | None = None) -> Response:
+    def answer(
+        request: Request, document: Any, default: str = configs.JSON, headers: dict[str, str] | None = None
+    ) -> Response:
         content_type = configs.negotiated(request.headers.get("accept", ""), default)
         return Response(configs.rendered(document, content_type), headers=headers, media_type=content_type)
 
     @app.get("/v1/configs/models", summary="All models")
     async def models() -> Response:
         present = catalogue()
-        documents: dict[str, dict[str, Any]] = {model: {"profiles": entry.profiles} for model, entry in present.entries.items()}
+        documents: dict[str, dict[str, Any]] = {
+            model: {"profiles": entry.profiles} for model, entry in present.entries.items()
+        }
         documents |= {name: {"alias": msgspec.to_builtins(alias.alias)} for name, alias in present.aliases.items()}
-        return _json({"models": [configs.listed(name, document, SOURCE) for name, document in sorted(documents.items())]})
+        return _json(
+            {"models": [configs.listed(name, document, SOURCE) for name, document in sorted(documents.items())]}
+        )
 
-    @app.get("/v1/configs/models/{id:path}/status", summary="Which gateways and workers serve which revision of a model")
+    @app.get(
+        "/v1/configs/models/{id:path}/status", summary="Which gateways and workers serve which revision of a model"
+    )
     async def status(request: Request) -> Response:
         present = catalogue()
         entry = _entry(present, request.path_params["id"])
         bundles = {}
         for bundle in () if isinstance(entry, Alias) else present.bundles_of(entry):
             workers = [beat for beat in gateway.fleet.healthy() if beat.bundle == bundle]
-            revisions = {each.id: present.revisions[each.id] for each in present.entries.values() if bundle in present.bundles_of(each)}
+            revisions = {
+                each.id: present.revisions[each.id]
+                for each in present.entries.values()
+                if bundle in present.bundles_of(each)
+            }
             bundles[bundle] = configs.bundle_hash(revisions), workers
         revision, since = present.revisions[entry.id], present.since(entry.id)
         gateways = gateway.admission.peers.epochs()
@@ -53,7 +65,9 @@ def config_routes(app: FastAPI, gateway: Gateway) -> None:
             return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
         served = None if isinstance(entry, Alias) else bundles
-        return _json(configs.model_status(entry.id, revision, present.epoch, since, served, gateways, revision_at, SOURCE))
+        return _json(
+            configs.model_status(entry.id, revision, present.epoch, since, served, gateways, revision_at, SOURCE)
+        )
 
     @app.get("/v1/configs/models/{id:path}", summary="The configuration of a model")
     async def model(request: Request) -> Response:
@@ -93,11 +107,12 @@ _DOCUMENT = {
         "content": {
             configs.JSON: {
                 "schema": {
-                    "type": "object", "required": ["model"],
+                    "type": "object",
+                    "required": ["model"],
                     "properties": {"model": {"type": "string"}, "bundle": {"type": ["string", "null"]}},
                 },
                 "example": {"model": "sentence-transformers/all-MiniLM-L6-v2"},
             }
         },
     }
-}  # fmt: skip
+}

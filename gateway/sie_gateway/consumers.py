@@ -1,11 +1,14 @@
-"""The durable consumers of the work streams: which one takes a request's work, that it is there, and when it is given up.
+"""The durable consumers of the work streams: which one takes a request's work, that it is there, and when it is given
+up.
 
-    publish ──► route: the model's own consumer, or its slot's ──► held until the request's deadline ──► ensured
-    a deletion notice, a reconnect, every 10 s ──► what is held is ensured again, and so is whatever still has messages
-    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, what has messages is made again
+    publish ──► route: the model's own consumer, or its slot's ──► held until the request's deadline ──► ensured a
+    deletion notice, a reconnect, every 10 s ──► what is held is ensured again, and so is whatever still has messages
+    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, what has messages
+    is made again
 
-A deletion can meet a publish that still counts on the consumer. Nothing is lost by it: the message is in the stream, and three things make
-its consumer again, each without the others: the count after the deletion, the publisher that gets the notice, and the next round.
+A deletion can meet a publish that still counts on the consumer. Nothing is lost by it: the message is in the stream,
+and three things make its consumer again, each without the others: the count after the deletion, the publisher that gets
+the notice, and the next round.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[R
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Since when each consumer has been at rest, as far as was seen: nothing delivered, waiting or leased. Busy ones begin anew."""
+    """Since when each consumer has been at rest, as far as was seen: nothing delivered, waiting or leased. Busy ones
+    begin anew.
+    """
     found = {}
     for state in states:
         known = before.get(state.name)
@@ -68,21 +73,25 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """The consumers to delete: those at rest for `idle_s`; and where more than 15/16 of the `limit` of models have one of their own, those
-    at rest for the longest until it is so again, so that a model of a slot which has work finds a place."""
+    """The consumers to delete: those at rest for `idle_s`; and where more than 15/16 of the `limit` of models have one
+    of their own, those at rest for the longest until it is so again, so that a model of a slot which has work finds a
+    place.
+    """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     gone = [name for name in order if now_s - resting[name].since_s >= idle_s]
     own = [name for name in order if not topology.is_slot(name)]
     crowd = len(own) - (limit - limit // 16) - sum(1 for name in gone if not topology.is_slot(name))
-    tired = [name for name in own if name not in set(gone) and now_s - resting[name].since_s >= min(CROWDED_IDLE_S, idle_s)]
+    tired = [
+        name for name in own if name not in set(gone) and now_s - resting[name].since_s >= min(CROWDED_IDLE_S, idle_s)
+    ]
     return gone + tired[: max(0, crowd)]
 
 
 class StreamConsumers:
     """What this gateway knows of one stream's consumers, and which of them it needs.
 
-    `own` is bounded by `limit` (each gateway for itself, so that several which fill the last places at once may pass it), `verified` by
-    what exists, `held` by what was routed to within a request's budget.
+    `own` is bounded by `limit` (each gateway for itself, so that several which fill the last places at once may pass
+    it), `verified` by what exists, `held` by what was routed to within a request's budget.
     """
 
     def __init__(self, broker: Broker, stream: str, limit: int, idle_s: float, clock: Callable[[], float]) -> None:
@@ -148,7 +157,9 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            self._ensuring.begin(spec.name, functools.partial(self._make, spec))  # where it fails the next round is the net
+            self._ensuring.begin(
+                spec.name, functools.partial(self._make, spec)
+            )  # where it fails the next round is the net
 
     def _needed(self, name: str) -> ConsumerSpec | None:
         """The consumer of this name, if an open request of ours counts on it."""
@@ -168,7 +179,9 @@ class StreamConsumers:
         names = set(await self._broker.consumers(self._stream))
         lost = verified - names
         self._verified -= lost
-        self._own = {name for name in names if not topology.is_slot(name)} | {name for name in self._ensuring if not topology.is_slot(name)}
+        self._own = {name for name in names if not topology.is_slot(name)} | {
+            name for name in self._ensuring if not topology.is_slot(name)
+        }
         missing = {name: spec for name, (spec, _) in self._held.items() if name not in self._verified}
         for subject in await self._broker.subject_counts(self._stream, ">"):
             try:
@@ -187,10 +200,13 @@ class StreamConsumers:
         outcomes = await asyncio.gather(*map(one, missing.values()), return_exceptions=True)
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failed:
-            _logger.warning("%d of %d consumers of %s could not be ensured: %s", len(failed), len(missing), self._stream, failed[0])
+            _logger.warning(
+                "%d of %d consumers of %s could not be ensured: %s", len(failed), len(missing), self._stream, failed[0]
+            )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete the consumers that nobody needs, then make those again that turn out to be needed. Returns how many were deleted.
+        """Delete the consumers that nobody needs, then make those again that turn out to be needed. Returns how many
+        were deleted.
 
         Raises BrokerError; what was deleted until then is looked after by the next round of any gateway.
         """
@@ -218,7 +234,12 @@ class Consumers:
     """The consumers of all pools of this gateway."""
 
     def __init__(
-        self, broker: Broker, settings: Settings, *, idle_s: float = IDLE_S, clock: Callable[[], float] = time.perf_counter
+        self,
+        broker: Broker,
+        settings: Settings,
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`clock` is that of the deadlines. `idle_s`: rest after which a consumer is deleted."""
         self._broker = broker
@@ -261,7 +282,9 @@ class Consumers:
         return spec.stream in self._streams and self._streams[spec.stream].known(spec)
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch, BrokerError."""
+        """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch,
+        BrokerError.
+        """
         stream = self._streams.get(spec.stream)
         if stream is None:
             raise PoolNotFound("the pool of this request has ended")

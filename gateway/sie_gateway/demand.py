@@ -1,6 +1,8 @@
-"""The record that somebody waits for a lane: one key per lane, which counts for DEMAND_LIFE_S and is the same at every gateway.
+"""The record that somebody waits for a lane: one key per lane, which counts for DEMAND_LIFE_S and is the same at every
+gateway.
 
-Work of a request that ended is withdrawn from the queue, so without this record nobody would start a worker for the client's next try.
+Work of a request that ended is withdrawn from the queue, so without this record nobody would start a worker for the
+client's next try.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Whether a record of this time still counts, by the broker's clock. One from a clock ahead of ours counts as new."""
+    """Whether a record of this time still counts, by the broker's clock. One from a clock ahead of ours
+    counts as new.
+    """
     return now_s - at_s < DEMAND_LIFE_S
 
 

@@ -1,10 +1,13 @@
-"""How fast the work of one model at one priority leaves the queue, measured while there is work, and the wait that follows. Pure.
+"""How fast the work of one model at one priority leaves the queue, measured while there is work, and the wait that
+follows. Pure.
 
-    results of batches ──► time between batches that had work waiting ──► time of a batch ──► wait = batches ahead x that time
+    results of batches ──► time between batches that had work waiting ──► time of a batch ──► wait = batches ahead x
+    that time
 
-Only measured time counts. The time between two results is a sample if the later work was in the queue before the earlier result came:
-then the workers had no pause in between. An idle worker therefore yields no sample, and without a sample nothing is predicted. The samples
-are those of this gateway alone, so that several gateways, several workers, other models and other priorities are all in them.
+Only measured time counts. The time between two results is a sample if the later work was in the queue before the
+earlier result came: then the workers had no pause in between. An idle worker therefore yields no sample, and without a
+sample nothing is predicted. The samples are those of this gateway alone, so that several gateways, several workers,
+other models and other priorities are all in them.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ LEAST_SAMPLES, LEAST_SPAN_S = 4, 1.0  # the time of a batch is the mean of as ma
 MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
 CHANGED = 2.0  # times as long, or as short, as any fixed and any token part allow beside a batch before
-CHANGED_SAMPLES = 2  # for each lane, in a row, beyond that: the device has become slower or faster, what came before says nothing any more
+# for each lane, in a row, beyond that: the device has become slower or faster, what came before says nothing any more
+CHANGED_SAMPLES = 2
 OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
 MAX_EVIDENCE = 64
-STALL_S, UNKNOWN_STALL_S = 0.25, 5.0  # without a result for so long the queue may stand still; the second before any sample
+STALL_S, UNKNOWN_STALL_S = (
+    0.25,
+    5.0,
+)  # without a result for so long the queue may stand still; the second before any sample
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
 MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
@@ -29,13 +36,17 @@ FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
 SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
 RECENT_BATCHES = 16  # to which a late result of the same batch is added
 GROWING = 1.25  # times any before it: the last batch while batches grow
-CAPPED = 0.05  # of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work behind
+# of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work
+# behind
+CAPPED = 0.05
 
 
 class Wait(NamedTuple):
-    """The wait of a request. `least_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has one more, the batch
-    that was formed before it came. `stalled_s`: for how long nothing has come, where that is unusual; it may well last as long again.
-    `evidence`: samples that this rests on, 0 to MAX_EVIDENCE. `rate`: tokens a second, 0 while not known. `batch_s`: of one batch."""
+    """The wait of a request. `least_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
+    one more, the batch that was formed before it came. `stalled_s`: for how long nothing has come, where that is
+    unusual; it may well last as long again. `evidence`: samples that this rests on, 0 to MAX_EVIDENCE. `rate`: tokens a
+    second, 0 while not known. `batch_s`: of one batch.
+    """
 
     least_s: float = 0.0
     likely_s: float = 0.0
@@ -49,12 +60,22 @@ class _Batch:
     """What one batch brought to this gateway."""
 
     __slots__ = (
-        "at_s", "before_s", "device_s", "formed_s", "is_counted", "is_crowded", "is_sample", "left_work", "name", "queued_s", "tokens",
-    )  # fmt: skip
+        "at_s",
+        "before_s",
+        "device_s",
+        "formed_s",
+        "is_counted",
+        "is_crowded",
+        "is_sample",
+        "left_work",
+        "name",
+        "queued_s",
+        "tokens",
+    )
 
     def __init__(
         self, name: str, at_s: float, before_s: float, queued_s: float, is_crowded: bool, device_s: float, pipeline: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.at_s = at_s
         self.before_s = before_s
@@ -75,13 +96,17 @@ class _Batch:
 
 
 def _is_changed(before: _Batch, newest: list[_Batch]) -> bool:
-    """Whether all of the newest were slower, or all were faster, than a device can be that took so long for the batch before."""
+    """Whether all of the newest were slower, or all were faster, than a device can be that took so long for the batch
+    before.
+    """
     odd = [_oddness(before, batch) for batch in newest]
     return min(odd) > CHANGED or max(odd) * CHANGED < 1
 
 
 def _oddness(before: _Batch, batch: _Batch) -> float:
-    """How many times as long as possible a batch took beside one before it: n times the tokens take between once and n times as long."""
+    """How many times as long as possible a batch took beside one before it: n times the tokens take between once and n
+    times as long.
+    """
     if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
         return 1.0
     size, times = batch.tokens / before.tokens, batch.device_s / before.device_s
@@ -96,8 +121,9 @@ class _Sample(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work behind, and they do
-    not grow as those of a worker that learns what they take. `longest_s`: of one of them."""
+    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work
+    behind, and they do not grow as those of a worker that learns what they take. `longest_s`: of one of them.
+    """
 
     tokens: float
     seconds: float
@@ -120,15 +146,26 @@ class Drain:
         self._known_s = -math.inf  # when it was worked out, for as long as no batch came
 
     def left(
-        self, now_s: float, batch: str, tokens: float, queued_s: float, *, is_crowded: bool, device_s: float = math.inf, lanes: int = 1,
+        self,
+        now_s: float,
+        batch: str,
+        tokens: float,
+        queued_s: float,
+        *,
+        is_crowded: bool,
+        device_s: float = math.inf,
+        lanes: int = 1,
         pipeline: int = 1,
-    ) -> None:  # fmt: skip
-        """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they were queued while more
-        waited than the workers take in, so that no batch is larger. `device_s`: what the batch took, of which `lanes` run at a time, each
-        with `pipeline` formed."""
+    ) -> None:
+        """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they
+        were queued while more waited than the workers take in, so that no batch is larger. `device_s`: what the batch
+        took, of which `lanes` run at a time, each with `pipeline` formed.
+        """
         if not batch:  # nothing ran
             return
-        found = next((each for each in itertools.islice(reversed(self._batches), RECENT_BATCHES) if each.name == batch), None)
+        found = next(
+            (each for each in itertools.islice(reversed(self._batches), RECENT_BATCHES) if each.name == batch), None
+        )
         if found is None:
             found = _Batch(batch, now_s, self._last_s, queued_s, is_crowded, device_s, pipeline)
             self._see_left(found, queued_s)
@@ -146,7 +183,9 @@ class Drain:
             self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
 
     def _see_left(self, later: _Batch, queued_s: float) -> None:
-        """A queue is first in, first out: what was queued before a batch was formed, and ran in a later one, was left by it."""
+        """A queue is first in, first out: what was queued before a batch was formed, and ran in a later one, was left
+        by it.
+        """
         for batch in itertools.islice(reversed(self._batches), RECENT_BATCHES):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
@@ -204,15 +243,23 @@ class Drain:
         return known.tokens / known.seconds if known is not None else 0.0
 
     def wait(
-        self, now_s: float, ahead: float, cost: float, oldest_s: float, full_tokens: float, fixed_tokens: float, share: float = 1.0,
+        self,
+        now_s: float,
+        ahead: float,
+        cost: float,
+        oldest_s: float,
+        full_tokens: float,
+        fixed_tokens: float,
+        share: float = 1.0,
         budget_s: float = math.inf,
-    ) -> Wait:  # fmt: skip
+    ) -> Wait:
         """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
 
-        A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens) of their time;
-        `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a larger batch takes no longer.
-        `share`: this gateway's part of what leaves the queue; what is `ahead` is that of all gateways. `budget_s`: no worker forms batches
-        that are larger than the budgets of their requests allow, so batches that take a good part of it do not become larger.
+        A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens)
+        of their time; `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a
+        larger batch takes no longer. `share`: this gateway's part of what leaves the queue; what is `ahead` is that of
+        all gateways. `budget_s`: no worker forms batches that are larger than the budgets of their requests allow, so
+        batches that take a good part of it do not become larger.
         """
         known = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self._last_s)

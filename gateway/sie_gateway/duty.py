@@ -15,8 +15,8 @@ LAPSE_S = 30.0  # three rounds of a holder that asks every ten seconds
 class Duty:
     """One process at a time; for moments it may be two or none, so what it covers must stay right then.
 
-    No two clocks are compared: whoever does not have it watches, on its own clock, how long the key stays as it is, and takes it over by
-    compare-and-set after `lapse_s`. Source: the observed-time rule of client-go's leader election.
+    No two clocks are compared: whoever does not have it watches, on its own clock, how long the key stays as it is, and
+    takes it over by compare-and-set after `lapse_s`. Source: the observed-time rule of client-go's leader election.
     """
 
     def __init__(self, key: str, *, lapse_s: float = LAPSE_S, clock: Callable[[], float] = time.monotonic) -> None:

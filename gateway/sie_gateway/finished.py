@@ -1,4 +1,6 @@
-"""A request that ran: the outcome of each input at its place, those that were refused here included, and what all replies tell of it."""
+"""A request that ran: the outcome of each input at its place, those that were refused here included, and what all
+replies tell of it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Finished:
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
 
-    def take(self, indices: list[int], chunks: list[chunk.Chunk], results: list[WorkResult], waits_ms: list[float]) -> None:
+    def take(
+        self, indices: list[int], chunks: list[chunk.Chunk], results: list[WorkResult], waits_ms: list[float]
+    ) -> None:
         """Put the result of each chunk at its place. Raises InvalidOutcomeCount."""
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
@@ -103,15 +107,20 @@ class Finished:
     def values(self) -> int:
         """Numbers in the reply, roughly."""
         found = sum(
-            len(listed) for result in self.worker_results for outcome in result.outcomes if isinstance(outcome, Ok) and outcome.data
-            for listed in outcome.data.values() if isinstance(listed, list)
-        )  # fmt: skip
+            len(listed)
+            for result in self.worker_results
+            for outcome in result.outcomes
+            if isinstance(outcome, Ok) and outcome.data
+            for listed in outcome.data.values()
+            if isinstance(listed, list)
+        )
         return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * found
 
     def check(self, name: str = "") -> None:
         """Raises FailedRequest when all inputs failed, or one did and the client wants that to fail the request.
 
-        `name`: what a client family without slots for errors calls its inputs: there any failed input fails the request, and is named.
+        `name`: what a client family without slots for errors calls its inputs: there any failed input fails the
+        request, and is named.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = reply.failure_of(self.request.items, reply.failures_of(self.outcomes), any_fails=any_fails)
@@ -120,7 +129,9 @@ class Finished:
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # else it is no fault of this input
         # what failed of an input may name its field
-        place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{error.param}" if is_input and error.param == "text" else "")
+        place = f"{name or 'items'}[{listed[0]['index']}]" + (
+            f".{error.param}" if is_input and error.param == "text" else ""
+        )
         if name or is_input:
             error.param = place
         if is_input:
@@ -128,7 +139,9 @@ class Finished:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
-        """The value of each input, for a client family that has no place for errors. Raises FailedRequest, as `check` does."""
+        """The value of each input, for a client family that has no place for errors. Raises FailedRequest, as `check`
+        does.
+        """
         self.check(name)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
 
@@ -142,8 +155,9 @@ class Finished:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, call: Call, written_s: float = 0.0) -> dict[str, float]:
-        """Milliseconds by stage, up to now; kept for the log and the trace, which are to say what the client read. `written_s`: what making
-        the reply of the results took, which counts as postprocessing."""
+        """Milliseconds by stage, up to now; kept for the log and the trace, which are to say what the client read.
+        `written_s`: what making the reply of the results took, which counts as postprocessing.
+        """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - call.received_s) * 1000
         self.written_ms = 1000 * written_s
@@ -151,13 +165,15 @@ class Finished:
         return told
 
     def item_timings(self) -> list[dict[str, float]]:
-        """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing for those refused
-        here."""
+        """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing
+        for those refused here.
+        """
         none = reply.timing(total_ms=0.0, wait_ms=0.0, last=None)
         found = {
             result.chunk: reply.timing(total_ms=wait_ms, wait_ms=wait_ms, last=result)
-            for result in self.worker_results for wait_ms in (self._waits_ms[result.chunk],)
-        }  # fmt: skip
+            for result in self.worker_results
+            for wait_ms in (self._waits_ms[result.chunk],)
+        }
         return [found.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, call: Call) -> dict[str, Any]:
@@ -169,10 +185,16 @@ class Finished:
         if call.headers.get("x-sie-explain") == "1":
             lane, priority = str(self.request.lane), self.request.priority
             told["explain"] = [
-                {"worker": result.worker, "lane": lane, "priority": priority, "chunk": result.chunk,
-                 "batch": msgspec.structs.asdict(result.batch), "stages": msgspec.structs.asdict(result.stages)}
+                {
+                    "worker": result.worker,
+                    "lane": lane,
+                    "priority": priority,
+                    "chunk": result.chunk,
+                    "batch": msgspec.structs.asdict(result.batch),
+                    "stages": msgspec.structs.asdict(result.stages),
+                }
                 for result in self.worker_results
-            ]  # fmt: skip
+            ]
         return told
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:

@@ -29,8 +29,9 @@ _logger = logging.getLogger("sie.gateway.fleet")
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
     """Tokens a second that one worker of a lane runs while it is busy; 0 while none has measured it.
 
-    Each measured rate counts by the share of its worker that the work of now takes: what an idle worker ran long ago, in larger or smaller
-    batches, would make full workers look half empty or the reverse. Where nobody works it is their mean.
+    Each measured rate counts by the share of its worker that the work of now takes: what an idle worker ran long ago,
+    in larger or smaller batches, would make full workers look half empty or the reverse. Where nobody works it is their
+    mean.
     """
     known = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in known]), np.array([arriving for _, arriving in known]))
@@ -87,7 +88,8 @@ class _Lane:
 
 
 class Fleet:
-    """The last heartbeat of each worker. Silent past SIE_HEARTBEAT_TIMEOUT_MS it no longer counts; at ten times that it is forgotten.
+    """The last heartbeat of each worker. Silent past SIE_HEARTBEAT_TIMEOUT_MS it no longer counts; at ten times that it
+    is forgotten.
 
     Indexed by lane and by model: what a request asks costs the same with one worker and with a thousand.
     """
@@ -97,7 +99,9 @@ class Fleet:
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
-        self._seen: dict[str, tuple[float, Heartbeat]] = {}  # in the order of the heartbeats, the oldest first; so is _healthy
+        self._seen: dict[
+            str, tuple[float, Heartbeat]
+        ] = {}  # in the order of the heartbeats, the oldest first; so is _healthy
         self._healthy: dict[str, Heartbeat] = {}
         self._lanes: dict[Lane, _Lane] = {}
         self._served: dict[tuple[str, str], dict[str, _Lane]] = {}  # pool and bundle -> machine profile -> lane
@@ -127,7 +131,9 @@ class Fleet:
                 break
             self._forget(name)
         before = self._loading_s.get(worker, {})
-        loading = {status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"}
+        loading = {
+            status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"
+        }
         self._forget(worker)
         self._seen[worker] = (now_s, heartbeat)
         if loading:
@@ -233,29 +239,35 @@ class Fleet:
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
-        """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads it.
+        """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads
+        it.
 
-        By what its last load took, on any worker. A worker that unloads something makes room for it, which counts as loading.
+        By what its last load took, on any worker. A worker that unloads something makes room for it, which counts as
+        loading.
         """
         self._expire()
         found = self._lanes.get(lane)
         if found is None:
             return None
         statuses = self._statuses.get(residency, {})
-        since = [self._loading_s[name][residency] for name, each in statuses.items() if each.state == "loading" and name in found.beats]
+        since = [
+            self._loading_s[name][residency]
+            for name, each in statuses.items()
+            if each.state == "loading" and name in found.beats
+        ]
         if not since and not found.unloading:
             return None
         took_s = max((each.load_s for each in statuses.values() if each.load_s), default=USUAL_LOAD_S)
         return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
-        """The lane of a request. A named machine profile, or type of GPU, is a constraint; without one a worker that has the model is
-        preferred.
+        """The lane of a request. A named machine profile, or type of GPU, is a constraint; without one a worker that
+        has the model is preferred.
 
-        With no worker of the bundle up, work waits in the lane of the first machine profile that a reservation asks for or that is
-        configured, or of this installation's own. A reservation has what it asks for and nothing else.
-        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured, and, without a list of machine profiles, NotFound
-        where no worker is what was named, Provisioning while none is there at all.
+        With no worker of the bundle up, work waits in the lane of the first machine profile that a reservation asks for
+        or that is configured, or of this installation's own. A reservation has what it asks for and nothing else.
+        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured, and, without a list of machine
+        profiles, NotFound where no worker is what was named, Provisioning while none is there at all.
         """
         if pool not in known_pools:
             raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
@@ -264,9 +276,10 @@ class Fleet:
         if (spec := self.spec(pool)) is not None:
             if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
                 raise BundleConflict(
-                    f"the pool {pool!r} has workers of bundle {spec.bundle!r} alone", param="model",
+                    f"the pool {pool!r} has workers of bundle {spec.bundle!r} alone",
+                    param="model",
                     extras={"compatible_bundles": list(resolved.bundles or (bundle,))},
-                )  # fmt: skip
+                )
             bundle = spec.bundle or bundle
             configured = tuple(spec.gpus)
         self._expire()
@@ -287,8 +300,9 @@ class Fleet:
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, wanted: str, pool: str, bundle: str) -> str:
-        """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or this
-        installation's own. Raises NotFound, Provisioning."""
+        """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or
+        this installation's own. Raises NotFound, Provisioning.
+        """
         known: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
         for _, beat in self._seen.values():
@@ -320,7 +334,11 @@ class Fleet:
 
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
         """The workers to whose disk the weights of a model are on their way, ready or not, and how far they are."""
-        return [(name, each.fetched) for name, each in sorted(self._reports(model)) if each.fetched is not None and self.is_heard(name)]
+        return [
+            (name, each.fetched)
+            for name, each in sorted(self._reports(model))
+            if each.fetched is not None and self.is_heard(name)
+        ]
 
 
 def _type(beat: Heartbeat) -> str:
@@ -329,8 +347,9 @@ def _type(beat: Heartbeat) -> str:
 
 
 def _named(wanted: str, known: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
-    """The machine profile of `known` (with its workers by type) that a request means: by name, its spot kind, or the type that all
-    of its workers have; of several the `preferred`. None where it means none of them."""
+    """The machine profile of `known` (with its workers by type) that a request means: by name, its spot kind, or the
+    type that all of its workers have; of several the `preferred`. None where it means none of them.
+    """
     for name in (wanted, f"{wanted}-spot"):
         if name in known:
             return name

@@ -2,8 +2,8 @@
 
     part ──take──► Assembly, kept ... kept ──► whole ──► checked against its digest by the inbox ──► its request
 
-One request, and all of them together, hold so many bytes at most. What has had no part for a while gives its room to what needs it: its
-sender is told that parts are missing when it sends the last one, and sends them again.
+One request, and all of them together, hold so many bytes at most. What has had no part for a while gives its room to
+what needs it: its sender is told that parts are missing when it sends the last one, and sends them again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class NoRoom(Exception):
 
 @dataclass
 class Assembly:
-    """One encoded result, as far as it has come. Two attempts at a chunk differ in their digests and are two assemblies."""
+    """One encoded result, as far as it has come. Two attempts at a chunk differ in their digests and are two
+    assemblies.
+    """
 
     request: str
     chunk: int
@@ -49,7 +51,9 @@ class Fragments:
     most_request_bytes: int = MOST_REQUEST_BYTES
     silence_s: float = LONGEST_SILENCE_S
     held_bytes: int = 0
-    _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)  # the one that waits longest for a part first
+    _all: dict[tuple[str, int, str], Assembly] = field(
+        default_factory=dict
+    )  # the one that waits longest for a part first
     _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
 
     def __len__(self) -> int:

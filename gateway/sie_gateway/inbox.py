@@ -1,9 +1,10 @@
 """Where results come back. One subscription per gateway; it decodes, hands over and confirms, and does nothing else.
 
-    result ───────────────────────────────► its request's Collector ──► first outcome of a chunk wins ──► confirmation: the sidecar acks
-    part of one ──► kept until all are there ──► digest checked in a thread ──┘
+    result ───────────────────────────────► its request's Collector ──► first outcome of a chunk wins ──► confirmation:
+    the sidecar acks part of one ──► kept until all are there ──► digest checked in a thread ──┘
 
-A request has an address of its own below the inbox's subject, so that also a message that the client library drops names its request.
+A request has an address of its own below the inbox's subject, so that also a message that the client library drops
+names its request.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ HELD_BYTES = 256 << 20
 CHECKING_THREADS = 2
 Verdict = Literal["taken", "duplicate", "unknown", "part"]
 _CONFIRMATIONS: dict[Verdict, bytes] = {
-    "taken": messages.encode(Confirmation("taken")), "duplicate": messages.encode(Confirmation("duplicate")),
-    "unknown": messages.encode(Confirmation("unknown")), "part": messages.encode(Confirmation("part")),
-}  # fmt: skip
+    "taken": messages.encode(Confirmation("taken")),
+    "duplicate": messages.encode(Confirmation("duplicate")),
+    "unknown": messages.encode(Confirmation("unknown")),
+    "part": messages.encode(Confirmation("part")),
+}
 _logger = logging.getLogger("sie.gateway.inbox")
 
 
@@ -92,7 +95,9 @@ class Inbox:
 
     def __init__(self, broker: Broker, metrics: Metrics, fragments: Fragments | None = None) -> None:
         self.subject = f"sie.result.{uuid.uuid4().hex}"
-        self.on_late: Callable[[WorkResult], None] = lambda result: None  # called with each result whose request is over
+        self.on_late: Callable[[WorkResult], None] = lambda result: (
+            None
+        )  # called with each result whose request is over
         self._broker = broker
         self._metrics = metrics
         self._open: dict[str, Collector] = {}
@@ -103,7 +108,11 @@ class Inbox:
 
     async def start(self) -> None:
         self._subscription = await self._broker.subscribe(
-            f"{self.subject}.*", self._on_result, held_messages=HELD_MESSAGES, held_bytes=HELD_BYTES, on_dropped=self._on_dropped
+            f"{self.subject}.*",
+            self._on_result,
+            held_messages=HELD_MESSAGES,
+            held_bytes=HELD_BYTES,
+            on_dropped=self._on_dropped,
         )
 
     async def stop(self) -> None:
@@ -190,7 +199,11 @@ class Inbox:
         except NoRoom as error:
             self._metrics.outcomes.labels("no_room").inc()
             self._fragments.drop_request(part.request)
-            collector.fail(ResourceExhausted(f"the results of this request have no room: {error}; send fewer inputs or ask for less"))
+            collector.fail(
+                ResourceExhausted(
+                    f"the results of this request have no room: {error}; send fewer inputs or ask for less"
+                )
+            )
             return "unknown"
         if assembly.missing:
             return "part"
@@ -200,7 +213,9 @@ class Inbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Hand over a whole result, or have it sent again: its last part is then confirmed as one of a result that is not whole."""
+        """Hand over a whole result, or have it sent again: its last part is then confirmed as one of a result that is
+        not whole.
+        """
         try:
             parts = [part for part in assembly.parts if part is not None]
             result = await asyncio.get_running_loop().run_in_executor(self._pool, put_together, parts, assembly.digest)
@@ -210,7 +225,9 @@ class Inbox:
             failpoint("inbox.assembled")
         except Damaged as error:
             self._metrics.outcomes.labels("damaged").inc()
-            _logger.error("request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error)
+            _logger.error(
+                "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
+            )
             verdict = "part"
         except Exception:  # the root of a task: what it held must be answered
             _logger.exception("a result could not be put together")

@@ -28,8 +28,18 @@ from sie_contracts.errors import (
     PayloadTooLarge,
     Provisioning,
     QueueFull,
-)  # fmt: skip
-from sie_contracts.messages import Failed, Heartbeat, Input, Operation, Priority, RunOptions, Vectors, WorkItem, WorkResult
+)
+from sie_contracts.messages import (
+    Failed,
+    Heartbeat,
+    Input,
+    Operation,
+    Priority,
+    RunOptions,
+    Vectors,
+    WorkItem,
+    WorkResult,
+)
 from sie_contracts.options import TOKEN_STATES, RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
@@ -73,9 +83,17 @@ class Inference:
     """Runs inference requests against the queue."""
 
     def __init__(
-        self, settings: Settings, feed: CatalogueFeed, fleet: Fleet, queue: WorkQueue, inbox: Inbox, metrics: Metrics,
-        pools: Collection[str], admission: Admission, cold: ColdStarts,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        queue: WorkQueue,
+        inbox: Inbox,
+        metrics: Metrics,
+        pools: Collection[str],
+        admission: Admission,
+        cold: ColdStarts,
+    ) -> None:
         self._settings = settings
         self._feed = feed
         self._fleet = fleet
@@ -127,7 +145,8 @@ class Inference:
         return self._inbox.unfinished_bytes
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = anything) -> Resolved:
-        """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models that are `able`.
+        """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models
+        that are `able`.
 
         Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict.
         """
@@ -140,16 +159,19 @@ class Inference:
             if "suggestions" in error.extras:
                 like = catalogue.near(spec.partition("@")[0].partition(":")[0], able)
                 error.extras["suggestions"] = like
-                error.message += f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
+                error.message += (
+                    f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
+                )
             raise
 
     async def answer(
         self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]], send: Callable[[Answer], Awaitable[None]]
-    ) -> None:  # fmt: skip
-        """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the body is read.
+    ) -> None:
+        """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the
+        body is read.
 
-        The request counts as in progress from here until its reply is sent, which holds its results, and its budget runs, so that slow
-        uploads are bounded like everything else.
+        The request counts as in progress from here until its reply is sent, which holds its results, and its budget
+        runs, so that slow uploads are bounded like everything else.
         """
         self._resolve(call, route)
         call.budget_s = self._budget_s(call.headers)
@@ -180,11 +202,17 @@ class Inference:
             if not route.is_native or "x-sie-sdk-version" not in call.headers:
                 raise
             call.code = error.code
-            headers = {"Retry-After": str(error.retry_after_s), "x-should-retry": "true", "X-SIE-Error-Code": error.code}
+            headers = {
+                "Retry-After": str(error.retry_after_s),
+                "x-should-retry": "true",
+                "X-SIE-Error-Code": error.code,
+            }
             return Answer(orjson.dumps(error.extras), "application/json", headers, 202)
 
     async def _handled(self, call: Call, route: Route, raw: bytes) -> Answer:
-        """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the way."""
+        """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
+        way.
+        """
         while True:
             try:
                 return await route.handler(self, call, raw)
@@ -206,11 +234,14 @@ class Inference:
         if self.in_progress < self._settings.max_concurrent_requests:
             return
         lane = self._lane(call.headers, call.resolved) if call.resolved is not None else None
-        self._metrics.rejected.labels(lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency").inc()
+        self._metrics.rejected.labels(
+            lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
+        ).inc()
         raise QueueFull(
-            f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress},
+            f"{self.in_progress} requests are in progress, the limit of this gateway",
+            extras={"queue_depth": self.in_progress},
             retry_after_s=self._pace.retry_s(time.perf_counter(), self.in_progress),
-        )  # fmt: skip
+        )
 
     def understand(self, call: Call, asked: Asked) -> Understood:
         """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
@@ -225,10 +256,14 @@ class Inference:
         else:
             options = RequestOptions(asked.run)
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        return Understood(asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority))
+        return Understood(
+            asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority)
+        )
 
     async def run(self, call: Call, asked: Asked) -> Finished:
-        """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the result."""
+        """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the
+        result.
+        """
         return await self.execute(call, self.understand(call, asked))
 
     async def execute(self, call: Call, request: Understood) -> Finished:
@@ -245,8 +280,12 @@ class Inference:
     def _options(
         self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth of a request."""
-        if any(value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()):
+        """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
+        of a request.
+        """
+        if any(
+            value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
+        ):
             return run_options(resolved, body, operation, strict=strict)
         kept = self._plain.get((resolved.canonical, operation))
         if kept is None or kept[0] is not resolved.entry:
@@ -266,7 +305,9 @@ class Inference:
         if raw is None:
             return self._settings.gateway_request_timeout
         if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= 600_000:
-            raise InvalidInput("X-SIE-Timeout-Ms: expected a whole number from 1 to 600000", reason="schema", param="X-SIE-Timeout-Ms")
+            raise InvalidInput(
+                "X-SIE-Timeout-Ms: expected a whole number from 1 to 600000", reason="schema", param="X-SIE-Timeout-Ms"
+            )
         return min(int(raw) / 1000, self._settings.gateway_request_timeout)
 
     @staticmethod
@@ -286,7 +327,11 @@ class Inference:
             before, _, machine_profile = machine_profile.partition("/")
             named = _pool_name(before)
             if given and pool != named:
-                raise InvalidInput("X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE", reason="pool_conflict", param="X-SIE-Pool")
+                raise InvalidInput(
+                    "X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE",
+                    reason="pool_conflict",
+                    param="X-SIE-Pool",
+                )
             pool = named
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
 
@@ -296,7 +341,11 @@ class Inference:
         bad_query = None if request.query is None else _unusable(request.query, request)
         if bad_query is not None:
             raise InvalidInput(f"query: {bad_query.error.message}", reason=bad_query.error.reason, param="query")
-        refused = {index: failure for index, item in enumerate(request.items) if (failure := _unusable(item, request)) is not None}
+        refused = {
+            index: failure
+            for index, item in enumerate(request.items)
+            if (failure := _unusable(item, request)) is not None
+        }
         runnable = [(index, item) for index, item in enumerate(request.items) if index not in refused]
         finished = Finished(request, refused)
         if not runnable:
@@ -319,16 +368,26 @@ class Inference:
         limits = chunk.Limits(chunk_cost, payload_bytes, self._queue.result_bytes)
         max_tokens = resolved.entry.max_tokens
         item_bytes, token_bytes = _result_bytes(request.operation, resolved.entry, run)
-        _check_reply(item_bytes * len(sizes) + token_bytes * sum(chunk.estimated_tokens(size, max_tokens) for size in sizes))
+        _check_reply(
+            item_bytes * len(sizes) + token_bytes * sum(chunk.estimated_tokens(size, max_tokens) for size in sizes)
+        )
         chunks = chunk.split(
-            sizes, max_tokens=max_tokens, item_result_bytes=item_bytes, token_result_bytes=token_bytes, limits=limits,
-            # one row for each label of such a model, and its hypothesis in each; elsewhere everything shared is read with each input
+            sizes,
+            max_tokens=max_tokens,
+            item_result_bytes=item_bytes,
+            token_result_bytes=token_bytes,
+            limits=limits,
+            # one row for each label of such a model, and its hypothesis in each; elsewhere everything shared is read
+            # with each input
             rows=len(run.labels) if resolved.entry.family == "zero-shot-classifier" else 1,
             each_tokens=chunk.estimated_tokens(shared_bytes, max_tokens) if shared_bytes else 0,
-        )  # fmt: skip
+        )
         if shared_bytes * len(chunks) > bodies.MAX_BODY_BYTES:
             name = "query" if query_bytes > shared_bytes // 2 else "instruction"
-            message = f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {bodies.MAX_BODY_BYTES} are allowed in all"
+            message = (
+                f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {bodies.MAX_BODY_BYTES} are "
+                "allowed in all"
+            )
             raise PayloadTooLarge(message, param=name, extras={"limit": bodies.MAX_BODY_BYTES // len(chunks)})
         catalogue, entry = self._feed.catalogue, resolved.entry
         if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
@@ -342,27 +401,52 @@ class Inference:
         def work_item(number: int) -> WorkItem:
             piece = chunks[number]
             return WorkItem(
-                request=call.work_id, chunk=number, model=entry.id, revision=entry.revision, operation=request.operation,
-                inputs=tuple(_input(item) for _, item in runnable[piece.start : piece.stop]), options=run,
-                reply=self._inbox.address(call.work_id), budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
-                first=piece.start, profile=resolved.profile, config_revision=revision, priority=request.priority, cost=piece.cost,
-                traceparent=call.context.traceparent, query=None if query is None else _input(query), endpoint=endpoint,
+                request=call.work_id,
+                chunk=number,
+                model=entry.id,
+                revision=entry.revision,
+                operation=request.operation,
+                inputs=tuple(_input(item) for _, item in runnable[piece.start : piece.stop]),
+                options=run,
+                reply=self._inbox.address(call.work_id),
+                budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
+                first=piece.start,
+                profile=resolved.profile,
+                config_revision=revision,
+                priority=request.priority,
+                cost=piece.cost,
+                traceparent=call.context.traceparent,
+                query=None if query is None else _input(query),
+                endpoint=endpoint,
                 tracestate=call.context.tracestate,
-            )  # fmt: skip
+            )
 
         if request.operation in ("tokenize", "decode"):  # nothing of the device
             chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         left_s = deadline_s - time.perf_counter()
-        self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), left_s, call.digest, sum(squares))
+        self._admission.check(
+            call.key, lane, request.priority, resolved.residency, sum(costs), left_s, call.digest, sum(squares)
+        )
         call.charge.take(sum(costs))
         permits = self._admission.enter(
-            call.key, lane, request.priority, resolved.residency, costs, sum(sizes), left_s, call.digest, call.work_id, squares
+            call.key,
+            lane,
+            request.priority,
+            resolved.residency,
+            costs,
+            sum(sizes),
+            left_s,
+            call.digest,
+            call.work_id,
+            squares,
         )
 
         def on_taken(result: WorkResult) -> None:
             permits.taken(result)
-            if any(isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED for outcome in result.outcomes):
+            if any(
+                isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED for outcome in result.outcomes
+            ):
                 collector.fail(EntryChanged(entry))
 
         published_s = time.perf_counter()
@@ -374,7 +458,14 @@ class Inference:
                 collector.on_taken = on_taken
                 permits.on_refused = collector.fail
                 sending = Sending(
-                    self._queue, self._admission.peers, lane, request.priority, permits, work_item, collector, deadline_s
+                    self._queue,
+                    self._admission.peers,
+                    lane,
+                    request.priority,
+                    permits,
+                    work_item,
+                    collector,
+                    deadline_s,
                 )
                 try:
                     await sending.start()
@@ -398,8 +489,8 @@ class Inference:
         return finished
 
     async def _results(self, call: Call, request: Understood, collector: Collector, deadline_s: float) -> None:
-        """Wait for all of them to the end of the budget, and from the end of the hold, until a worker has the model, see whether that
-        makes sense.
+        """Wait for all of them to the end of the budget, and from the end of the hold, until a worker has the model,
+        see whether that makes sense.
 
         Raises ModelLoading, Provisioning, GatewayTimeout, and what the collector was failed with.
         """
@@ -425,7 +516,9 @@ def _pool_name(given: str) -> str:
 
 
 def _with_error_mode(parameters: Mapping[str, Any], mode: str) -> Mapping[str, Any]:
-    """The parameters with what the header says of failed inputs, which any word of the body outweighs. Raises InvalidInput."""
+    """The parameters with what the header says of failed inputs, which any word of the body outweighs. Raises
+    InvalidInput.
+    """
     if not mode:
         return parameters
     if mode not in ("slot", "fail"):
@@ -441,7 +534,11 @@ def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> t
     if operation in ("tokenize", "decode"):
         return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":
-        labels = sum(len(label.encode()) + LABEL_RESULT_BYTES for label in run.labels) if "classifications" in entry.outputs else 0
+        labels = (
+            sum(len(label.encode()) + LABEL_RESULT_BYTES for label in run.labels)
+            if "classifications" in entry.outputs
+            else 0
+        )
         return ITEM_RESULT_OVERHEAD_BYTES + labels, EXTRACTED_TOKEN_BYTES
     values = token_values = 0
     for name in run.outputs if operation == "encode" else ():
@@ -454,10 +551,15 @@ def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> t
 
 
 def _check_reply(expected_bytes: int) -> None:
-    """Refuse what would fill this process: all results of a request are held until its reply is sent. Raises PayloadTooLarge."""
+    """Refuse what would fill this process: all results of a request are held until its reply is sent. Raises
+    PayloadTooLarge.
+    """
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
-        message = f"items: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: send fewer items"
+        message = (
+            f"items: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
+            "send fewer items"
+        )
         raise PayloadTooLarge(message, param="items", extras={"limit": MAX_RESULT_BYTES})
 
 
@@ -489,4 +591,9 @@ def _input(item: Item) -> Input:
     """What travels of an item."""
     if item.tokens is None and item.pair is None and item.vectors is None:
         return Input(item.text)
-    return Input(item.text, tokens=item.tokens, pair=item.pair, vectors=None if item.vectors is None else Vectors.of(item.vectors))
+    return Input(
+        item.text,
+        tokens=item.tokens,
+        pair=item.pair,
+        vectors=None if item.vectors is None else Vectors.of(item.vectors),
+    )

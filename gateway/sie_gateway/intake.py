@@ -1,7 +1,7 @@
 """Bodies of requests: how large one may be, and how many bytes of them this gateway holds at once.
 
-Bytes count when they have arrived, not when they are announced, so announcing many costs a gateway nothing. The first of each body do not
-count: what is small is let in also while somebody's large bodies take all the room.
+Bytes count when they have arrived, not when they are announced, so announcing many costs a gateway nothing. The first
+of each body do not count: what is small is let in also while somebody's large bodies take all the room.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ CONTROL_S = 30.0
 
 
 class Intake:
-    """All bodies of a gateway. One more always may be read if no other counts, so the budget is no limit on one body."""
+    """All bodies of a gateway. One more always may be read if no other counts, so the budget is no limit
+    on one body.
+    """
 
     def __init__(self, most_bytes: int = MAX_HELD_BYTES) -> None:
         self.held_bytes = 0
         self.most_bytes = most_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> Reader:
-        """Reads one body of at most `limit` bytes. What it holds counts until `close`. PayloadTooLarge if it is announced as larger."""
+        """Reads one body of at most `limit` bytes. What it holds counts until `close`. PayloadTooLarge if it is
+        announced as larger.
+        """
         check_length(headers, limit)
         return Reader(self, receive, limit)
 
@@ -70,7 +74,11 @@ class Reader:
         others = intake.held_bytes - self._counted
         if others and intake.held_bytes + more > intake.most_bytes:
             held, most = intake.held_bytes >> 20, intake.most_bytes >> 20
-            raise QueueFull(f"body: this gateway holds {held} MiB of bodies, at most {most} are allowed", param="body", retry_after_s=2)
+            raise QueueFull(
+                f"body: this gateway holds {held} MiB of bodies, at most {most} are allowed",
+                param="body",
+                retry_after_s=2,
+            )
         intake.held_bytes += more
         self._counted += more
 
@@ -88,8 +96,9 @@ def check_length(headers: Mapping[str, str], limit: int) -> None:
 
 
 def bounded(receive: Receive, *, limit: int = CONTROL_BYTES, within_s: float = CONTROL_S) -> Receive:
-    """`receive` for routes that read bodies themselves: PayloadTooLarge past `limit` bytes, GatewayTimeout for one that is not complete in
-    `within_s` from its first look on."""
+    """`receive` for routes that read bodies themselves: PayloadTooLarge past `limit` bytes, GatewayTimeout for one that
+    is not complete in `within_s` from its first look on.
+    """
     size = 0
     until_s: float | None = None
     complete = False

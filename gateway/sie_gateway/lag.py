@@ -1,7 +1,8 @@
-"""How much work the broker holds and how long the oldest of it waits, by lane and priority and by model: what metrics tell of the queue.
+"""How much work the broker holds and how long the oldest of it waits, by lane and priority and by model: what metrics
+tell of the queue.
 
-Counts come from the shared backlog, ages from the oldest messages themselves, which also name their models. What cannot be asked is
-unknown, never zero.
+Counts come from the shared backlog, ages from the oldest messages themselves, which also name their models. What cannot
+be asked is unknown, never zero.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ class Lag:
             await self._look(pool, counts, lanes, models)
         self._lanes, self._models, self.is_known = lanes, models, bool(found)
 
-    async def _look(self, pool: str, counts: Mapping[str, int], lanes: dict[Labels, Waiting], models: dict[Labels, Waiting]) -> None:
+    async def _look(
+        self, pool: str, counts: Mapping[str, int], lanes: dict[Labels, Waiting], models: dict[Labels, Waiting]
+    ) -> None:
         busy: dict[Lane, int] = {}
         for subject, count in counts.items():
             lane = lane_of(subject)
             busy[lane] = busy.get(lane, 0) + count
         self._known |= dict.fromkeys(sorted(busy, key=busy.__getitem__, reverse=True))
         told = [lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool]
-        asked: list[tuple[str, Labels | None]] = []  # a filter, with the labels of a lane and priority, None of a subject
+        asked: list[
+            tuple[str, Labels | None]
+        ] = []  # a filter, with the labels of a lane and priority, None of a subject
         for lane in list(dict.fromkeys(told))[:MOST_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
@@ -92,7 +97,9 @@ class Lag:
                     asked.append((topology.lane_filter(lane, priority), labels))
         asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MOST_SUBJECTS]]
         stream = topology.stream_name(pool)
-        answers = await asyncio.gather(*(self._broker.first_stored(stream, subject=each) for each, _ in asked), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._broker.first_stored(stream, subject=each) for each, _ in asked), return_exceptions=True
+        )
         seen: set[str] = set()
         for (_, of_lane), first in zip(asked, answers, strict=True):
             if isinstance(first, BaseException):
@@ -111,7 +118,9 @@ class Lag:
 
 
 def lane_of(subject: str) -> Lane:
-    """The lane of a subject of work. The tokens of a machine profile and a bundle are never cut, so they say what they are made of."""
+    """The lane of a subject of work. The tokens of a machine profile and a bundle are never cut, so they say what they
+    are made of.
+    """
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))
 

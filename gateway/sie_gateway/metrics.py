@@ -30,7 +30,9 @@ class Metrics:
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
-        self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}  # looking one up costs more than counting
+        self._answered: dict[
+            tuple[str, int, str], tuple[Counter, Histogram]
+        ] = {}  # looking one up costs more than counting
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
@@ -63,13 +65,17 @@ class Metrics:
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Account for a request, once its answer has left. `endpoint` and `machine_profile` come from fixed sets, never from a client.
+        """Account for a request, once its answer has left. `endpoint` and `machine_profile` come from fixed sets, never
+        from a client.
 
         `seconds` None: of what lasts for as long as the client likes.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:
-            counted = self.requests.labels(endpoint, str(status), machine_profile), self.latency.labels(endpoint, machine_profile)
+            counted = (
+                self.requests.labels(endpoint, str(status), machine_profile),
+                self.latency.labels(endpoint, machine_profile),
+            )
             self._answered[endpoint, status, machine_profile] = counted
         counted[0].inc()
         if seconds is not None:
@@ -83,7 +89,9 @@ class Metrics:
 
 
 class Live(Collector):
-    """What the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no series behind."""
+    """What the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no
+    series behind.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway

@@ -15,6 +15,7 @@ from sie_gateway.fleet import Fleet
 
 _SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
 
+
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
     """One ModelInfo. A variant carries `variant_of`."""
     resolved = catalogue.resolve_profile(entry, profile, entry.id)
@@ -24,38 +25,68 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     certificate = next((status.certificate for _, status in reports if status.certificate), None)
     loaded = sorted(beat.worker for beat, status in reports if status.state == "loaded")
     info: dict[str, Any] = {
-        "name": resolved.canonical, "id": resolved.canonical, "object": "model", "created": 0, "owned_by": entry.id.partition("/")[0],
-        "inputs": list(entry.inputs), "outputs": listed_outputs(entry), "tasks": list(entry.tasks),
+        "name": resolved.canonical,
+        "id": resolved.canonical,
+        "object": "model",
+        "created": 0,
+        "owned_by": entry.id.partition("/")[0],
+        "inputs": list(entry.inputs),
+        "outputs": listed_outputs(entry),
+        "tasks": list(entry.tasks),
         "dims": widths(entry, resolved.run),
-        "loaded": state == "loaded", "state": state,
-        "last_error": None if error is None else {
-            "code": error.extras.get("error_class", "UNKNOWN"), "attempts": error.extras.get("attempts", 1),
-            "permanent": error.extras.get("permanent", False), "message": error.message,
+        "loaded": state == "loaded",
+        "state": state,
+        "last_error": None
+        if error is None
+        else {
+            "code": error.extras.get("error_class", "UNKNOWN"),
+            "attempts": error.extras.get("attempts", 1),
+            "permanent": error.extras.get("permanent", False),
+            "message": error.message,
         },
         "max_sequence_length": entry.max_tokens,
         "profiles": {name: _profile(entry, name) for name in ("default", *entry.profiles)},
-        "bundles": list(catalogue.bundles_of(entry)), "worker_count": len(loaded), "workers": loaded,
-        "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None, "score_scale": score_scale(entry),
-        "supports_lora": entry.family in LORA_FAMILIES, "prompts": sorted(entry.prompts), "revision": entry.revision,
-        "certificate": certificate, "precision": _precision(resolved.load.precision, reports),
+        "bundles": list(catalogue.bundles_of(entry)),
+        "worker_count": len(loaded),
+        "workers": loaded,
+        "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None,
+        "score_scale": score_scale(entry),
+        "supports_lora": entry.family in LORA_FAMILIES,
+        "prompts": sorted(entry.prompts),
+        "revision": entry.revision,
+        "certificate": certificate,
+        "precision": _precision(resolved.load.precision, reports),
         "fingerprint": fingerprint,
         "downloads": [
-            {"worker": worker, "done_bytes": each.done_bytes, "total_bytes": each.total_bytes, "bytes_per_s": each.bytes_per_s}
+            {
+                "worker": worker,
+                "done_bytes": each.done_bytes,
+                "total_bytes": each.total_bytes,
+                "bytes_per_s": each.bytes_per_s,
+            }
             for worker, each in fleet.downloads(resolved.residency)
         ],
-        "backend": "torch", "capabilities": _capabilities(entry), "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
-    }  # fmt: skip
+        "backend": "torch",
+        "capabilities": _capabilities(entry),
+        "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
+    }
     if profile != "default":
         info["variant_of"] = entry.id
     return info
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """What the entry or profile asks for, else the default of the workers; what they serve; why that is another one. Workers may differ."""
+    """What the entry or profile asks for, else the default of the workers; what they serve; why that is another one.
+    Workers may differ.
+    """
     told = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((each.requested for each in told if each.requested), None)
     reasons = sorted({each.reason for each in told if each.reason})
-    return {"requested": requested, "served": sorted({each.served for each in told}), "reason": "; ".join(reasons) or None}
+    return {
+        "requested": requested,
+        "served": sorted({each.served for each in told}),
+        "reason": "; ".join(reasons) or None,
+    }
 
 
 def _capabilities(entry: ModelEntry) -> list[str]:
@@ -91,11 +122,16 @@ async def model_list(
     """All models in order of name, each followed by its variants, then the aliases."""
     infos: list[dict[str, Any]] = []
     for number, (_, entry) in enumerate(sorted(catalogue.entries.items()), 1):
-        infos += [model_info(catalogue, fleet, entry, profile) for profile in ("default", *(sorted(entry.profiles) if variants else ()))]
+        infos += [
+            model_info(catalogue, fleet, entry, profile)
+            for profile in ("default", *(sorted(entry.profiles) if variants else ()))
+        ]
         if number % _SLICE == 0:
             await asyncio.sleep(0)
     return [
         info
         for info in infos + alias_infos(catalogue, fleet)
-        if (not task or task in info["tasks"]) and (not output or output in info["outputs"]) and (not loaded or info["loaded"])
+        if (not task or task in info["tasks"])
+        and (not output or output in info["outputs"])
+        and (not loaded or info["loaded"])
     ]

@@ -1,6 +1,7 @@
 """Chunks that no message can hold go through the payload store, and what nobody can need there any more is removed.
 
-    chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their place
+chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their
+place
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def life_s(settings: Settings, max_age_s: float) -> int:
     if wanted is None:
         return int(max_age_s) + TTL_MARGIN_S
     if wanted <= max_age_s:
-        message = f"got {wanted}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its message"
+        message = (
+            f"got {wanted}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
+            "message"
+        )
         raise SettingError("SIE_PAYLOAD_TTL_S", message)
     return wanted
 
@@ -42,7 +46,9 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 class Offload:
     """The writing side of the payload store. `wall_clock`: seconds since 1970."""
 
-    def __init__(self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
+    ) -> None:
         self._store = store
         self._life_s = life_s
         self._metrics = metrics
@@ -60,7 +66,9 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove what outlived every message that could name it. Several gateways may do so at once. Raises StoreError."""
+        """Remove what outlived every message that could name it. Several gateways may do so at once.
+        Raises StoreError.
+        """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:

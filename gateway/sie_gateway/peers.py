@@ -1,7 +1,9 @@
-"""The gateways of this installation, by their own announcements: how many share a window, and what all of them put into the queue.
+"""The gateways of this installation, by their own announcements: how many share a window, and what all of them put into
+the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
-                                       └── while it has work in the queue and is not alone: five times a second, with that work and the
+                                       └── while it has work in the queue and is not alone: five times a second, with
+                                       that work and the
                                            turns of the clients that it refused (`listeners`)
 
 A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
@@ -62,7 +64,10 @@ class Peers:
     """`waiting` tells, at each announcement, the tokens that wait in this gateway by lane and priority."""
 
     def __init__(
-        self, broker: Broker, waiting: Callable[[], Mapping[tuple[Lane, Priority], int]], clock: Callable[[], float] = time.monotonic
+        self,
+        broker: Broker,
+        waiting: Callable[[], Mapping[tuple[Lane, Priority], int]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = f"{default_worker_id()}-{uuid.uuid4().hex[:12]}"
         self.epoch: Callable[[], str] = str  # of the catalogue that this gateway serves by
@@ -74,7 +79,9 @@ class Peers:
         self._aged_s = clock()
         self._answered = 0
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
-        self.queued: Callable[[], tuple[QueuedWork, ...]] = tuple  # what others need to know of this gateway's work in the queue
+        self.queued: Callable[[], tuple[QueuedWork, ...]] = (
+            tuple  # what others need to know of this gateway's work in the queue
+        )
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
         self._is_busy = False  # the last announcement had work in the queue
 

@@ -1,12 +1,15 @@
-"""One model at one priority of a lane, as one gateway sees it, and whether one more request would be answered in time. Pure.
+"""One model at one priority of a lane, as one gateway sees it, and whether one more request would be answered in time.
+Pure.
 
 Rules of `judge`, in this order:
 
 1. Nothing of this model is in the queue, or no worker has it loaded: let in.
-2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses nobody. Up to the
+2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses
+  nobody. Up to the
    floor of work the doubt is larger.
 3. A queue that stands still for longer than the budget refuses.
-4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns that are
+4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns
+  that are
    due within it, or as far as keeps the workers busy.
 """
 
@@ -27,10 +30,16 @@ from sie_gateway.turns import Turns
 from sie_gateway.window import Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
-DOUBT, FLOOR_DOUBT = 1.0, 2.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
-BUSY_BATCHES = 1.5  # of wait, beside those that run and the turns that are due at once: let in, so that the workers have no pause
+DOUBT, FLOOR_DOUBT = (
+    1.0,
+    2.0,
+)  # samples after which half of an expected wait is believed, above the floor of work and up to it
+BUSY_BATCHES = (
+    1.5  # of wait, beside those that run and the turns that are due at once: let in, so that the workers have no pause
+)
 TURN_PACE = 0.4  # of what leaves the queue: the part that turns are given for; clients without one have the rest
-BUNCH = 0.4  # of what a batch leaves of a budget: work of clients that come at once, as those of one second do by their Retry-After
+# of what a batch leaves of a budget: work of clients that come at once, as those of one second do by their Retry-After
+BUNCH = 0.4
 MIN_BUNCH = 0.1  # of a budget: at least so much
 STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
 RESTART_S = 10.0  # at least: in this time an adapter that ended is started and its model is loaded
@@ -49,7 +58,9 @@ class _Other(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """`wait_s` is expected, `turn_s` is when there will be room for this request, `room` the cost of all that may come in a second."""
+    """`wait_s` is expected, `turn_s` is when there will be room for this request, `room` the cost of all that may come
+    in a second.
+    """
 
     wait_s: float
     turn_s: float
@@ -63,7 +74,9 @@ class Entered:
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "ticket")
 
-    def __init__(self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str) -> None:
+    def __init__(
+        self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str
+    ) -> None:
         self.ticket = ticket
         self.request = request
         self.cost = sum(ticket.costs)
@@ -106,7 +119,10 @@ class Place:
         """The costs of chunks with so many tokens, and squared tokens, as estimated."""
         scale = self.scale or 1.0
         both = zip(tokens, squares, strict=True)
-        return [max(1, round(text_cost(scale * each, scale * scale * square, self.crossover_tokens))) for each, square in both]
+        return [
+            max(1, round(text_cost(scale * each, scale * scale * square, self.crossover_tokens)))
+            for each, square in both
+        ]
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """A chunk was let into the queue."""
@@ -118,7 +134,9 @@ class Place:
     def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
         """Learn from a result what an estimated token really is, what a batch takes, and how fast the queue empties."""
         ran = result.batch
-        self.batches.note(text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000)
+        self.batches.note(
+            text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
+        )
         tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
         if tokens:
             ratio = tokens / estimate
@@ -138,12 +156,20 @@ class Place:
         tokens = entered.ticket.costs[result.chunk]
         pipeline = max((host.pipeline for host in self.hosts), default=1)
         self.drain.left(
-            now_s, name, tokens, queued_s, is_crowded=is_crowded, device_s=device_s, lanes=self._lanes(), pipeline=max(1, pipeline)
-        )  # fmt: skip
+            now_s,
+            name,
+            tokens,
+            queued_s,
+            is_crowded=is_crowded,
+            device_s=device_s,
+            lanes=self._lanes(),
+            pipeline=max(1, pipeline),
+        )
 
     def freed(self, now_s: float, *, is_result: bool) -> None:
-        """Something has left the queue: with a result, or because its request has ended. Where all were withdrawn from a queue that stands
-        still, it goes on standing still for those that come next, until a result."""
+        """Something has left the queue: with a result, or because its request has ended. Where all were withdrawn from
+        a queue that stands still, it goes on standing still for those that come next, until a result.
+        """
         if self.window.items:
             return
         if not is_result and self.wait(now_s, 0.0, 0.0).stalled_s:
@@ -157,32 +183,52 @@ class Place:
         self.turns.heard(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """What other gateways need to know, with `count` turns at most; None if there is nothing in the queue and no turn."""
+        """What other gateways need to know, with `count` turns at most; None if there is nothing in the queue and no
+        turn.
+        """
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
         lane, rate = self.lane, round(self.drain.rate(now_s), 3)
         return QueuedWork(
-            lane.pool, lane.machine_profile, lane.bundle, self.priority, self.residency, round(self.window.cost), rate, turns, claimed
-        )  # fmt: skip
+            lane.pool,
+            lane.machine_profile,
+            lane.bundle,
+            self.priority,
+            self.residency,
+            round(self.window.cost),
+            rate,
+            turns,
+            claimed,
+        )
 
     # what follows
 
     def wait(self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0) -> Wait:
-        """Of a request of `cost` tokens behind so many of this gateway, and behind what was promised by all gateways."""
+        """Of a request of `cost` tokens behind so many of this gateway, and behind what was promised by
+        all gateways.
+        """
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
         everything, share = self.everywhere(now_s, ahead)
         return self.drain.wait(
-            now_s, everything + promised, cost, min(now_s, self._busy_s), self._full_tokens(cost), fixed, share, budget_s
-        )  # fmt: skip
+            now_s,
+            everything + promised,
+            cost,
+            min(now_s, self._busy_s),
+            self._full_tokens(cost),
+            fixed,
+            share,
+            budget_s,
+        )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
-        """What is ahead in the queue of all gateways where `ahead` is that of this gateway, and this gateway's share of what leaves it.
+        """What is ahead in the queue of all gateways where `ahead` is that of this gateway, and this gateway's share of
+        what leaves it.
 
-        The queue is first in, first out, so the work of all gateways is mixed in it. What waits in this gateway becomes part of the queue
-        by this gateway's share only. What others told is a moment old: they are taken to have put in since then as much as this one did, in
-        proportion. So a burst that comes to all of them counts at once.
+        The queue is first in, first out, so the work of all gateways is mixed in it. What waits in this gateway becomes
+        part of the queue by this gateway's share only. What others told is a moment old: they are taken to have put in
+        since then as much as this one did, in proportion. So a burst that comes to all of them counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -207,12 +253,18 @@ class Place:
         message = window.tokens / window.items if window.items else cost
         found = []
         for host in self.hosts:
-            by_items = host.credit_items * host.batch_cost / host.credit_cost * message if host.credit_cost else math.inf
+            by_items = (
+                host.credit_items * host.batch_cost / host.credit_cost * message if host.credit_cost else math.inf
+            )
             found.append(min(host.batch_cost or math.inf, by_items))
         return max(1.0, window.stretch() * sum(found) / len(found)) if found else math.inf
 
-    def judge(self, now_s: float, key: str, cost: float, budget_s: float, floor: float, client: Callable[[], bytes]) -> Refusal | None:
-        """Whether to refuse a request of `cost` tokens that came with this budget. Up to `floor` tokens of work it takes more to refuse."""
+    def judge(
+        self, now_s: float, key: str, cost: float, budget_s: float, floor: float, client: Callable[[], bytes]
+    ) -> Refusal | None:
+        """Whether to refuse a request of `cost` tokens that came with this budget. Up to `floor` tokens of work it
+        takes more to refuse.
+        """
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -239,8 +291,9 @@ class Place:
         return Refusal(wait.likely_s + wait.stalled_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
-        """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of the wait when they
-        were let in was wrong."""
+        """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of
+        the wait when they were let in was wrong.
+        """
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
         if not self.entered or not self.hosts or not self.wait(now_s, everything, 0.0).evidence:
@@ -294,8 +347,9 @@ class Place:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """How much work, in seconds of what leaves the queue, may come again within a second: a part of what a batch that runs leaves of the
-    budget."""
+    """How much work, in seconds of what leaves the queue, may come again within a second: a part of what a batch that
+    runs leaves of the budget.
+    """
     return max(MIN_BUNCH * budget_s, min(TURN_PACE, BUNCH * (budget_s - batch_s)))
 
 

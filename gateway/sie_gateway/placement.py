@@ -1,6 +1,8 @@
-"""The placement table of each lane: any gateway computes it, the first to write a change wins, the others read what it wrote.
+"""The placement table of each lane: any gateway computes it, the first to write a change wins, the others read what it
+wrote.
 
-    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table ──compare-and-set──► sidecars
+    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
+    ──compare-and-set──► sidecars
 
 Tables are computed in a thread, which gives way to the event loop each millisecond.
 """
@@ -47,12 +49,18 @@ def _unheard(lane: Lane, table: Placement, heard: Collection[str]) -> list[Heart
 
 
 class Placer:
-    """Keeps the tables of all lanes that have a worker or work. `run` belongs to one task; `note` may be called by any."""
+    """Keeps the tables of all lanes that have a worker or work. `run` belongs to one task; `note` may be
+    called by any.
+    """
 
     def __init__(
-        self, broker: Broker, adopt_after_s: float, fleet: Fleet,
-        waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, Waiting]]], now_s: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        broker: Broker,
+        adopt_after_s: float,
+        fleet: Fleet,
+        waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, Waiting]]],
+        now_s: Callable[[], float],
+    ) -> None:
         """`waiting(lane, models)`: what waits, by model, of these alone. `now_s`: the broker's time."""
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -70,7 +78,9 @@ class Placer:
         self.serves: Callable[[str], bool] = lambda pool: True  # whether a pool is there
 
     async def start(self, *, storage: str, replicas: int) -> None:
-        """Open the bucket, making it if it is not there, and learn what it holds. May be called again. Raises BrokerError."""
+        """Open the bucket, making it if it is not there, and learn what it holds. May be called again. Raises
+        BrokerError.
+        """
         self._kept = (storage, replicas)
         bucket = await self._broker.key_value(topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         if self._bucket is None:
@@ -86,7 +96,9 @@ class Placer:
             self._take(entry)
 
     def _take(self, entry: Entry) -> None:
-        with contextlib.suppress(msgspec.DecodeError):  # then it is written anew: its revision is not known here, and read again
+        with contextlib.suppress(
+            msgspec.DecodeError
+        ):  # then it is written anew: its revision is not known here, and read again
             self._stored(topology.lane_key_of(entry.key)).take(entry)
 
     def _stored(self, key: str) -> StoredTable:
@@ -163,13 +175,17 @@ class Placer:
             elif not of_lane and not planner.models:
                 del self._planners[lane]
 
-    def _changed(self, stored: StoredTable, look: Callable[[], Placement | None], older: Collection[str]) -> Change | None:
+    def _changed(
+        self, stored: StoredTable, look: Callable[[], Placement | None], older: Collection[str]
+    ) -> Change | None:
         """What is to be written after a look, None where the table stands. In a thread."""
         placement = look()
         return stored.change(placement, older, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: Change) -> None:
-        """Write a changed table unless another gateway was first; then its table is read, and the next look goes on from there."""
+        """Write a changed table unless another gateway was first; then its table is read, and the next look goes on
+        from there.
+        """
         assert self._bucket is not None
         failpoint("gateway.before_placement")
         try:
@@ -182,9 +198,11 @@ class Placer:
 
 
 class Ages:
-    """What waits of each model, and how long the oldest has: counts from the shared backlog, ages from the oldest message itself.
+    """What waits of each model, and how long the oldest has: counts from the shared backlog, ages from the oldest
+    message itself.
 
-    Ages are asked for where work was there at two looks in a row, of MAX_ASKED subjects a look, those first that waited longest for it.
+    Ages are asked for where work was there at two looks in a row, of MAX_ASKED subjects a look, those first that waited
+    longest for it.
     """
 
     def __init__(self, broker: Broker, backlog: Backlog, now_s: Callable[[], float]) -> None:
@@ -199,7 +217,11 @@ class Ages:
         """By model, without those of which nothing waits. Raises BrokerError."""
         await self._backlog.fresh(lane.pool, EVERY_S / 2)
         prefix = topology.lane_filter(lane).removesuffix(">")
-        stored = {subject: count for subject, count in (self._backlog.by_subject(lane.pool) or {}).items() if subject.startswith(prefix)}
+        stored = {
+            subject: count
+            for subject, count in (self._backlog.by_subject(lane.pool) or {}).items()
+            if subject.startswith(prefix)
+        }
         names = self._names_of(lane, models, stored)
         subjects: dict[str, str] = {}
         counts: dict[str, int] = {}
@@ -211,12 +233,16 @@ class Ages:
         for gone in [subject for subject in self._looks if subject.startswith(prefix) and subject not in subjects]:
             del self._looks[gone]
             self._ages_s.pop(gone, None)
-        due = sorted((subject for subject in subjects if subject in self._looks), key=lambda subject: -self._looks[subject])[:MAX_ASKED]
+        due = sorted(
+            (subject for subject in subjects if subject in self._looks), key=lambda subject: -self._looks[subject]
+        )[:MAX_ASKED]
         for subject in subjects:
             self._looks[subject] = self._looks.get(subject, 0) + 1
         stream = topology.stream_name(lane.pool)
         questions = (self._broker.first_stored(stream, subject=subject) for subject in due)
-        for subject, first in zip(due, await asyncio.gather(*questions, return_exceptions=True), strict=True):  # none outlasts this
+        for subject, first in zip(
+            due, await asyncio.gather(*questions, return_exceptions=True), strict=True
+        ):  # none outlasts this
             if isinstance(first, BaseException):
                 raise first
             self._looks[subject] = 0
@@ -232,7 +258,9 @@ class Ages:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """The model of each name that ends a subject. A subject is never turned back into a model: that is looked for among `models`."""
+        """The model of each name that ends a subject. A subject is never turned back into a model: that is looked for
+        among `models`.
+        """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):
             names.clear()

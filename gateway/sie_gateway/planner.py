@@ -1,7 +1,8 @@
 """The placement table of one lane, kept from look to look: heartbeats, backlog and the table before make the next one.
 
-Demand is what every gateway can see, so that all compute the same: tokens that workers take in, and what waits in the stream. What each
-model asks for is computed over arrays, and only models and workers of which something has changed are looked at one by one.
+Demand is what every gateway can see, so that all compute the same: tokens that workers take in, and what waits in the
+stream. What each model asks for is computed over arrays, and only models and workers of which something has changed are
+looked at one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from sie_contracts.messages import Heartbeat, ModelStatus, Placement
 from sie_contracts.placement import USED, Replicas, replicas
 from sie_gateway.fleet import mean_rate
 
-REFRESH_S = 5.0  # a lane with work gets a fresh `at_s` this often: sidecars take an old table with work for a gateway that is gone
+# a lane with work gets a fresh `at_s` this often: sidecars take an old table with work for a gateway that is gone
+REFRESH_S = 5.0
 MIN_SPAN_S = 5.0  # over which what waits counts as demand: a burst is no rate
 FORGET_S = 3600.0  # without work, on no worker
 UNKNOWN_LOAD_S = 10.0
@@ -47,8 +49,8 @@ _NOTHING = Waiting(0)
 class _Worker:
     """What a heartbeat says.
 
-    `told`: model, state and error of each of its statuses. `taking`: shape (2, models), float64, the index of each model in the layout and
-    the tokens a second that are taken in for it.
+    `told`: model, state and error of each of its statuses. `taking`: shape (2, models), float64, the index of each
+    model in the layout and the tokens a second that are taken in for it.
     """
 
     beat: Heartbeat
@@ -60,7 +62,9 @@ class _Worker:
 
 
 class Slices:
-    """Calls of it pause a thread that computes for long, so that the event loop of its process takes its turn each SLICE_S."""
+    """Calls of it pause a thread that computes for long, so that the event loop of its process takes its turn each
+    SLICE_S.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -73,7 +77,9 @@ class Slices:
 
 
 class Planner:
-    """The table of one lane as this gateway would write it. `step` may run in a thread; one call at a time, `note` beside it."""
+    """The table of one lane as this gateway would write it. `step` may run in a thread; one call at a time, `note`
+    beside it.
+    """
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
         """`pause` is called between parts of a long `step`."""
@@ -98,7 +104,9 @@ class Planner:
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, model: str, messages: int, cost: int) -> None:
-        """Work of `model` is being published: so many messages of so many tokens together. May be called from another thread."""
+        """Work of `model` is being published: so many messages of so many tokens together. May be called from another
+        thread.
+        """
         with self._noting:
             calls, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = (calls + 1, count + messages, tokens + cost)
@@ -109,12 +117,18 @@ class Planner:
         return self._layout.rows.keys() | self._noted.keys()
 
     def step(
-        self, table: Placement | None, beats: Sequence[Heartbeat], silent: Sequence[Heartbeat], backlog: Mapping[str, Waiting], now_s: float
+        self,
+        table: Placement | None,
+        beats: Sequence[Heartbeat],
+        silent: Sequence[Heartbeat],
+        backlog: Mapping[str, Waiting],
+        now_s: float,
     ) -> Placement | None:
         """The table to write, or None while the present one stands. `now_s`: the broker's time.
 
-        `beats`: of the live workers. `silent`: the last ones of workers whose heartbeats are overdue; they stay hosts while no work of what
-        they host waits past the bound, because lost heartbeats are cheaper than models that move for nothing.
+        `beats`: of the live workers. `silent`: the last ones of workers whose heartbeats are overdue; they stay hosts
+        while no work of what they host waits past the bound, because lost heartbeats are cheaper than models that move
+        for nothing.
         """
         if silent:
             beats = [*beats, *self._served(silent, table, backlog)]
@@ -142,12 +156,19 @@ class Planner:
 
     # ---- what there is
 
-    def _served(self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, Waiting]) -> list[Heartbeat]:
+    def _served(
+        self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, Waiting]
+    ) -> list[Heartbeat]:
         """The workers that host anything of which nothing waits past the bound."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
-        late = {name for model, each in backlog.items() if each.oldest_s > self._adopt_after_s for name in hosts.get(model, ())}
+        late = {
+            name
+            for model, each in backlog.items()
+            if each.oldest_s > self._adopt_after_s
+            for name in hosts.get(model, ())
+        }
         return [beat for beat in silent if beat.worker in self._hosting[1] and beat.worker not in late]
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, Waiting], now_s: float) -> None:
@@ -198,12 +219,19 @@ class Planner:
         told = [(status.model, status.state, status.error) for status in beat.models]
         rates = [status.cost_rate for status in beat.models]
         known = self._workers.get(beat.worker)
-        if known is not None and known.told == told and known.taking.shape[1] == len(told) and known.beat.slots == beat.slots:
+        if (
+            known is not None
+            and known.told == told
+            and known.taking.shape[1] == len(told)
+            and known.beat.slots == beat.slots
+        ):
             taking = np.array([known.taking[0], rates])  # the usual case: it has what it had
         else:
             statuses = {model_of(status): status for status in in_order(beat.models)}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
-            served = [(model, each.cost_rate) for model, each in statuses.items() if each.state in ("loaded", "loading")]
+            served = [
+                (model, each.cost_rate) for model, each in statuses.items() if each.state in ("loaded", "loading")
+            ]
             taking = np.array([[self._layout.indices[model] for model, _ in served], [rate for _, rate in served]])
         load_s = max((status.load_s for status in beat.models), default=0.0)
         self._workers[beat.worker] = _Worker(beat, told, taking, beat.rate, sum(rates), load_s)
@@ -220,7 +248,13 @@ class Planner:
                 self._forget(model)
 
     def _forget(self, model: str) -> None:
-        memories: tuple[dict[str, Any], ...] = (self._wanted_s, self._scales, self._resident_s, self._cost, self._raised_s)
+        memories: tuple[dict[str, Any], ...] = (
+            self._wanted_s,
+            self._scales,
+            self._resident_s,
+            self._cost,
+            self._raised_s,
+        )
         for memory in memories:
             memory.pop(model, None)
         self._lowering.discard(model)
@@ -243,7 +277,9 @@ class Planner:
         self._table = table
 
     def _known(self, model: str, table: Placement | None) -> Replicas | None:
-        """How many hosts the model had: as this gateway remembers, unless another one has raised or lowered them since."""
+        """How many hosts the model had: as this gateway remembers, unless another one has raised or
+        lowered them since.
+        """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
             return ours
@@ -272,7 +308,9 @@ class Planner:
     # ---- how many hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Since when all hosts of a model have it, and another one could begin to load it: else it would only make others wait longer."""
+        """Since when all hosts of a model have it, and another one could begin to load it: else it would only make
+        others wait longer.
+        """
         for model in self._moved:
             row = self._layout.rows.get(model)
             if row is None:
@@ -310,7 +348,9 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, Waiting], now_s: float) -> NDArray[np.float64]:
-        """Have each model get as many hosts as it asks for. Returns the demand, shape (size,), in workers' worth of time."""
+        """Have each model get as many hosts as it asks for. Returns the demand, shape (size,), in workers' worth of
+        time.
+        """
         layout, workers = self._layout, self._workers.values()
         self._grow()
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
@@ -339,11 +379,20 @@ class Planner:
                 continue
             known, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)  # a wait for a load asks for no host
+            age_s = (
+                0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
+            )  # a wait for a load asks for no host
             scale = replicas(
-                known, float(tokens_s[layout.indices[model]]), rate, age_s, since_s is not None, now_s,
-                most=most, adopt_after_s=self._adopt_after_s, load_s=load_s,
-            )  # fmt: skip
+                known,
+                float(tokens_s[layout.indices[model]]),
+                rate,
+                age_s,
+                since_s is not None,
+                now_s,
+                most=most,
+                adopt_after_s=self._adopt_after_s,
+                load_s=load_s,
+            )
             if known is not None and scale.count < known.count:
                 self._cut(model, scale.count)
             if scale != known:

@@ -1,10 +1,11 @@
 """The pools that work can be routed to: this installation's own, and reservations, which come and go over `/v1/pools`.
 
     POST, renew, DELETE ──compare-and-set──► record in KV ──watch──► every gateway: routes, streams, Pool objects
-                                               ▲      one gateway, by a lease: expiry, removal, assignments ──► KV ──► sidecars ask any
+                                               ▲      one gateway, by a lease: expiry, removal, assignments ──► KV ──►
+                                                 sidecars ask any
 
-A reservation has a stream of its own. It ends at once for everybody by the broker's clock: requests that wait for it fail with
-POOL_NOT_FOUND, then its stream goes. Its name is free again when that is done.
+A reservation has a stream of its own. It ends at once for everybody by the broker's clock: requests that wait for it
+fail with POOL_NOT_FOUND, then its stream goes. Its name is free again when that is done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import Any
 import msgspec
 
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, Entry, KeyValue, Subscription, TopologyMismatch, Write, WrongRevision
+from sie_contracts.broker import (
+    Broker,
+    BrokerError,
+    Entry,
+    KeyValue,
+    Subscription,
+    TopologyMismatch,
+    Write,
+    WrongRevision,
+)
 from sie_contracts.errors import NotReady, PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import Assigned, Heartbeat, PoolSpec, Reservation, Reservations
 from sie_contracts.runtime.clock import BrokerClock
@@ -40,7 +50,8 @@ MOST_RESERVATIONS = 64
 EVERY_S = 1.0
 GAP_S = 0.1  # between two looks: heartbeats that come together are one change
 DUTY_S, LAPSE_S = 2.0, 6.0
-UNREADY_S = 30.0  # for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
+# for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
+UNREADY_S = 30.0
 REMOVED_WITHIN_S = 5.0  # a call waits for the end of an earlier pool of its name
 HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
 TOO_FEW = "not as many workers are free as it asks for"
@@ -54,8 +65,15 @@ class Pools(Collection[str]):
     """The names of all pools that are there now. One task runs `run`; the rest may be called by any."""
 
     def __init__(
-        self, settings: Settings, broker: Broker, fleet: Fleet, queue: WorkQueue, inbox: Inbox, clock: BrokerClock, metrics: Metrics,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        broker: Broker,
+        fleet: Fleet,
+        queue: WorkQueue,
+        inbox: Inbox,
+        clock: BrokerClock,
+        metrics: Metrics,
+    ) -> None:
         self.own = frozenset({topology.pool_name("default"), settings.pool})
         self.on_gone: list[Callable[[str], None]] = []  # called with the name of each reservation that has ended
         self._settings = settings
@@ -115,9 +133,13 @@ class Pools(Collection[str]):
     # ---- what is kept in the broker
 
     async def start(self) -> None:
-        """Open the bucket, making it if it is not there, and learn what it holds. May be called again. Raises BrokerError."""
+        """Open the bucket, making it if it is not there, and learn what it holds. May be called again. Raises
+        BrokerError.
+        """
         settings = self._settings
-        bucket = await self._broker.key_value(topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas)
+        bucket = await self._broker.key_value(
+            topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+        )
         created = (await bucket.epoch()).rpartition(":")[0]
         if created != self._created:  # the first one, or one that was lost and made anew: its revisions begin again
             self._record_revision = self._assigned_revision = 0
@@ -137,7 +159,9 @@ class Pools(Collection[str]):
     async def _on_entry(self, entry: Entry) -> None:
         try:
             if entry.key == _RECORD and entry.revision > self._record_revision:
-                self._take_record(messages.decode_reservations(entry.value) if entry.value else Reservations(), entry.revision)
+                self._take_record(
+                    messages.decode_reservations(entry.value) if entry.value else Reservations(), entry.revision
+                )
             elif entry.key == _ASSIGNED and entry.revision > self._assigned_revision:
                 self._assigned = messages.decode_assigned(entry.value) if entry.value else Assigned()
                 self._assigned_revision = entry.revision
@@ -152,7 +176,9 @@ class Pools(Collection[str]):
         self._woken.set()
 
     async def _change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
-        """Write what `make` makes of the record as it is, until nobody else was first. Raises BrokerError, and what `make` raises."""
+        """Write what `make` makes of the record as it is, until nobody else was first. Raises BrokerError, and what
+        `make` raises.
+        """
         if self._bucket is None:
             raise NotReady("the pools have not been read from the broker yet")
         for _ in range(_ATTEMPTS):
@@ -180,7 +206,11 @@ class Pools(Collection[str]):
         """
         name = spec.name
         if name in self.own or name in self._physical():
-            raise PoolConflict(f"name: a pool {shown(name)!r} exists and is no reservation", param="name", extras={"pool": self.pool(name)})
+            raise PoolConflict(
+                f"name: a pool {shown(name)!r} exists and is no reservation",
+                param="name",
+                extras={"pool": self.pool(name)},
+            )
         await self._until_removed(name)
         now_s = self._clock.now_s()
         made = False
@@ -190,14 +220,20 @@ class Pools(Collection[str]):
             present = record.pools.get(name)
             if present is not None and present.spec != spec:
                 raise PoolConflict(
-                    f"name: a reservation {name!r} exists with another spec", param="name", extras={"pool": self._pool_of(present)}
+                    f"name: a reservation {name!r} exists with another spec",
+                    param="name",
+                    extras={"pool": self._pool_of(present)},
                 )
             if name in record.ended or (present is not None and now_s >= present.expires_s):
                 raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
             if present is None and len(record.pools) >= MOST_RESERVATIONS:
                 raise PoolOperationForbidden(f"{MOST_RESERVATIONS} reservations exist, which is the limit")
             made = present is None
-            wanted = Reservation(spec, now_s, now_s) if present is None else msgspec.structs.replace(present, renewed_s=now_s)
+            wanted = (
+                Reservation(spec, now_s, now_s)
+                if present is None
+                else msgspec.structs.replace(present, renewed_s=now_s)
+            )
             wanted = msgspec.structs.replace(wanted, takes_last=wanted.takes_last or takes_last)
             return msgspec.structs.replace(record, pools={**record.pools, name: wanted})
 
@@ -273,7 +309,9 @@ class Pools(Collection[str]):
         return {worker: pool for worker, pool in self._assigned.workers.items() if pool in live}
 
     def assigned(self, worker: str) -> tuple[str, ...]:
-        """The pools that a worker is to serve. Raises InvalidInput, PoolNotFound, NotReady before the record is known."""
+        """The pools that a worker is to serve. Raises InvalidInput, PoolNotFound, NotReady before the
+        record is known.
+        """
         if self._bucket is None:
             raise NotReady("the pools have not been read from the broker yet")
         return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.workers())
@@ -286,7 +324,9 @@ class Pools(Collection[str]):
         """The healthy workers that serve a pool."""
         reserved = self.workers()
         own = name in self.own
-        return [beat for beat in self._fleet.healthy() if beat.pool == name and (own or reserved.get(beat.worker) == name)]
+        return [
+            beat for beat in self._fleet.healthy() if beat.pool == name and (own or reserved.get(beat.worker) == name)
+        ]
 
     def is_active(self, reservation: Reservation) -> bool:
         """Whether every count is met by healthy workers that serve it."""
@@ -300,26 +340,39 @@ class Pools(Collection[str]):
         if name not in self.own and name not in self._physical():
             raise not_found(name)
         spec: dict[str, Any] = {
-            "name": shown(name), "bundle": None, "gpus": {}, "ttl_seconds": None, "minimum_worker_count": 0, "gpu_caps": {},
+            "name": shown(name),
+            "bundle": None,
+            "gpus": {},
+            "ttl_seconds": None,
+            "minimum_worker_count": 0,
+            "gpu_caps": {},
             "pinned_models": [],
-        }  # fmt: skip
+        }
         workers = [_worker(beat) for beat in self._fleet.healthy() if beat.pool == name]
         times = {"created_at": None, "last_renewed": None, "expires_at": None}
         return {"name": shown(name), "spec": spec, "status": {"state": "active", "assigned_workers": workers, **times}}
 
     def _pool_of(self, each: Reservation) -> dict[str, Any]:
         name, reserved = each.spec.name, self.workers()
-        spec = {**msgspec.structs.asdict(each.spec), "bundle": each.spec.bundle or None, "pinned_models": list(each.spec.pinned_models)}
+        spec = {
+            **msgspec.structs.asdict(each.spec),
+            "bundle": each.spec.bundle or None,
+            "pinned_models": list(each.spec.pinned_models),
+        }
         workers = [_worker(beat) for beat, _ in self._fleet.workers() if reserved.get(beat.worker) == name]
         reason = self.pending_reason(name)
         return {
-            "name": name, "spec": spec,
+            "name": name,
+            "spec": spec,
             "status": {
-                "state": "pending" if reason else "active", "assigned_workers": workers,
-                "created_at": each.created_s, "last_renewed": each.renewed_s, "expires_at": each.expires_s,
+                "state": "pending" if reason else "active",
+                "assigned_workers": workers,
+                "created_at": each.created_s,
+                "last_renewed": each.renewed_s,
+                "expires_at": each.expires_s,
                 **({"reason": reason} if reason else {}),
             },
-        }  # fmt: skip
+        }
 
     def pending_reason(self, name: str) -> str:
         """Why a reservation is not active. Empty for one that is, and for any other pool."""
@@ -428,7 +481,9 @@ class Pools(Collection[str]):
         await self._queue.forget_pool(name)
 
     async def _leads(self) -> bool:
-        """Whether the work of all gateways for all pools is this one's. While there is none nobody asks. Raises BrokerError."""
+        """Whether the work of all gateways for all pools is this one's. While there is none nobody asks. Raises
+        BrokerError.
+        """
         if not (self._record.pools or self._record.ended or self._assigned.workers):
             return False
         loop_s = asyncio.get_running_loop().time()
@@ -482,7 +537,9 @@ class Pools(Collection[str]):
         if found != self._assigned.workers:
             assert self._bucket is not None
             try:
-                revision = await self._bucket.write([Write(_ASSIGNED, messages.encode(Assigned(found)), self._assigned_revision)])
+                revision = await self._bucket.write(
+                    [Write(_ASSIGNED, messages.encode(Assigned(found)), self._assigned_revision)]
+                )
             except WrongRevision:
                 entry = await self._bucket.get(_ASSIGNED)
                 self._assigned, self._assigned_revision = Assigned(), 0
@@ -495,7 +552,9 @@ class Pools(Collection[str]):
             for worker in sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name)):
                 self._count("assigned" if worker in found else "released")
                 _logger.info("worker %s serves %s", worker, found.get(worker, "its own pool again"))
-                await self._broker.send(topology.assigned_subject(worker), b"")  # a hint; it asks every few seconds anyway
+                await self._broker.send(
+                    topology.assigned_subject(worker), b""
+                )  # a hint; it asks every few seconds anyway
         active = frozenset(name for name, each in live.items() if self.is_active(each))
         self._count("active", len(active - self._active))
         self._count("pending", len((self._active - active) & live.keys()))
@@ -504,8 +563,8 @@ class Pools(Collection[str]):
     def _candidates(self) -> dict[str, Candidate]:
         """The workers that may be reserved, or keep their reservation.
 
-        A worker that holds a place keeps it while its heartbeats come and it has not been unready for UNREADY_S; and for the time of a
-        heartbeat's time-out after this gateway's start, until it can have heard of it.
+        A worker that holds a place keeps it while its heartbeats come and it has not been unready for UNREADY_S; and
+        for the time of a heartbeat's time-out after this gateway's start, until it can have heard of it.
         """
         now_s = asyncio.get_running_loop().time()
         if self._first_s is None:

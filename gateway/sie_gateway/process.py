@@ -1,6 +1,7 @@
 """The gateway process: connect, own the topology, listen, serve, leave.
 
-    SIGTERM ──► lame duck: not ready, serves all, each connection's answer is its last ──► drain: refuses new work ──► exit 0
+SIGTERM ──► lame duck: not ready, serves all, each connection's answer is its last ──► drain: refuses new work ──► exit
+0
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
 _LATE_S = 1.0  # for the answer of a request whose budget ended
 _SETTINGS = {  # what to blame for a field of the stream that differs
-    "storage": "SIE_STREAM_STORAGE", "replicas": "SIE_STREAM_REPLICAS", "max_bytes": "SIE_QUEUE_MAX_BYTES",
+    "storage": "SIE_STREAM_STORAGE",
+    "replicas": "SIE_STREAM_REPLICAS",
+    "max_bytes": "SIE_QUEUE_MAX_BYTES",
     "max_age_s": "SIE_GATEWAY_REQUEST_TIMEOUT",
-}  # fmt: skip
+}
 _logger = logging.getLogger("sie.gateway")
 
 
@@ -65,8 +68,8 @@ async def serve(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop`, go on for `lame_duck_s`, then finish what was accepted, for `drain_s` seconds at most; by default as long as any
-    request may take.
+    """Serve until `stop`, go on for `lame_duck_s`, then finish what was accepted, for `drain_s` seconds at most; by
+    default as long as any request may take.
 
     Returns the exit status. Raises SettingError.
     """
@@ -74,7 +77,12 @@ async def serve(
     metrics = Metrics()
     initial = packaged_catalogue() if source is None else None
     feed = CatalogueFeed(
-        broker, source, trusted=settings.nats_config_trusted_producers, poll_s=EPOCH_POLL_S, full_export_s=FULL_EXPORT_S, initial=initial
+        broker,
+        source,
+        trusted=settings.nats_config_trusted_producers,
+        poll_s=EPOCH_POLL_S,
+        full_export_s=FULL_EXPORT_S,
+        initial=initial,
     )
     fleet = Fleet(broker, settings)
     inbox = Inbox(broker, metrics)
@@ -84,7 +92,11 @@ async def serve(
         inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
 
     store = open_store(settings.payload_store_url)
-    offload = Offload(store, life_s(settings, settings.gateway_request_timeout + LOAD_CEILING_S), metrics) if store is not None else None
+    offload = (
+        Offload(store, life_s(settings, settings.gateway_request_timeout + LOAD_CEILING_S), metrics)
+        if store is not None
+        else None
+    )
     queue = WorkQueue(broker, settings, metrics, on_lost, offload)
     clock = BrokerClock(broker, topology.stream_name(settings.pool))
     pools = Pools(settings, broker, fleet, queue, inbox, clock, metrics)
@@ -103,17 +115,29 @@ async def serve(
     lag = Lag(broker, backlog, pools, clock.now_s)
     status = Status(settings, broker, feed, fleet, admission.peers, pools.own, lag, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
-    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag)
+    gateway = Gateway(
+        settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag
+    )
     gateway.tracer = tracer
     names = settings.allowed_hosts
     main = HttpServer(
-        create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol, allowed_hosts=names, refused=metrics.count_refused
+        create_app(gateway),
+        host,
+        port,
+        setting="--port",
+        websockets=WebSocketProtocol,
+        allowed_hosts=names,
+        refused=metrics.count_refused,
     )
     try:
         side = HttpServer(
-            metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT", allowed_hosts=names,
+            metrics_app(gateway),
+            host,
+            settings.gateway_metrics_port,
+            setting="SIE_GATEWAY_METRICS_PORT",
+            allowed_hosts=names,
             refused=metrics.count_refused,
-        )  # fmt: skip
+        )
     except SettingError:
         await main.stop()
         raise
@@ -134,7 +158,8 @@ async def serve(
         await admission.peers.start()
         own = functools.partial(_own_streams, queue, placer, settings, pools)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
-        # connections already queue at the port: a request that meets a restart waits a moment instead of being refused as not ready
+        # connections already queue at the port: a request that meets a restart waits a moment instead of being refused
+        # as not ready
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
@@ -153,7 +178,13 @@ async def serve(
         tasks.start(status.sockets.run(drained), "status sockets")
 
         async def on_reconnect() -> None:
-            await retry(queue.reverify, errors=(BrokerError,), stop=drained, logger=_logger, what="verifying the queue after a reconnect")
+            await retry(
+                queue.reverify,
+                errors=(BrokerError,),
+                stop=drained,
+                logger=_logger,
+                what="verifying the queue after a reconnect",
+            )
 
         broker.on_reconnect(on_reconnect)
         gateway.started = not stop.requested
@@ -203,7 +234,8 @@ def longest_drain_s(settings: Settings) -> float:
 
 
 async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: Pools) -> None:
-    """Make the buckets of tables and of reservations, then the streams of this installation's own pools, for which workers wait.
+    """Make the buckets of tables and of reservations, then the streams of this installation's own pools, for which
+    workers wait.
 
     A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError.
     """
@@ -216,20 +248,35 @@ async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, poo
         raise SettingError(_SETTINGS.get(error.field, "SIE_POOL"), str(error)) from error
     except BrokerError as error:
         if settings.stream_replicas > 1 and "non-clustered" in str(error):
-            raise SettingError("SIE_STREAM_REPLICAS", f"got {settings.stream_replicas}, but the broker is a single server") from error
+            raise SettingError(
+                "SIE_STREAM_REPLICAS", f"got {settings.stream_replicas}, but the broker is a single server"
+            ) from error
         raise
 
 
 async def run(
-    settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None, drain_s: float | None = None,
+    settings: Settings,
+    stop: Stop,
+    *,
+    host: str,
+    port: int,
+    nats_monitor_url: str | None = None,
+    drain_s: float | None = None,
     lame_duck_s: float = 0.0,
-) -> int:  # fmt: skip
+) -> int:
     """The gateway against NATS. Raises SettingError."""
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0
         source = config_source(settings.config_service_url, settings.config_read_token)
         return await serve(
-            settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s,
+            settings,
+            broker,
+            source,
+            stop,
+            host=host,
+            port=port,
+            nats_monitor_url=nats_monitor_url,
+            drain_s=drain_s,
             lame_duck_s=lame_duck_s,
-        )  # fmt: skip
+        )

@@ -1,4 +1,6 @@
-"""Work into the queue: streams and consumers exist before they are needed, every publish is acknowledged, what nobody awaits is removed."""
+"""Work into the queue: streams and consumers exist before they are needed, every publish is acknowledged, what nobody
+awaits is removed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
 HEADER_BYTES = 256  # of a publish: its message id
-LEAST_PAYLOAD_BYTES = 64 << 10  # a result of one input of the widest model, and a worker's heartbeat with a few hundred models
+LEAST_PAYLOAD_BYTES = (
+    64 << 10
+)  # a result of one input of the widest model, and a worker's heartbeat with a few hundred models
 _logger = logging.getLogger("sie.gateway.queue")
 
 
@@ -39,13 +43,19 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
     """The work stream of a pool, as these settings want it. `reserved`: it is that of a reservation."""
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
-        pool, storage=settings.stream_storage, replicas=settings.stream_replicas, max_bytes=max_bytes,
-        max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S, max_per_subject=topology.per_subject_limit(max_bytes),
-    )  # fmt: skip
+        pool,
+        storage=settings.stream_storage,
+        replicas=settings.stream_replicas,
+        max_bytes=max_bytes,
+        max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S,
+        max_per_subject=topology.per_subject_limit(max_bytes),
+    )
 
 
 class Stored(NamedTuple):
-    """Where a message lies. A stream that was lost and made anew counts from 1 again: there the sequence is somebody else's message."""
+    """Where a message lies. A stream that was lost and made anew counts from 1 again: there the sequence is somebody
+    else's message.
+    """
 
     created: str  # of the stream, as the broker tells it
     sequence: int
@@ -55,9 +65,16 @@ class WorkQueue:
     """The gateway owns the topology: it creates streams and consumers; everybody else verifies. Raises SettingError."""
 
     def __init__(
-        self, broker: Broker, settings: Settings, metrics: Metrics, on_lost: Callable[[], None], offload: Offload | None = None
+        self,
+        broker: Broker,
+        settings: Settings,
+        metrics: Metrics,
+        on_lost: Callable[[], None],
+        offload: Offload | None = None,
     ) -> None:
-        """`on_lost` is called when a stream turns out to have been lost with the work in it. `offload` takes what no message can hold."""
+        """`on_lost` is called when a stream turns out to have been lost with the work in it. `offload` takes what no
+        message can hold.
+        """
         self._broker = broker
         self._settings = settings
         self._metrics = metrics
@@ -94,7 +111,8 @@ class WorkQueue:
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and told so.
+        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and
+        told so.
 
         All requests that meet a broker which does not answer come here between their attempts: they share one.
         Raises PoolNotFound for a reservation that has ended, BrokerError.
@@ -133,14 +151,18 @@ class WorkQueue:
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """What workers need before they find the pool's stream: where work is kept that was given up, and the marks of poison."""
+        """What workers need before they find the pool's stream: where work is kept that was given up, and the marks of
+        poison.
+        """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
         except TopologyMismatch as error:  # its letters are kept all the same
             _logger.error("%s", error)
-        await self._broker.key_value(topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S)
+        await self._broker.key_value(
+            topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
+        )
 
     async def reverify(self) -> bool:
         """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
@@ -153,7 +175,8 @@ class WorkQueue:
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[Stored]:
-        """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns where they lie.
+        """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns where they
+        lie.
 
         A message is kept also before its consumer exists, so both are made at once. Raises QueueFull, QueueUnavailable.
         """
@@ -181,7 +204,11 @@ class WorkQueue:
 
         tasks = [asyncio.ensure_future(in_turn(item)) for item in items]
         ensure = functools.partial(self.consumers.ensure, spec)
-        consumer = [] if self.consumers.known(spec) else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
+        consumer = (
+            []
+            if self.consumers.known(spec)
+            else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
+        )
         try:
             stored = await asyncio.gather(*tasks)
             await asyncio.gather(*consumer)
@@ -209,7 +236,9 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, Stored)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> Stored:
-        """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message ends it."""
+        """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message
+        ends it.
+        """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = Stored("", 0), False
         data = messages.encode(item)
@@ -221,7 +250,9 @@ class WorkQueue:
             tried, created = True, self._created_of(lane.pool)
             failpoint("queue.before_publish")
             try:
-                published = await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))
+                published = await self._broker.publish(
+                    subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s)
+                )
             except BrokerError:
                 self._metrics.ack_failures.inc()
                 raise
@@ -272,9 +303,13 @@ class WorkQueue:
                 raise QueueFull(f"the queue is full: {error}") from error
             except TopologyMismatch as error:
                 _logger.error("%s", error)
-                raise QueueUnavailable(f"the queue is set up differently from what this gateway needs: {error}") from error
+                raise QueueUnavailable(
+                    f"the queue is set up differently from what this gateway needs: {error}"
+                ) from error
             except PayloadTooBig as error:
-                raise PayloadTooLarge(f"one message of this request is too large for the broker: {error}", param="body") from error
+                raise PayloadTooLarge(
+                    f"one message of this request is too large for the broker: {error}", param="body"
+                ) from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error
@@ -288,10 +323,11 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[Stored], request: str = "") -> None:
-        """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age limit will.
+        """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age
+        limit will.
 
-        What lay in a stream that was lost since is gone with it, and its sequences are left alone. With `request`, workers are told as
-        well, and then: one that has room before the rest is gone would take more of it.
+        What lay in a stream that was lost since is gone with it, and its sequences are left alone. With `request`,
+        workers are told as well, and then: one that has room before the rest is gone would take more of it.
         """
         if stored and self.serves(pool):
             try:
@@ -322,4 +358,7 @@ def _bounded(timeout_s: float, deadline_s: float) -> float:
 
 
 def _too_small(max_payload: int) -> str:
-    return f"the broker's max_payload of {max_payload} bytes is too small: its configuration must say at least {LEAST_PAYLOAD_BYTES}"
+    return (
+        f"the broker's max_payload of {max_payload} bytes is too small: its configuration must say at least "
+        f"{LEAST_PAYLOAD_BYTES}"
+    )

@@ -1,4 +1,5 @@
-"""Tokens per minute of a key: a bucket that refills all the time, charged by estimate at the edge and settled by what was really used.
+"""Tokens per minute of a key: a bucket that refills all the time, charged by estimate at the edge and settled by what
+was really used.
 
     estimate ──take──► level ──► the request runs ──► settle(true tokens): the difference goes back, or is owed
                          └ too little: RateLimited with the time until there is enough
@@ -43,11 +44,15 @@ class Quotas:
     def take(self, key: str, per_minute: int, cost: int) -> None:
         """Use `cost` tokens, or raise.
 
-        What is more than this gateway's part goes by when the part is whole, and is owed then: a quota of the whole installation must not
-        refuse for good what it allows. RateLimited says when to come again; what no minute allows is PayloadTooLarge.
+        What is more than this gateway's part goes by when the part is whole, and is owed then: a quota of the whole
+        installation must not refuse for good what it allows. RateLimited says when to come again; what no minute allows
+        is PayloadTooLarge.
         """
         if cost > per_minute:
-            message = f"this request has about {cost} tokens, its key may use {per_minute} per minute: send fewer items at a time"
+            message = (
+                f"this request has about {cost} tokens, its key may use {per_minute} per minute: send fewer items at a "
+                "time"
+            )
             raise PayloadTooLarge(message, param="items", extras={"limit": per_minute})
         level, part = self._level(key, per_minute)
         missing = min(float(cost), part) - level.tokens
@@ -76,11 +81,15 @@ class Quotas:
 
     def _forget(self, now_s: float) -> None:
         """Drop what has not been used for so long that it is full, unless more than a minute was owed."""
-        self._levels = {key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S}
+        self._levels = {
+            key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
+        }
 
 
 class Charge:
-    """The tokens of one call: `take` before it runs, `settle` when its usage is known, `refund` if it ended without any."""
+    """The tokens of one call: `take` before it runs, `settle` when its usage is known, `refund` if it ended without
+    any.
+    """
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
 

@@ -24,11 +24,22 @@ EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client nee
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
-STAGES = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")  # the whole
+STAGES = (
+    "queue_time",
+    "preprocess_time",
+    "batch_wait_time",
+    "inference_time",
+    "postprocess_time",
+    "unattributed_time",
+)  # the whole
 _TIMING_HEADERS = (
-    ("X-Queue-Time", "queue_time"), ("X-Tokenization-Time", "preprocess_time"), ("X-Inference-Time", "inference_time"),
-    ("X-Postprocessing-Time", "postprocess_time"), ("X-Total-Time", "total_time"), ("X-Batch-Wait-Time", "batch_wait_time"),
-)  # fmt: skip
+    ("X-Queue-Time", "queue_time"),
+    ("X-Tokenization-Time", "preprocess_time"),
+    ("X-Inference-Time", "inference_time"),
+    ("X-Postprocessing-Time", "postprocess_time"),
+    ("X-Total-Time", "total_time"),
+    ("X-Batch-Wait-Time", "batch_wait_time"),
+)
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -38,8 +49,8 @@ Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the s
 
 
 def wanted(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """How a success is sent. Never fails: what cannot be served is answered in JSON. `raw`: whether this route has formats of vectors,
-    `msgpack`: whether it has that.
+    """How a success is sent. Never fails: what cannot be served is answered in JSON. `raw`: whether this route has
+    formats of vectors, `msgpack`: whether it has that.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -75,7 +86,9 @@ def _json_default(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not travel")
 
 
-_msgpack = msgspec.msgpack.Encoder(enc_hook=lambda value: arrays.pack(value) if isinstance(value, np.ndarray) else value)
+_msgpack = msgspec.msgpack.Encoder(
+    enc_hook=lambda value: arrays.pack(value) if isinstance(value, np.ndarray) else value
+)
 
 
 def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
@@ -86,7 +99,9 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 
 def _timed(pieces: Iterator[bytes], last: Callable[[float], bytes]) -> Iterator[bytes]:
-    """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads them."""
+    """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads
+    them.
+    """
     spent_s = 0.0
     while True:
         began_s = time.perf_counter()
@@ -100,8 +115,8 @@ def _timed(pieces: Iterator[bytes], last: Callable[[float], bytes]) -> Iterator[
 
 
 class Streamed:
-    """msgpack of a map whose `items` are many: written in pieces of PIECE_VALUES numbers, so that it never exists as a whole beside its
-    results. May be read more than once.
+    """msgpack of a map whose `items` are many: written in pieces of PIECE_VALUES numbers, so that it never exists as a
+    whole beside its results. May be read more than once.
     """
 
     def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
@@ -133,8 +148,11 @@ def _step(values: Sequence[Any], numbers: int) -> int:
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 
-def body_of(body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None) -> tuple[Body, str]:
-    """As `encode`, in pieces where there are many `values`: a large one takes 600 ms, in which nobody else would be served.
+def body_of(
+    body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
+) -> tuple[Body, str]:
+    """As `encode`, in pieces where there are many `values`: a large one takes 600 ms, in which nobody else would be
+    served.
 
     `row` makes a slot of each of the `items`, when it is its turn; `late` the one entry that is written last.
     """
@@ -157,12 +175,16 @@ def body_of(body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None
 
 
 class _Listed:
-    def __init__(self, values: Sequence[Any], numbers: int, before: bytes, after: Callable[[float], bytes], row: Row | None) -> None:
+    def __init__(
+        self, values: Sequence[Any], numbers: int, before: bytes, after: Callable[[float], bytes], row: Row | None
+    ) -> None:
         self._values, self._before, self._after, self._row = values, before, after, row
         self._step = _step(values, numbers)
 
     def __iter__(self) -> Iterator[bytes]:
-        return _timed(self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s))
+        return _timed(
+            self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s)
+        )
 
     def _pieces(self) -> Iterator[bytes]:
         before = self._before
@@ -201,11 +223,17 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def listed(
-    values: Sequence[Any], numbers: int, before: bytes = b"[", after: bytes | Callable[[float], bytes] = b"]", row: Row | None = None
+    values: Sequence[Any],
+    numbers: int,
+    before: bytes = b"[",
+    after: bytes | Callable[[float], bytes] = b"]",
+    row: Row | None = None,
 ) -> Body:
-    """JSON of a list of `numbers` numbers between two ends, in pieces where there are many. Values may hold numpy arrays.
+    """JSON of a list of `numbers` numbers between two ends, in pieces where there are many. Values may hold numpy
+    arrays.
 
-    `row` makes what is written of a value, when it is its turn; `after` may depend on the seconds that writing the values took.
+    `row` makes what is written of a value, when it is its turn; `after` may depend on the seconds that writing the
+    values took.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
@@ -230,11 +258,15 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """One output as a view on the result's block."""
     piece = outcome.outputs[name]
-    return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(piece.shape)
+    return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
+        piece.shape
+    )
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """One output as msgpack has it, its bytes where they are: an array for each row would take longer than all the rest of it."""
+    """One output as msgpack has it, its bytes where they are: an array for each row would take longer than all the rest
+    of it.
+    """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
     return arrays.packed(piece.dtype, piece.shape, memoryview(result.block)[piece.offset : piece.offset + size])
@@ -247,7 +279,9 @@ def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 class Joined:
-    """One output of each input, one after the other, as they lie in the results: neighbours are sent together, nothing is copied."""
+    """One output of each input, one after the other, as they lie in the results: neighbours are sent together, nothing
+    is copied.
+    """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
         self._pieces: list[memoryview] = []
@@ -272,7 +306,9 @@ Placed = tuple[WorkResult, Outcome]
 
 
 def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
-    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each result's outcomes."""
+    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each
+    result's outcomes.
+    """
     found: list[Any] = [None] * count
     for result, positions in zip(results, places, strict=True):
         for position, outcome in zip(positions, result.outcomes, strict=True):
@@ -293,7 +329,9 @@ def _echo(item: Item) -> dict[str, Any]:
 
 
 def _usage(outcome: Outcome) -> dict[str, Any]:
-    """The tokens of one input. Those of all inputs add up to the usage of the request, which stands beside the slots."""
+    """The tokens of one input. Those of all inputs add up to the usage of the request, which stands
+    beside the slots.
+    """
     tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
     return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
 
@@ -320,14 +358,23 @@ def encode_slots(
             continue
         for name in run.outputs:
             if name == "dense":
-                slot["dense"] = dense = {"dims": dense_dims, "dtype": run.dtype, "values": read(result, outcome, "dense")}
+                slot["dense"] = dense = {
+                    "dims": dense_dims,
+                    "dtype": run.dtype,
+                    "values": read(result, outcome, "dense"),
+                }
                 for key in extras:
                     dense[key] = float(array_of(result, outcome, f"dense.{key}")[0])
                 if run.muvera:
                     dense["source"] = "muvera"
             elif name == "multivector":
                 rows, values = outcome.outputs["multivector"].shape[0], read(result, outcome, "multivector")
-                slot["multivector"] = {"token_dims": token_dims, "num_tokens": rows, "dtype": run.dtype, "values": values}
+                slot["multivector"] = {
+                    "token_dims": token_dims,
+                    "num_tokens": rows,
+                    "dtype": run.dtype,
+                    "values": values,
+                }
                 slot["multivector"] |= {key: read(result, outcome, f"multivector.{key}") for key in extras}
             else:
                 dtype = "float16" if run.dtype == "float16" else "float32"
@@ -368,12 +415,18 @@ def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
 def failure_of(
     items: Sequence[Item], failures: Sequence[Failed | None], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
-    """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the client asked so."""
+    """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the
+    client asked so.
+    """
     failed = [(index, failure) for index, failure in enumerate(failures) if failure is not None]
     if not failed or (len(failed) < len(items) and not any_fails):
         return None
     listed = [
-        {"index": index, **({"id": items[index].id} if items[index].id is not None else {}), **slot_error(failure.error)}
+        {
+            "index": index,
+            **({"id": items[index].id} if items[index].id is not None else {}),
+            **slot_error(failure.error),
+        }
         for index, failure in failed
     ]
     errors = [SIEError.from_info(failure.error) for _, failure in failed]
@@ -383,8 +436,9 @@ def failure_of(
 
 
 def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0) -> dict[str, float]:
-    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival, `written_ms` what making the
-    reply of the results took."""
+    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival,
+    `written_ms` what making the reply of the results took.
+    """
     stages = last.stages if last else None
     preprocess, batch, inference, post, worker = (
         (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
@@ -396,11 +450,19 @@ def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None, written_
     post += written_ms
     rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
     waited, total = round(queue + batch, 3), round(total_ms, 3)
-    queue, preprocess, batch, inference, post, rest = (round(value, 3) for value in (queue, preprocess, batch, inference, post, rest))
+    queue, preprocess, batch, inference, post, rest = (
+        round(value, 3) for value in (queue, preprocess, batch, inference, post, rest)
+    )
     return {
-        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)), "total_time": total, "queue_ms": waited,
-        "tokenization_ms": preprocess, "inference_ms": inference, "postprocessing_ms": post, "unattributed_ms": rest, "total_ms": total,
-    }  # fmt: skip
+        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)),
+        "total_time": total,
+        "queue_ms": waited,
+        "tokenization_ms": preprocess,
+        "inference_ms": inference,
+        "postprocessing_ms": post,
+        "unattributed_ms": rest,
+        "total_ms": total,
+    }
 
 
 def timing_headers(values: Mapping[str, float]) -> dict[str, str]:

@@ -1,11 +1,12 @@
-"""One line of the log for each inference request. Of those that were refused without having run only the first ones of each interval have
-a line, and then one line tells how many more there were: overload must not become an overload of the log.
+"""One line of the log for each inference request. Of those that were refused without having run only the first ones of
+each interval have a line, and then one line tells how many more there were: overload must not become an overload of the
+log.
 
     encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 preprocess_time=0.312 ... unattributed_time=1.088
     512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
 
-Model, request and trace are fields of the record. Nothing of a line comes from a body or a credential: names of the catalogue, codes of
-the contract, numbers, and ids that were made here or have the form of one.
+Model, request and trace are fields of the record. Nothing of a line comes from a body or a credential: names of the
+catalogue, codes of the contract, numbers, and ids that were made here or have the form of one.
 """
 
 from __future__ import annotations

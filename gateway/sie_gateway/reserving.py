@@ -39,7 +39,8 @@ _logger = logging.getLogger("sie.gateway.pools")
 def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> PoolSpec:
     """The spec that a body asks for. `profiles`: the machine profiles that there are.
 
-    Raises InvalidInput with the field, PoolOperationForbidden for what is over a limit, ModelNotFound for a pinned model.
+    Raises InvalidInput with the field, PoolOperationForbidden for what is over a limit, ModelNotFound for a pinned
+    model.
     """
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
@@ -51,7 +52,9 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     name = _name(body.get("name"))
     gpus = _counts(body, "gpus", profiles)
     if not gpus:
-        raise InvalidInput("gpus: expected a count for at least one machine profile, got none", reason="schema", param="gpus")
+        raise InvalidInput(
+            "gpus: expected a count for at least one machine profile, got none", reason="schema", param="gpus"
+        )
     caps = _counts(body, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
@@ -62,11 +65,16 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
         raise InvalidInput(f"bundle: expected a string or null, got {_kind(bundle)}", reason="schema", param="bundle")
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:
-        raise InvalidInput(f"bundle: expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}", reason="schema", param="bundle")
+        raise InvalidInput(
+            f"bundle: expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}",
+            reason="schema",
+            param="bundle",
+        )
     minimum = _whole(body, "minimum_worker_count", 0, 0)
     if minimum > MOST_MINIMUM_WORKERS:
         raise PoolOperationForbidden(
-            f"minimum_worker_count: at most {MOST_MINIMUM_WORKERS} are allowed, got {minimum}", param="minimum_worker_count"
+            f"minimum_worker_count: at most {MOST_MINIMUM_WORKERS} are allowed, got {minimum}",
+            param="minimum_worker_count",
         )
     ttl_s = _whole(body, "ttl_seconds", TTL_S, 1)
     if ttl_s > MOST_TTL_S:
@@ -97,7 +105,9 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
     if given is None:
         return {}
     if not isinstance(given, dict) or len(given) > MOST_PROFILES:
-        raise InvalidInput(f"{field}: expected a map of counts by machine profile, got {_kind(given)}", reason="schema", param=field)
+        raise InvalidInput(
+            f"{field}: expected a map of counts by machine profile, got {_kind(given)}", reason="schema", param=field
+        )
     found: dict[str, int] = {}
     for key, count in given.items():
         profile = key.strip().lower()
@@ -105,12 +115,16 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
         path = f"{field}.{key[:60]}"
         if profile not in profiles:
             raise InvalidInput(
-                f"{path}: no such machine profile; there are {', '.join(sorted(profiles))}", reason="gpu_not_configured", param=path,
+                f"{path}: no such machine profile; there are {', '.join(sorted(profiles))}",
+                reason="gpu_not_configured",
+                param=path,
                 extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
-            )  # fmt: skip
+            )
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_GPUS or profile in found:
             got = f"{key[:60]!r} twice" if profile in found else count if isinstance(count, int) else _kind(count)
-            raise InvalidInput(f"{path}: expected a whole number from 1 to {MOST_GPUS}, got {got}", reason="schema", param=path)
+            raise InvalidInput(
+                f"{path}: expected a whole number from 1 to {MOST_GPUS}, got {got}", reason="schema", param=path
+            )
         found[profile] = count
     return dict(sorted(found.items()))
 
@@ -121,7 +135,9 @@ def _whole(body: Mapping[str, Any], field: str, default: int, least: int) -> int
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         got = value if isinstance(value, int) else _kind(value)
-        raise InvalidInput(f"{field}: expected a whole number of at least {least}, got {got}", reason="schema", param=field)
+        raise InvalidInput(
+            f"{field}: expected a whole number of at least {least}, got {got}", reason="schema", param=field
+        )
     return value
 
 
@@ -135,7 +151,9 @@ async def _body(request: Request) -> object:
     async for piece in request.stream():
         data += piece
         if len(data) > MOST_BODY_BYTES:
-            raise PayloadTooLarge(f"body: more than {MOST_BODY_BYTES} bytes", param="body", extras={"limit": MOST_BODY_BYTES})
+            raise PayloadTooLarge(
+                f"body: more than {MOST_BODY_BYTES} bytes", param="body", extras={"limit": MOST_BODY_BYTES}
+            )
     try:
         return plain.from_json(bytes(data))
     except plain.Malformed as error:
@@ -168,9 +186,12 @@ def pool_routes(app: FastAPI, gateway: Gateway) -> None:
         return {settings.profile, *(beat.machine_profile for beat, _ in gateway.fleet.workers())}
 
     @app.post(
-        "/v1/pools", status_code=201, summary="Reserve workers, or renew the same reservation", openapi_extra=_DOCUMENT,
+        "/v1/pools",
+        status_code=201,
+        summary="Reserve workers, or renew the same reservation",
+        openapi_extra=_DOCUMENT,
         responses={409: {"description": "A pool of this name has another spec"}, 403: {"description": "Over a limit"}},
-    )  # fmt: skip
+    )
     async def create(request: Request) -> Response:
         if not gateway.feed.loaded:
             raise NotReady("the catalogue is not loaded yet")
@@ -212,10 +233,12 @@ _DOCUMENT = {
         "content": {
             "application/json": {
                 "schema": {
-                    "type": "object", "required": ["name", "gpus"],
+                    "type": "object",
+                    "required": ["name", "gpus"],
                     "properties": {
                         "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,63}$"},
-                        "gpus": {**_COUNTS, "minProperties": 1}, "gpu_caps": _COUNTS,
+                        "gpus": {**_COUNTS, "minProperties": 1},
+                        "gpu_caps": _COUNTS,
                         "bundle": {"type": ["string", "null"]},
                         "minimum_worker_count": {"type": "integer", "minimum": 0, "maximum": MOST_MINIMUM_WORKERS},
                         "ttl_seconds": {"type": "integer", "minimum": 1, "maximum": MOST_TTL_S, "default": TTL_S},
@@ -226,7 +249,7 @@ _DOCUMENT = {
             }
         },
     }
-}  # fmt: skip
+}
 
 
 def _json(body: Any, status: int = 200) -> Response:

@@ -1,4 +1,6 @@
-"""How many workers a lane wants: one pure function of facts that every gateway reads alike, and the answer that an autoscaler polls."""
+"""How many workers a lane wants: one pure function of facts that every gateway reads alike, and the answer that an
+autoscaler polls.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ def wanted_replicas(
 ) -> int:
     """Workers that a lane wants.
 
-    `reserved`: workers that reservations have or ask for, which do nothing else. `backlog_cost`: tokens that wait or run, in the queue and
-    in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second that one worker runs while it is busy, 0 while nobody
-    knows. Enough for what comes in and to end the backlog within DRAIN_S; one where
-    anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the workers that are ready.
-    A hundredth of a worker is nothing, so that traffic which fades out ends.
+    `reserved`: workers that reservations have or ask for, which do nothing else. `backlog_cost`: tokens that wait or
+    run, in the queue and in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second that one worker
+    runs while it is busy, 0 while nobody knows. Enough for what comes in and to end the backlog within DRAIN_S; one
+    where
+    anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the workers
+    that are ready. A hundredth of a worker is nothing, so that traffic which fades out ends.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0
@@ -45,9 +48,17 @@ class Scaling:
     """`GET /v1/scaling/{lane}`."""
 
     def __init__(
-        self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, backlog: Backlog, peers: Peers, demand: DemandRecords,
-        pools: Pools, now_s: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        broker: Broker,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        backlog: Backlog,
+        peers: Peers,
+        demand: DemandRecords,
+        pools: Pools,
+        now_s: Callable[[], float],
+    ) -> None:
         """`now_s` is the broker's time."""
         self._settings = settings
         self._broker = broker
@@ -60,9 +71,14 @@ class Scaling:
         self._now_s = now_s
 
     def find(self, name: str) -> Lane:
-        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to. Raises NotFound."""
+        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to. Raises
+        NotFound.
+        """
         beats = [beat for beat, _ in self._fleet.workers()]
-        profiles = {self._settings.profile, *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ())}
+        profiles = {
+            self._settings.profile,
+            *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ()),
+        }
         profiles |= {beat.machine_profile for beat in beats}
         profiles |= {profile for each in self._pools.live().values() for profile in each.spec.gpus}
         bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
@@ -80,28 +96,51 @@ class Scaling:
             await self._backlog.fresh(lane.pool, 0.0)
             counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
             items = sum(counts.values())
-            oldest = await self._broker.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane)) if items else None
+            oldest = (
+                await self._broker.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane))
+                if items
+                else None
+            )
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
             raise QueueUnavailable("the broker could not be asked for the backlog") from error
         asked, pending = self._pools.reserved(), self._pools.pending()
-        # workers of reservations are those of the default pool, and it is its lane that a deployment of them is scaled by
+        # workers of reservations are those of the default pool, and it is its lane that a deployment of them is scaled
+        # by
         is_default = lane.pool == topology.pool_name("default")
-        mine = {each for each in asked if each[1:] == (lane.machine_profile, lane.bundle) and (is_default or each[0] == lane.pool)}
+        mine = {
+            each
+            for each in asked
+            if each[1:] == (lane.machine_profile, lane.bundle) and (is_default or each[0] == lane.pool)
+        }
         reserved = sum(asked[each] for each in mine)
         traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
         # where no gateway has sent lately, what is there was sent before: in messages of the usual size
-        cost = sum(count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items())
+        cost = sum(
+            count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
+        )
         flows = [flow for each in traffic.values() for flow in each]
         workers = self._fleet.of_lane(lane)
         is_reservation = self._pools.reservation(lane.pool) is not None
-        wanted = reserved if is_reservation else wanted_replicas(
-            backlog_cost=cost + sum(flow.waiting for flow in flows), arriving=sum(flow.rate for flow in flows),
-            rate=worker_rate(workers), ready_workers=len(workers), reserved=reserved, demand=demand,
-        )  # fmt: skip
+        wanted = (
+            reserved
+            if is_reservation
+            else wanted_replicas(
+                backlog_cost=cost + sum(flow.waiting for flow in flows),
+                arriving=sum(flow.rate for flow in flows),
+                rate=worker_rate(workers),
+                ready_workers=len(workers),
+                reserved=reserved,
+                demand=demand,
+            )
+        )
         return {
-            "lane": str(lane), "backlog_items": items, "backlog_cost": round(cost),
+            "lane": str(lane),
+            "backlog_items": items,
+            "backlog_cost": round(cost),
             "oldest_age_s": round(max(0.0, self._now_s() - oldest.sent_s), 3) if oldest else 0.0,
             "ready_workers": len(workers),
-            "wanted_replicas": wanted, "reserved": reserved, "demand": int(demand or not mine.isdisjoint(pending)),
-        }  # fmt: skip
+            "wanted_replicas": wanted,
+            "reserved": reserved,
+            "demand": int(demand or not mine.isdisjoint(pending)),
+        }

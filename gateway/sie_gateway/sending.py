@@ -22,9 +22,16 @@ class Sending:
     """`build` makes the message of a chunk when it is its turn, so that its budget is what is left then."""
 
     def __init__(
-        self, queue: WorkQueue, peers: Peers, lane: Lane, priority: Priority, permits: Permits, build: Callable[[int], WorkItem],
-        collector: Collector, deadline_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        queue: WorkQueue,
+        peers: Peers,
+        lane: Lane,
+        priority: Priority,
+        permits: Permits,
+        build: Callable[[int], WorkItem],
+        collector: Collector,
+        deadline_s: float,
+    ) -> None:
         self._queue = queue
         self._peers = peers
         self._lane = lane
@@ -37,7 +44,9 @@ class Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish what may go now, and have the rest follow by itself. Raises SIEError; a later failure fails the collector."""
+        """Publish what may go now, and have the rest follow by itself. Raises SIEError; a later failure fails the
+        collector.
+        """
         granted = self._permits.take()
         if granted:
             await self._publish(granted)

@@ -1,10 +1,12 @@
-"""Shadow traffic: a copy of a share of an alias' requests goes to a second model, after the answer, and is only measured.
+"""Shadow traffic: a copy of a share of an alias' requests goes to a second model, after the answer, and is only
+measured.
 
-    answered ──► its share? ──► room: few in flight, a lane without a queue, a model that is there ──► bulk ──► compared, dropped
+    answered ──► its share? ──► room: few in flight, a lane without a queue, a model that is there ──► bulk ──►
+    compared, dropped
                                   └ none: counted as dropped, with the reason
 
-Nothing of it is waited for or billed, and none of its failures reaches a client. A model that no worker has is opened by one copy at a
-time, only where it fits beside what is loaded: a shadow takes no model's place.
+Nothing of it is waited for or billed, and none of its failures reaches a client. A model that no worker has is opened
+by one copy at a time, only where it fits beside what is loaded: a shadow takes no model's place.
 """
 
 from __future__ import annotations
@@ -55,9 +57,14 @@ class Shadows:
     """Owned by the gateway's loop. `after` returns at once and raises nothing."""
 
     def __init__(
-        self, catalogue: Callable[[], Catalogue], fleet: Fleet, admission: Admission, metrics: Metrics, run: Runner,
+        self,
+        catalogue: Callable[[], Catalogue],
+        fleet: Fleet,
+        admission: Admission,
+        metrics: Metrics,
+        run: Runner,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._catalogue = catalogue
         self._fleet = fleet
         self._admission = admission
@@ -71,7 +78,12 @@ class Shadows:
 
     def after(self, call: Call, finished: Finished) -> None:
         """A request was answered; where it came by an alias it is counted, and copied if its turn has come."""
-        if not finished.request.resolved.alias or call.asked is None or call.asked.run is not None or call.grant.key == KEY:
+        if (
+            not finished.request.resolved.alias
+            or call.asked is None
+            or call.asked.run is not None
+            or call.grant.key == KEY
+        ):
             return
         try:
             self._after(call, call.asked, finished)
@@ -82,7 +94,11 @@ class Shadows:
         resolved = finished.request.resolved
         self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
         alias = self._catalogue().aliases.get(resolved.alias)
-        if alias is None or alias.shadow is None or all(isinstance(outcome, Failed) for _, outcome in finished.outcomes):
+        if (
+            alias is None
+            or alias.shadow is None
+            or all(isinstance(outcome, Failed) for _, outcome in finished.outcomes)
+        ):
             return
         before = self._met.get(alias.id, 0)
         self._met[alias.id] = before + 1
@@ -95,7 +111,9 @@ class Shadows:
             resolved = self._catalogue().resolve(model, follow=False)
             pool = finished.request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
-        except SIEError:  # the model is gone, or nothing of this pool serves it: the same for every copy until that changes
+        except (
+            SIEError
+        ):  # the model is gone, or nothing of this pool serves it: the same for every copy until that changes
             self._count(alias, model, "unsuited")
             return
         if asked.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
@@ -111,7 +129,9 @@ class Shadows:
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
         own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
         copied = replace(asked, resolved=resolved, items=asked.items[:MOST_ITEMS], priority="bulk")
-        task = asyncio.get_running_loop().create_task(self._measured(own, copied, finished, alias, model), name="shadow")
+        task = asyncio.get_running_loop().create_task(
+            self._measured(own, copied, finished, alias, model), name="shadow"
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -188,14 +208,18 @@ def _has_room(beat: Heartbeat) -> bool:
 
 
 def cosines(finished: Finished, copied: Finished) -> list[float]:
-    """Of each input's dense vectors, where both have one of the same width in floats; else there is nothing to compare."""
+    """Of each input's dense vectors, where both have one of the same width in floats; else there is
+    nothing to compare.
+    """
     runs = [each.request.options.run for each in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
         return []
     found = []
     for (one_result, one), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
         if isinstance(one, Ok) and isinstance(two, Ok) and one.outputs["dense"].shape == two.outputs["dense"].shape:
-            a, b = (reply.array_of(*each, "dense").astype(np.float32) for each in ((one_result, one), (two_result, two)))
+            a, b = (
+                reply.array_of(*each, "dense").astype(np.float32) for each in ((one_result, one), (two_result, two))
+            )
             norm = float(np.linalg.norm(a) * np.linalg.norm(b))
             if norm > 0:
                 found.append(float(a @ b) / norm)
@@ -205,9 +229,10 @@ def cosines(finished: Finished, copied: Finished) -> list[float]:
 def rank_agreement(finished: Finished, copied: Finished) -> float | None:
     """Spearman's correlation of the scores of a request's documents, None where there are fewer than three of both."""
     pairs = [
-        (one.score, two.score) for (_, one), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)
+        (one.score, two.score)
+        for (_, one), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)
         if isinstance(one, Ok) and isinstance(two, Ok) and one.score is not None and two.score is not None
-    ]  # fmt: skip
+    ]
     return spearman(*map(np.asarray, zip(*pairs, strict=True))) if len(pairs) > 2 else None
 
 

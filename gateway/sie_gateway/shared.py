@@ -31,7 +31,9 @@ class Shared:
         return task
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for it. Raises what it raises; BrokerUnavailable where it was stopped: nobody has cancelled those who wait."""
+        """Wait for it. Raises what it raises; BrokerUnavailable where it was stopped: nobody has cancelled those who
+        wait.
+        """
         task = self.begin(key, work)
         await asyncio.wait([task])
         if task.cancelled():

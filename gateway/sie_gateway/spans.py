@@ -1,6 +1,8 @@
-"""What a trace shows of a request at the gateway: the request, what publishing it took, and how long each of its chunks was in the queue.
+"""What a trace shows of a request at the gateway: the request, what publishing it took, and how long each of its chunks
+was in the queue.
 
-The worker's stages are below the request as well, told by the worker. Of what a client sends nothing is told but its trace context.
+The worker's stages are below the request as well, told by the worker. Of what a client sends nothing is told but its
+trace context.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ def begin(tracer: Tracer | None, call: Call, method: str) -> None:
     call.context, call.span = tracing.begin_request(own, call.headers, method, call.id, call.received_s)
 
 
-def ran(call: Call, published_s: float, publish_ms: float, results: Sequence[WorkResult], waits_ms: Sequence[float]) -> None:
-    """Its chunks were published at `published_s` (perf_counter), the first ones stored `publish_ms` later; each result came after its wait.
+def ran(
+    call: Call, published_s: float, publish_ms: float, results: Sequence[WorkResult], waits_ms: Sequence[float]
+) -> None:
+    """Its chunks were published at `published_s` (perf_counter), the first ones stored `publish_ms` later; each result
+    came after its wait.
     """
     span = call.span
     if span is None or not span.is_recording:

@@ -1,4 +1,5 @@
-"""What this installation is doing, as people and programs look at it: `/health`, the page at `/`, `/ws/cluster-status`, `/ws/status`.
+"""What this installation is doing, as people and programs look at it: `/health`, the page at `/`, `/ws/cluster-status`,
+`/ws/status`.
 
     heartbeats (SIE_GATEWAY_HEALTH_MODE=nats) ──┐
                                                 ├──► Seen, one for each worker ──► WorkerInfo, ModelSummary, ClusterInfo
@@ -44,7 +45,8 @@ DEAD_EVERY_S = 5.0
 CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
 CONSOLE = Path(__file__).parent / "console" / "index.html"
 CONSOLE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'"
 )
 _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
@@ -68,7 +70,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class ModelSummary(msgspec.Struct, frozen=True):
-    """One model of the catalogue, over all healthy workers and all its loaded copies. `gpu_types` of the workers that know it."""
+    """One model of the catalogue, over all healthy workers and all its loaded copies. `gpu_types` of the workers that
+    know it.
+    """
 
     name: str
     state: str
@@ -78,7 +82,9 @@ class ModelSummary(msgspec.Struct, frozen=True):
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
-    """Sums over the healthy workers. `total_qps`: inference requests that all gateways answer per second, over the last ten seconds."""
+    """Sums over the healthy workers. `total_qps`: inference requests that all gateways answer per second, over the last
+    ten seconds.
+    """
 
     worker_count: int
     gpu_count: int
@@ -96,11 +102,20 @@ class Seen:
 
 def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
     info = WorkerInfo(
-        name=beat.worker, url=None, gpu=beat.machine_profile, gpu_count=beat.gpu_count, pool=beat.pool,
-        loaded_models=[status.model for status in beat.models if status.state == "loaded"], queue_depth=beat.queue_depth,
-        memory_used_bytes=beat.memory_used_bytes, memory_total_bytes=beat.memory_total_bytes, healthy=healthy, bundle=beat.bundle,
-        bundle_config_hash=beat.config_epoch, device=beat.device,
-    )  # fmt: skip
+        name=beat.worker,
+        url=None,
+        gpu=beat.machine_profile,
+        gpu_count=beat.gpu_count,
+        pool=beat.pool,
+        loaded_models=[status.model for status in beat.models if status.state == "loaded"],
+        queue_depth=beat.queue_depth,
+        memory_used_bytes=beat.memory_used_bytes,
+        memory_total_bytes=beat.memory_total_bytes,
+        healthy=healthy,
+        bundle=beat.bundle,
+        bundle_config_hash=beat.config_epoch,
+        device=beat.device,
+    )
     return Seen(info, {status.model: (status.state, status.queued) for status in beat.models})
 
 
@@ -111,17 +126,27 @@ def of_socket(url: str, status: WorkerStatus | None) -> Seen:
         return Seen(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
     devices = status.gpus
     info = WorkerInfo(
-        name=status.name, url=url, gpu=status.machine_profile, gpu_count=status.gpu_count, pool=status.pool_name,
-        loaded_models=status.loaded_models, queue_depth=sum(model.queue_depth for model in status.models),
+        name=status.name,
+        url=url,
+        gpu=status.machine_profile,
+        gpu_count=status.gpu_count,
+        pool=status.pool_name,
+        loaded_models=status.loaded_models,
+        queue_depth=sum(model.queue_depth for model in status.models),
         memory_used_bytes=sum(each.memory_used_bytes for each in devices),
-        memory_total_bytes=sum(each.memory_total_bytes for each in devices), healthy=status.ready, bundle=status.bundle,
-        bundle_config_hash=status.bundle_config_hash, device=devices[0].device if devices else "",
-    )  # fmt: skip
+        memory_total_bytes=sum(each.memory_total_bytes for each in devices),
+        healthy=status.ready,
+        bundle=status.bundle,
+        bundle_config_hash=status.bundle_config_hash,
+        device=devices[0].device if devices else "",
+    )
     return Seen(info, {model.name: (model.state, model.queue_depth) for model in status.models})
 
 
 def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSummary]:
-    """Of each model, from healthy workers. A profile that needs other weights is another copy of it, named `model:profile`."""
+    """Of each model, from healthy workers. A profile that needs other weights is another copy of it, named
+    `model:profile`.
+    """
     reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
     for seen in workers:
         for name, (state, queued) in seen.models.items():
@@ -132,19 +157,30 @@ def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSumma
 def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSummary:
     present = {state for _, state, _ in reports}
     return ModelSummary(
-        model, next((state for state in STATES if state in present), "available"),
-        len({info.name for info, state, _ in reports if state == "loaded"}), sorted({info.gpu for info, _, _ in reports}),
+        model,
+        next((state for state in STATES if state in present), "available"),
+        len({info.name for info, state, _ in reports if state == "loaded"}),
+        sorted({info.gpu for info, _, _ in reports}),
         sum(queued for _, _, queued in reports),
-    )  # fmt: skip
+    )
 
 
 class Status:
-    """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker last told."""
+    """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker
+    last told.
+    """
 
     def __init__(
-        self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, peers: Peers, pools: Iterable[str],
-        lag: Lag, nats_monitor_url: str | None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        broker: Broker,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        peers: Peers,
+        pools: Iterable[str],
+        lag: Lag,
+        nats_monitor_url: str | None,
+    ) -> None:
         """Raises SettingError where Kubernetes is to be asked and this is no pod."""
         self._settings = settings
         self._broker = broker
@@ -183,9 +219,11 @@ class Status:
         workers = self.workers()
         healthy = [seen for seen in workers if seen.info.healthy]
         cluster = ClusterInfo(
-            len(healthy), sum(seen.info.gpu_count for seen in healthy),
-            len({model for seen in healthy for model in seen.info.loaded_models}), round(self._peers.qps(), 3),
-        )  # fmt: skip
+            len(healthy),
+            sum(seen.info.gpu_count for seen in healthy),
+            len({model for seen in healthy for model in seen.info.loaded_models}),
+            round(self._peers.qps(), 3),
+        )
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
 
     def health(self) -> dict[str, Any]:
@@ -194,13 +232,22 @@ class Status:
         workers, cluster, models = self.view()
         infos = [seen.info for seen in workers]
         healthy = [info for info in infos if info.healthy]
-        found: dict[str, Any] = msgspec.to_builtins({
-            "status": "healthy" if healthy else "degraded", "type": "gateway", "version": sie_contracts.__version__,
-            "nats_url": _public(settings.nats_url), "nats_monitor_url": _public(self._nats_monitor_url),
-            "config_url": _public(settings.config_service_url), "configured_gpu_types": settings.gateway_configured_gpus or (),
-            "live_gpu_types": sorted({info.gpu for info in healthy}), "cluster": cluster, "workers": healthy,
-            "unhealthy_workers": [info for info in infos if not info.healthy], "models": models,
-        })  # fmt: skip
+        found: dict[str, Any] = msgspec.to_builtins(
+            {
+                "status": "healthy" if healthy else "degraded",
+                "type": "gateway",
+                "version": sie_contracts.__version__,
+                "nats_url": _public(settings.nats_url),
+                "nats_monitor_url": _public(self._nats_monitor_url),
+                "config_url": _public(settings.config_service_url),
+                "configured_gpu_types": settings.gateway_configured_gpus or (),
+                "live_gpu_types": sorted({info.gpu for info in healthy}),
+                "cluster": cluster,
+                "workers": healthy,
+                "unhealthy_workers": [info for info in infos if not info.healthy],
+                "models": models,
+            }
+        )
         return found
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
@@ -212,10 +259,17 @@ class Status:
     def _cluster_frame(self) -> str:
         workers, cluster, models = self.view()
         queues, model_queues = self.queues() or (None, None)
-        return msgspec.json.encode({
-            "timestamp": time.time(), "version": sie_contracts.__version__, "cluster": cluster,
-            "workers": [seen.info for seen in workers], "models": models, "queues": queues, "model_queues": model_queues,
-        }).decode()  # fmt: skip
+        return msgspec.json.encode(
+            {
+                "timestamp": time.time(),
+                "version": sie_contracts.__version__,
+                "cluster": cluster,
+                "workers": [seen.info for seen in workers],
+                "models": models,
+                "queues": queues,
+                "model_queues": model_queues,
+            }
+        ).decode()
 
     async def show(self, path: str, query: str, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a websocket to its end; `key` names the credential it was let in with.
@@ -247,7 +301,9 @@ class Status:
         urls = self.sockets.urls()
         place = parse_qs(query).get("worker", ["0"])[0]
         if not urls:
-            raise NotFound(f"this gateway has no worker of its own to show (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers")
+            raise NotFound(
+                f"this gateway has no worker of its own to show (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers"
+            )
         if not place.isdecimal() or len(place) > 4 or int(place) >= len(urls):
             raise NotFound(f"worker: expected a number from 0 to {len(urls) - 1}")
         return urls[int(place)]

@@ -1,11 +1,13 @@
 """The turns of clients that were refused: when each is to come again, and a place for it when it does. Pure.
 
-    refused ──book──► Retry-After: when all that is ahead of it, other turns included, is done ──► it comes again ──claim──► let in first
-                                                                                              └─► it does not: the turn lapses
+    refused ──book──► Retry-After: when all that is ahead of it, other turns included, is done ──► it comes again
+    ──claim──► let in first
+                                                                                              └─► it does not: the turn
+                                                                                              lapses
 
-A client is known again by a digest of its address, key and request. Where many clients ask the same, a turn belongs to whoever comes first
-after it is due. Gateways tell each other what they `book` and what is claimed (`news`, `heard`), so that a client may come again to any of
-them and all of them know how much is promised.
+A client is known again by a digest of its address, key and request. Where many clients ask the same, a turn belongs to
+whoever comes first after it is due. Gateways tell each other what they `book` and what is claimed (`news`, `heard`), so
+that a client may come again to any of them and all of them know how much is promised.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from sie_contracts.messages import Turn
 MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
 MAX_TURNS = 16_384
 MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
-GRACE_S, GRACE_SHARE = 2.0, 0.3  # how much later than told a client may come, and by which share of its wait earlier or later
+GRACE_S, GRACE_SHARE = (
+    2.0,
+    0.3,
+)  # how much later than told a client may come, and by which share of its wait earlier or later
 SLOT_S = 0.25  # turns that are due are counted by slots
 SLOTS = 4  # of a second
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # in which turns may be that are past and have not lapsed
@@ -56,7 +61,9 @@ class Turns:
         self._by_slot: dict[int, float] = {}  # of what is open: costs by the slot in which it is due
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
-        self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)  # of this gateway, not told yet: client, due, cost
+        self._booked: deque[tuple[bytes, float, float]] = deque(
+            maxlen=MAX_NEWS
+        )  # of this gateway, not told yet: client, due, cost
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 
     def __len__(self) -> int:
@@ -78,9 +85,10 @@ class Turns:
         return self._shown * sum(cost for slot, cost in self._by_slot.items() if slot <= last)
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
-        """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down at random, or
-        the first later one at which there is room. `room` is the cost of all turns that may be due within a second. No turn is kept of one
-        that would wait longer than MAX_RETRY_S."""
+        """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down
+        at random, or the first later one at which there is room. `room` is the cost of all turns that may be due within
+        a second. No turn is kept of one that would wait longer than MAX_RETRY_S.
+        """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
         self.promised(now_s)
@@ -92,9 +100,10 @@ class Turns:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """The first from `retry_s` on that has room for this cost beside the turns within a second of it, or that has no such turn. Turns
-        that are due before `retry_s` count as well, in case they were given at a higher rate: `room` of them is done in each later second.
-        More than MAX_RETRY_S if there is none."""
+        """The first from `retry_s` on that has room for this cost beside the turns within a second of it, or that has
+        no such turn. Turns that are due before `retry_s` count as well, in case they were given at a higher rate:
+        `room` of them is done in each later second. More than MAX_RETRY_S if there is none.
+        """
         if room == math.inf:
             return retry_s
         if self._open * self._shown > MAX_RETRY_S * room > 0:
@@ -129,10 +138,14 @@ class Turns:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """What the other gateways do not know yet, the oldest first, `count` at most: turns that were booked here, clients that came."""
+        """What the other gateways do not know yet, the oldest first, `count` at most: turns that were booked here,
+        clients that came.
+        """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
-        return tuple(Turn(client, round(due_s - now_s, 3), cost) for client, due_s, cost in booked if due_s > now_s), claimed
+        return tuple(
+            Turn(client, round(due_s - now_s, 3), cost) for client, due_s, cost in booked if due_s > now_s
+        ), claimed
 
     def heard(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
         """`news` of another gateway."""
@@ -145,7 +158,9 @@ class Turns:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Whether it is this client's turn, which is then over. A client that is the only one of its kind may come early."""
+        """Whether it is this client's turn, which is then over. A client that is the only one of its kind may come
+        early.
+        """
         self.promised(now_s)
         turns = self._next(client)
         if not turns:
@@ -191,7 +206,9 @@ class Pace:
         self._ended_s.append(now_s)
 
     def retry_s(self, now_s: float, running: int) -> int:
-        """The Retry-After of one more client while `running` requests are in progress: when as many are over as came before it."""
+        """The Retry-After of one more client while `running` requests are in progress: when as many are over as came
+        before it.
+        """
         if len(self._ended_s) < 2:
             return 1
         each_s = (now_s - self._ended_s[0]) / (len(self._ended_s) - 1)  # grows while nothing ends

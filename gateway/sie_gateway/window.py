@@ -1,14 +1,16 @@
 """Who may put work into the queue next: the fairness between keys. Pure: times and bounds come in, permits go out.
 
-    request ──► Ticket (its chunks) ──► Window of (lane, priority, model) ──grant──► into the queue ──give_back──► the next one
+    request ──► Ticket (its chunks) ──► Window of (lane, priority, model) ──grant──► into the queue ──give_back──► the
+    next one
 
-Two bounds hold for what is in the queue. A key has at most its window in a lane and priority (`Shares`). All keys together have at most
-what the workers that host the model take in (`bound`): a queue is first in, first out, so whatever stands in it is what the next request of
-another key waits for, and the window of one key alone is several times what the adapters hold. What is over waits in the gateway, where
-keys take turns by cost: deficit round robin (Shreedhar and Varghese, 1996).
+Two bounds hold for what is in the queue. A key has at most its window in a lane and priority (`Shares`). All keys
+together have at most what the workers that host the model take in (`bound`): a queue is first in, first out, so
+whatever stands in it is what the next request of another key waits for, and the window of one key alone is several
+times what the adapters hold. What is over waits in the gateway, where keys take turns by cost: deficit round robin
+(Shreedhar and Varghese, 1996).
 
-Within a key the first chunks of its requests alternate with the further chunks of its oldest, so that a small request never waits for the
-whole of a large one, while large ones are finished one after the other.
+Within a key the first chunks of its requests alternate with the further chunks of its oldest, so that a small request
+never waits for the whole of a large one, while large ones are finished one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ ALONE_S, CONTESTED_S = 0.03, 0.01  # work ahead for devices that are faster than
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a worker that has the model says of itself: tokens and messages it takes in at most, tokens a second, tokens of a full batch,
-    batches at its adapter at most. 0: not known."""
+    """What a worker that has the model says of itself: tokens and messages it takes in at most, tokens a second, tokens
+    of a full batch, batches at its adapter at most. 0: not known.
+    """
 
     credit_cost: int = 0
     credit_items: int = 0
@@ -43,19 +46,26 @@ class Bound:
 
 
 def bound(
-    hosts: Iterable[Host], *, cold_tokens: int, contested: bool, mean_cost: float, fixed_tokens: float = 0.0, replicas: int = 1
+    hosts: Iterable[Host],
+    *,
+    cold_tokens: int,
+    contested: bool,
+    mean_cost: float,
+    fixed_tokens: float = 0.0,
+    replicas: int = 1,
 ) -> Bound:
     """How much of a model this gateway, one of `replicas`, keeps in the queue.
 
-    With one key it is all that the hosts take in, which fills their pipelines. With several keys it may be less. A request of another key
-    waits for p batches of s tokens, those in the queue, and runs in the next. It may take as long as the p batches that can be at the
-    adapter, full ones of S tokens, and twice its time alone: (p + 1)(a + b s) <= p (a + b S) + 2 a, where a batch takes a and a token b
-    seconds. So what is in the queue, p s, is p / (p + 1) times p S + a / b (`fixed_tokens`), and p S at most: where time goes by tokens
-    smaller batches lose little, and where each batch costs much they stay full. Messages are not cut: batches that their number bounds are
-    those that cost by number.
-    Devices that run two batches before a result and the next message have made their way get hundredths of a second of work ahead.
-    With no host, or one that does not know its credit, it is `cold_tokens`, or no bound: work for a model that is not loaded must not
-    fill the window of its key.
+    With one key it is all that the hosts take in, which fills their pipelines. With several keys it may be less. A
+    request of another key waits for p batches of s tokens, those in the queue, and runs in the next. It may take as
+    long as the p batches that can be at the adapter, full ones of S tokens, and twice its time alone: (p + 1)(a + b s)
+    <= p (a + b S) + 2 a, where a batch takes a and a token b seconds. So what is in the queue, p s, is p / (p + 1)
+    times p S + a / b (`fixed_tokens`), and p S at most: where time goes by tokens smaller batches lose little, and
+    where each batch costs much they stay full. Messages are not cut: batches that their number bounds are those that
+    cost by number.
+    Devices that run two batches before a result and the next message have made their way get hundredths of a second of
+    work ahead. With no host, or one that does not know its credit, it is `cold_tokens`, or no bound: work for a model
+    that is not loaded must not fill the window of its key.
     """
     hosts = list(hosts)
     if not hosts:
@@ -90,7 +100,9 @@ class Shares:
         """Whether more than one key was seen lately. Forgets the others."""
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
-            self._seen_s = {key: seen_s for key, seen_s in self._seen_s.items() if seen_s > recent_s or key in self.tokens}
+            self._seen_s = {
+                key: seen_s for key, seen_s in self._seen_s.items() if seen_s > recent_s or key in self.tokens
+            }
         return len(self._seen_s) > 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
@@ -111,8 +123,8 @@ class Shares:
 class Ticket:
     """The chunks of one request. Those before `next` were granted, those in `held` are in the queue.
 
-    `costs` is the time of each, in tokens of short texts (`sie_contracts.costs`): keys take turns by it, and waits come of it. `tokens` is
-    what workers and the windows of keys count, and the same unless it is given.
+    `costs` is the time of each, in tokens of short texts (`sie_contracts.costs`): keys take turns by it, and waits come
+    of it. `tokens` is what workers and the windows of keys count, and the same unless it is given.
     """
 
     key: str
@@ -130,7 +142,9 @@ class Ticket:
 
 
 class _Flow:
-    """What a key has waiting: requests that have had nothing yet, and those that have begun, each in order of arrival."""
+    """What a key has waiting: requests that have had nothing yet, and those that have begun, each in
+    order of arrival.
+    """
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
 
@@ -183,8 +197,9 @@ class Window:
         return self.cost / self.tokens if self.tokens else 1.0
 
     def ahead(self, key: str, cost: float) -> float:
-        """The cost of what runs before the last of a new request of this cost may start. Keys take turns by cost, so of each other key no
-        more than of one's own comes first."""
+        """The cost of what runs before the last of a new request of this cost may start. Keys take turns by cost, so of
+        each other key no more than of one's own comes first.
+        """
         if not self._flows:
             return self.cost
         mine = self._flows[key].cost if key in self._flows else 0
@@ -202,8 +217,9 @@ class Window:
         flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: Bound, key_limit: float) -> list[tuple[Ticket, int]]:
-        """Permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn; while it waits, smaller ones
-        of other keys may pass it, a turn's cost in all."""
+        """Permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn; while it
+        waits, smaller ones of other keys may pass it, a turn's cost in all.
+        """
         granted: list[tuple[Ticket, int]] = []
         ring, blocked = self._ring, 0
         while ring and blocked < len(ring):
@@ -237,7 +253,11 @@ class Window:
                 ticket = flow.head()
                 cost, tokens = ticket.costs[ticket.next], ticket.tokens[ticket.next]
                 least = min(flow.deficit, self._quantum - self._passed)
-                if cost > least or not self._has_room(tokens, most) or not self.shares.fits(flow.key, tokens, key_limit):
+                if (
+                    cost > least
+                    or not self._has_room(tokens, most)
+                    or not self.shares.fits(flow.key, tokens, key_limit)
+                ):
                     break
                 self._passed += cost
                 granted.append((ticket, ticket.next))

@@ -71,9 +71,13 @@ class _Connect(connect):
 
 
 class WorkerSocket:
-    """The status socket of one worker. `frame` is the last one, None while it is not connected or has said nothing for `stale_s`."""
+    """The status socket of one worker. `frame` is the last one, None while it is not connected or has said nothing for
+    `stale_s`.
+    """
 
-    def __init__(self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.url = url
         self._token = token
         self._stale_s = stale_s
@@ -114,9 +118,15 @@ class WorkerSocket:
         while True:
             try:
                 async with _Connect(
-                    _socket_url(self.url), additional_headers=headers, open_timeout=OPEN_S, close_timeout=OPEN_S, max_size=MAX_FRAME_BYTES,
-                    max_queue=2, compression=None, proxy=None,
-                ) as socket:  # fmt: skip
+                    _socket_url(self.url),
+                    additional_headers=headers,
+                    open_timeout=OPEN_S,
+                    close_timeout=OPEN_S,
+                    max_size=MAX_FRAME_BYTES,
+                    max_queue=2,
+                    compression=None,
+                    proxy=None,
+                ) as socket:
                     async for frame in socket:
                         if isinstance(frame, str):
                             self._frame, self._heard_s = frame, self._clock()
@@ -176,7 +186,9 @@ class Workers:
 
     async def run(self, stop: Stop) -> None:
         """Until `stop`: follow the endpoints, and in mode ws watch every worker."""
-        following = asyncio.create_task(self._endpoints.run(self._on_found), name="endpoints") if self._endpoints else None
+        following = (
+            asyncio.create_task(self._endpoints.run(self._on_found), name="endpoints") if self._endpoints else None
+        )
         try:
             while not stop.requested:
                 if self._settings.gateway_health_mode == "ws":
@@ -238,12 +250,18 @@ class Endpoints:
         self._api = api
         self._account = account
         if not (account / "token").is_file():
-            raise SettingError("SIE_GATEWAY_KUBERNETES", f"no service account at {account}: this is no pod, or it has none")
+            raise SettingError(
+                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: this is no pod, or it has none"
+            )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
         """List, then list again after whatever changes, until cancelled. What cannot be asked stays as it was."""
         trouble = Trouble(_logger, f"the endpoints of {self._namespace}/{self._service}")
-        verify = ssl.create_default_context(cafile=str(self._account / "ca.crt")) if self._api.startswith("https:") else False
+        verify = (
+            ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+            if self._api.startswith("https:")
+            else False
+        )
         async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
             while True:
                 try:
@@ -265,10 +283,15 @@ class Endpoints:
 
     def _headers(self) -> dict[str, str]:
         # read each time: the kubelet renews it
-        return {"Authorization": f"Bearer {(self._account / 'token').read_text().strip()}", "Accept": "application/json"}
+        return {
+            "Authorization": f"Bearer {(self._account / 'token').read_text().strip()}",
+            "Accept": "application/json",
+        }
 
     async def _list(self, client: httpx.AsyncClient) -> tuple[tuple[str, ...], str]:
-        """The URLs of the workers, and the version of that answer. Raises httpx.HTTPError, msgspec.DecodeError, OSError."""
+        """The URLs of the workers, and the version of that answer. Raises httpx.HTTPError, msgspec.DecodeError,
+        OSError.
+        """
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         found = _slices.decode(answer.content)

@@ -40,7 +40,19 @@ from sie_sdk.errors import (
     ValidationFailedError,
 )
 from sie_sdk.late_interaction import maxsim
-from sie_sdk.types import Capacity, EncodeResult, ExtractResult, Item, ItemUsage, Pool, Progress, Ranked, Results, ScoreResult, Usage
+from sie_sdk.types import (
+    Capacity,
+    EncodeResult,
+    ExtractResult,
+    Item,
+    ItemUsage,
+    Pool,
+    Progress,
+    Ranked,
+    Results,
+    ScoreResult,
+    Usage,
+)
 
 __all__ = [
     "AllItemsFailedError",

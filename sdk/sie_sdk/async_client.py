@@ -53,32 +53,48 @@ class SIEAsyncClient:
         self, model: str, items: Item | str, **params: Unpack[EncodeParams]
     ) -> EncodeResult: ...
     @overload
-    async def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> Results[EncodeResult]: ...
+    async def encode(
+        self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
+    ) -> Results[EncodeResult]: ...
     async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """As SIEClient.encode."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
-    async def score(self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]) -> ScoreResult:
+    async def score(
+        self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
+    ) -> ScoreResult:
         """As SIEClient.score."""
         listed = transport.as_list(items)
         return await self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
 
     async def rerank(
-        self, model: str, query: Item | str, documents: Sequence[Item | str], *, top_n: int | None = None, **params: Unpack[Params]
+        self,
+        model: str,
+        query: Item | str,
+        documents: Sequence[Item | str],
+        *,
+        top_n: int | None = None,
+        **params: Unpack[Params],
     ) -> list[Ranked]:
         """As SIEClient.rerank."""
         listed = transport.as_list(documents)
-        return await self._driver.run(verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed))
+        return await self._driver.run(
+            verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed)
+        )
 
     @overload
     async def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
         self, model: str, items: Item | str, **params: Unpack[ExtractParams]
     ) -> ExtractResult: ...
     @overload
-    async def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> Results[ExtractResult]: ...
-    async def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
+    async def extract(
+        self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
+    ) -> Results[ExtractResult]: ...
+    async def extract(
+        self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]
+    ) -> Any:
         """As SIEClient.extract."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
@@ -144,7 +160,9 @@ class SIEAsyncClient:
         socket, request = watching.AsyncSocket(self._driver.url), watching.request(path, self._session)
         async with contextlib.aclosing(socket):
             while True:
-                frame: bytes | None = (await self._driver.run(call(request, self._session.policy), send=socket.open)).body
+                frame: bytes | None = (
+                    await self._driver.run(call(request, self._session.policy), send=socket.open)
+                ).body
                 while frame is not None:
                     yield watching.decoded(frame)
                     frame = await socket.next()

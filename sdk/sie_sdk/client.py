@@ -1,4 +1,6 @@
-"""The blocking client: its methods are plans, driven in the calling thread and, where they have parts, in threads of their own."""
+"""The blocking client: its methods are plans, driven in the calling thread and, where they have parts, in threads of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 class SIEClient:
     """Blocking client of one server. `options` hold for all of its calls: see `types.ClientOptions`.
 
-    Waits for capacity (a full queue, a loading model) up to 15 minutes unless `wait_for_capacity` is False. Safe to share between
-    threads. Close it, or use it as a context manager. All methods raise `SIEError`.
+    Waits for capacity (a full queue, a loading model) up to 15 minutes unless `wait_for_capacity` is False. Safe to
+    share between threads. Close it, or use it as a context manager. All methods raise `SIEError`.
     """
 
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
@@ -57,20 +59,32 @@ class SIEClient:
         self, model: str, items: Item | str, **params: Unpack[EncodeParams]
     ) -> EncodeResult: ...
     @overload
-    def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> Results[EncodeResult]: ...
+    def encode(
+        self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
+    ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`."""
+        """Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries
+        `error`.
+        """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
-    def score(self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]) -> ScoreResult:
+    def score(
+        self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
+    ) -> ScoreResult:
         """Scores of items against a query. Raises for the query; an item that failed carries `error`."""
         listed = transport.as_list(items)
         return self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
 
     def rerank(
-        self, model: str, query: Item | str, documents: Sequence[Item | str], *, top_n: int | None = None, **params: Unpack[Params]
+        self,
+        model: str,
+        query: Item | str,
+        documents: Sequence[Item | str],
+        *,
+        top_n: int | None = None,
+        **params: Unpack[Params],
     ) -> list[Ranked]:
         """The best `top_n` documents (all), best first, with their positions. Raises for a document that failed."""
         listed = transport.as_list(documents)
@@ -81,9 +95,13 @@ class SIEClient:
         self, model: str, items: Item | str, **params: Unpack[ExtractParams]
     ) -> ExtractResult: ...
     @overload
-    def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> Results[ExtractResult]: ...
+    def extract(
+        self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
+    ) -> Results[ExtractResult]: ...
     def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
-        """What is found in one item (a result) or in a list (a list of results, in order). An item that failed carries `error`."""
+        """What is found in one item (a result) or in a list (a list of results, in order). An item that failed carries
+        `error`.
+        """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
@@ -109,7 +127,9 @@ class SIEClient:
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Make a worker start and load the model, and return its catalogue entry once it answers; waits up to `capacity_budget_s`."""
+        """Make a worker start and load the model, and return its catalogue entry once it answers; waits up to
+        `capacity_budget_s`.
+        """
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
@@ -134,7 +154,9 @@ class SIEClient:
 
     @contextlib.contextmanager
     def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Iterator[Pool]:
-        """A pool for the length of a `with` block: created, renewed in the background, deleted at the end. Use it as `pool=name`."""
+        """A pool for the length of a `with` block: created, renewed in the background, deleted at the end. Use it as
+        `pool=name`.
+        """
         created = self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.kept(name, gpus, options, self._session))
         try:

@@ -27,13 +27,20 @@ def _told(reply: Any, name: str, kind: type[T]) -> T:
     """A member of a reply. Raises ServerError where it is not, or is something else."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
-        raise ServerError(f"the server's reply could not be read: {name}: expected {kind.__name__}, got {type(value).__name__}", status=200)
+        raise ServerError(
+            f"the server's reply could not be read: {name}: expected {kind.__name__}, got {type(value).__name__}",
+            status=200,
+        )
     return value
 
 
 def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:
     """`GET /v1/models`."""
-    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in filters.items() if value is not None}
+    given = {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in filters.items()
+        if value is not None
+    }
     reply = yield from json_call("GET", "/v1/models" + (f"?{urlencode(given)}" if given else ""), session)
     return _told(reply, "data", list)
 
@@ -56,8 +63,14 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
     """The healthy workers of one machine profile, or of all."""
     reply = yield from json_call("GET", "/health", session)
     wanted = None if gpu is None else gpu.strip().lower()
-    workers = [worker for worker in _told(reply, "workers", list) if wanted in (None, _told(worker, "gpu", str).lower())]
-    return {"worker_count": len(workers), "gpu_count": sum(_told(worker, "gpu_count", int) for worker in workers), "workers": workers}
+    workers = [
+        worker for worker in _told(reply, "workers", list) if wanted in (None, _told(worker, "gpu", str).lower())
+    ]
+    return {
+        "worker_count": len(workers),
+        "gpu_count": sum(_told(worker, "gpu_count", int) for worker in workers),
+        "workers": workers,
+    }
 
 
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
@@ -68,7 +81,8 @@ def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
 
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
-    """Send the smallest input that the model takes, which makes a worker start and load it; return what the catalogue says then.
+    """Send the smallest input that the model takes, which makes a worker start and load it; return what the catalogue
+    says then.
 
     Raises what a call raises, and InvalidInputError for a model that takes neither text nor images.
     """
@@ -76,7 +90,9 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     info = yield from get_model(model, session)
     inputs, tasks = _told(info, "inputs", list), _told(info, "tasks", list)
     if "text" not in inputs and "image" not in inputs:
-        raise InvalidInputError(f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT")
+        raise InvalidInputError(
+            f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT"
+        )
     item: Item = {"text": "."} if "text" in inputs else {"images": [_DOT]}
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
@@ -134,7 +150,9 @@ def released(name: str, session: Session) -> Plan[None]:
 
 
 def kept(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew a reservation until the shell stops; one whose lease lapsed is made again. A failure is told as the cause of a wait."""
+    """Renew a reservation until the shell stops; one whose lease lapsed is made again. A failure is told as the cause
+    of a wait.
+    """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)
     cause = ""

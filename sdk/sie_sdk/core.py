@@ -27,7 +27,8 @@ from sie_sdk.errors import InvalidInputError, ServerError, SIEConnectionError, S
 from sie_sdk.types import Progress
 
 CONNECTION_BUDGET_S = 120.0
-NOBODY_BUDGET_S = 5.0  # for a port of this machine that refuses, where no server was yet: one that is forgotten, not one that restarts
+# for a port of this machine that refuses, where no server was yet: one that is forgotten, not one that restarts
+NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
 CONCURRENCY = 8
@@ -45,7 +46,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Send:
-    """An HTTP request, relative to the base URL. No answer within `within_s` is none; a second copy may go after `hedge_after_s`."""
+    """An HTTP request, relative to the base URL. No answer within `within_s` is none; a second copy may go after
+    `hedge_after_s`.
+    """
 
     method: str
     path: str
@@ -57,7 +60,9 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait this long, then go on. `cause` says why, for a log, and `remaining_s` how much patience is left; no cause: nothing is wrong."""
+    """Wait this long, then go on. `cause` says why, for a log, and `remaining_s` how much patience is left; no cause:
+    nothing is wrong.
+    """
 
     seconds: float
     cause: str = ""
@@ -80,7 +85,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Together:
-    """Run these plans, so many at a time; the reply is the list of their results, in order. What one raises ends all of them.
+    """Run these plans, so many at a time; the reply is the list of their results, in order. What one raises ends all of
+    them.
 
     Taking the next plan may take long or read files, as `Work` does.
     """
@@ -101,7 +107,8 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """No response. The request may have run: inference has no side effects, so it is sent again, unless it can never be sent.
+    """No response. The request may have run: inference has no side effects, so it is sent again, unless it can never be
+    sent.
 
     `address`: whose answer it would have been. `is_nobody`: a port of this machine refuses, and has never answered.
     """
@@ -119,7 +126,9 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 @dataclass(frozen=True)
 class Policy:
-    """How long a call is willing to wait. `wait_for_capacity` False waits for nothing. `connection_budget_s` None: as long as is usual."""
+    """How long a call is willing to wait. `wait_for_capacity` False waits for nothing. `connection_budget_s` None: as
+    long as is usual.
+    """
 
     wait_for_capacity: bool = True
     connection_budget_s: float | None = None
@@ -155,7 +164,9 @@ class Told:
 
 
 class Hedges:
-    """How many second copies may go: one, and one for each five requests, so that hedging cannot double a load that is already too high."""
+    """How many second copies may go: one, and one for each five requests, so that hedging cannot double a load that is
+    already too high.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -176,7 +187,9 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """What all calls of a client share, and `for_call` the same with what one call wants otherwise. Raises InvalidInputError."""
+    """What all calls of a client share, and `for_call` the same with what one call wants otherwise. Raises
+    InvalidInputError.
+    """
 
     api_key: str | None = field(default=None, repr=False)
     gpu: str | None = None
@@ -202,9 +215,13 @@ class Session:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | kind) and math.isfinite(value) and value >= least):
                 what = "a whole number" if kind is int else "a number"
-                raise InvalidInputError(f"{name}: expected {what} of at least {least}, got {value!r}", code="INVALID_INPUT")
+                raise InvalidInputError(
+                    f"{name}: expected {what} of at least {least}, got {value!r}", code="INVALID_INPUT"
+                )
         if self.priority not in (None, "interactive", "bulk"):
-            raise InvalidInputError(f"priority: expected interactive or bulk, got {self.priority!r}", code="INVALID_INPUT")
+            raise InvalidInputError(
+                f"priority: expected interactive or bulk, got {self.priority!r}", code="INVALID_INPUT"
+            )
         for name, value in self.sent_headers().items():
             if not (isinstance(value, str) and value.isascii() and value.isprintable() and name.isascii()):
                 raise InvalidInputError(f"header {name}: expected printable ASCII in one line", code="INVALID_INPUT")
@@ -220,7 +237,9 @@ class Session:
     def for_call(self, given: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         """The session of one call, and those of its parameters that go to the server."""
         own = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
-        return replace(self, **own) if own else self, {name: value for name, value in given.items() if name not in _OPTIONS}
+        return replace(self, **own) if own else self, {
+            name: value for name, value in given.items() if name not in _OPTIONS
+        }
 
     @property
     def policy(self) -> Policy:
@@ -239,22 +258,31 @@ class Session:
         if self.timeout_s is not None:
             found["x-sie-timeout-ms"] = str(max(1, min(600_000, round(self.timeout_s * 1000))))
         named = {
-            "x-sie-machine-profile": self.gpu, "x-sie-pool": self.pool, "x-sie-priority": self.priority,
-            "x-sie-explain": "1" if self.explain else None, "x-sie-strict": "true" if self.strict else None,
-        }  # fmt: skip
+            "x-sie-machine-profile": self.gpu,
+            "x-sie-pool": self.pool,
+            "x-sie-priority": self.priority,
+            "x-sie-explain": "1" if self.explain else None,
+            "x-sie-strict": "true" if self.strict else None,
+        }
         found |= {name: value for name, value in named.items() if value}
         return {**found, **{name.lower(): value for name, value in (self.headers or {}).items()}}
 
 
 _LEAST: dict[str, tuple[type[int] | type[float], float]] = {
-    "timeout_s": (float, 0.001), "connection_budget_s": (float, 0), "capacity_budget_s": (float, 0), "hedge_after_s": (float, 0),
-    "part_tokens": (int, 1), "concurrency": (int, 1),
-}  # fmt: skip
+    "timeout_s": (float, 0.001),
+    "connection_budget_s": (float, 0),
+    "capacity_budget_s": (float, 0),
+    "hedge_after_s": (float, 0),
+    "part_tokens": (int, 1),
+    "concurrency": (int, 1),
+}
 _OPTIONS = frozenset(each.name for each in fields(Session)) - {"hedges", "told"}
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
-    """Send until it succeeds, fails for good, or patience ends. Raises SIEError: that of the last attempt, chained to the one before."""
+    """Send until it succeeds, fails for good, or patience ends. Raises SIEError: that of the last attempt, chained to
+    the one before.
+    """
     patience = patience or Patience(policy)
     mark = patience.mark
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}  # for a connection, for capacity
@@ -287,11 +315,15 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
     return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
 
 
-_COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})  # what may have cost the device its time is repeated ever more slowly
+_COSTLY = frozenset(
+    {"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"}
+)  # what may have cost the device its time is repeated ever more slowly
 
 
 def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
-    """The exception of an attempt; the first pause and the longest, in seconds; whether nobody was there, rather than nobody free."""
+    """The exception of an attempt; the first pause and the longest, in seconds; whether nobody was there, rather than
+    nobody free.
+    """
     if isinstance(answer, TransportFailed):
         where = f"no answer from {answer.address}: " if answer.address else ""
         hint = "; is a server running there? `sie serve` starts one" if answer.is_nobody else ""
@@ -329,12 +361,18 @@ def failure_of(answer: Received) -> SIEError:
         details["errors"] = told["errors"]
     code = str(details.get("code", answer.headers.get("x-sie-error-code", "")))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
-    message = str(details.get("message", f"status {answer.status}, which SIE does not answer with here: is this its base URL?"))
+    message = str(
+        details.get("message", f"status {answer.status}, which SIE does not answer with here: is this its base URL?")
+    )
     retryable = answer.headers.get("x-should-retry", str(details.get("retryable") is True)).lower() == "true"
     return error_class(code, answer.status)(
-        f"{code or answer.status}: {message}", code=code, status=answer.status, request_id=request_id, retryable=retryable,
+        f"{code or answer.status}: {message}",
+        code=code,
+        status=answer.status,
+        request_id=request_id,
+        retryable=retryable,
         details=details,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager
@@ -344,7 +382,9 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:
         request_id = headers.get("x-sie-request-id", "")
-        raise ServerError(f"the server's reply could not be read: {error}", status=200, request_id=request_id) from error
+        raise ServerError(
+            f"the server's reply could not be read: {error}", status=200, request_id=request_id
+        ) from error
 
 
 def quoted(name: str) -> str:
@@ -352,7 +392,9 @@ def quoted(name: str) -> str:
     try:
         return quote(str(name), safe="/:@")
     except UnicodeEncodeError as error:
-        raise InvalidInputError("a name holds a lone surrogate, which is not valid Unicode", code="INVALID_INPUT") from error
+        raise InvalidInputError(
+            "a name holds a lone surrogate, which is not valid Unicode", code="INVALID_INPUT"
+        ) from error
 
 
 def json_call(method: str, path: str, session: Session, body: Any = None, within_s: float = CONTROL_S) -> Plan[Any]:

@@ -45,15 +45,22 @@ _BY_CODE: dict[str, type[SIEError]] = {}
 
 
 class SIEError(Exception):
-    """`code` is the server's (empty where it sent none), `status` the HTTP status (0: none), `details` the whole error map of the body.
+    """`code` is the server's (empty where it sent none), `status` the HTTP status (0: none), `details` the whole error
+    map of the body.
 
     `retryable`: whether the same request may succeed later. `request_id` finds it in the server's logs.
     """
 
     def __init__(
-        self, message: str, *, code: str = "", status: int = 0, request_id: str = "", retryable: bool = False,
+        self,
+        message: str,
+        *,
+        code: str = "",
+        status: int = 0,
+        request_id: str = "",
+        retryable: bool = False,
         details: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.status = status
@@ -209,9 +216,14 @@ class RequestTimeoutError(ServerError, code="GATEWAY_TIMEOUT"):
 
 
 _BY_STATUS: dict[int, type[SIEError]] = {
-    401: AuthenticationError, 403: PermissionDeniedError, 404: NotFoundError, 405: MethodNotAllowedError, 409: ConflictError,
-    413: PayloadTooLargeError, 429: RateLimitedError,
-}  # fmt: skip
+    401: AuthenticationError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    405: MethodNotAllowedError,
+    409: ConflictError,
+    413: PayloadTooLargeError,
+    429: RateLimitedError,
+}
 
 
 def error_class(code: str, status: int) -> type[SIEError]:

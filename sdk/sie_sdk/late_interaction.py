@@ -14,10 +14,12 @@ _BLOCK = 1 << 22  # entries of query by document tokens that are held at a time:
 
 
 def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """The sum over the query's tokens of the largest dot product with a token of the document, one float32 per document, in order.
+    """The sum over the query's tokens of the largest dot product with a token of the document, one float32 per
+    document, in order.
 
-    `query`: [tokens, width], `documents`: a matrix [tokens, width] each, floats of any precision. A document without tokens scores 0.
-    As `score` of a multivector model computes it (ColBERT, Khattab and Zaharia 2020, equation 3). Raises InvalidInputError.
+    `query`: [tokens, width], `documents`: a matrix [tokens, width] each, floats of any precision. A document without
+    tokens scores 0. As `score` of a multivector model computes it (ColBERT, Khattab and Zaharia 2020, equation 3).
+    Raises InvalidInputError.
     """
     left = _matrix(query, "query").astype(np.float32, copy=False)
     matrices = [_matrix(document, f"documents[{number}]") for number, document in enumerate(documents)]

@@ -1,6 +1,7 @@
 """Images, documents, audio and video as they travel: `{"data": bytes, "format"?: str}`, the bytes those of the file.
 
-The format is that of the content; where it cannot be told from the content, of the name; else none is sent and the server looks.
+The format is that of the content; where it cannot be told from the content, of the name; else none is sent and the
+server looks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,24 @@ from typing import Any
 
 from sie_sdk.errors import InvalidInputError
 
-_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})  # what PNG holds without loss; TIFF holds the others
+_PNG_MODES = frozenset(
+    {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
+)  # what PNG holds without loss; TIFF holds the others
 _MAGIC = (
-    (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\x00", "tiff"), (b"MM\x00*", "tiff"),
-    (b"%PDF-", "pdf"), (b"{\\rtf", "rtf"), (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "doc"), (b"fLaC", "flac"), (b"OggS", "ogg"),
-    (b"ID3", "mp3"), (b"\x1aE\xdf\xa3", "webm"),
-)  # fmt: skip
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\x00", "tiff"),
+    (b"MM\x00*", "tiff"),
+    (b"%PDF-", "pdf"),
+    (b"{\\rtf", "rtf"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "doc"),
+    (b"fLaC", "flac"),
+    (b"OggS", "ogg"),
+    (b"ID3", "mp3"),
+    (b"\x1aE\xdf\xa3", "webm"),
+)
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 _OFFICE = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
 _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "text": "txt"}

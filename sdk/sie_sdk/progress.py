@@ -23,14 +23,19 @@ _logger = logging.getLogger("sie_sdk")
 class Meter:
     """One call of `total` items, told from any thread. Use as a context manager, which ends the bar's line.
 
-    The first wait and each minute after go to the log `sie_sdk` as warnings. The bar is one line of standard error, for calls of several
-    items that are not answered all at once.
+    The first wait and each minute after go to the log `sie_sdk` as warnings. The bar is one line of standard error, for
+    calls of several items that are not answered all at once.
     """
 
     def __init__(
-        self, session: Session, total: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
+        self,
+        session: Session,
+        total: int = 0,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
         address: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._callback = session.on_progress
         self._has_bar = total > 1 and (self._is_terminal() if session.progress is None else session.progress)
@@ -85,14 +90,20 @@ class Meter:
             self._width = 0
         if pause.cause == TIMED_OUT:
             _logger.warning(
-                "a request took longer than it may%s and is sent again, in %.1f s: a larger timeout_s or a smaller part_tokens helps; "
-                "this ends in %.0f s if nothing is answered", self._address, pause.seconds, pause.remaining_s,
-            )  # fmt: skip
+                "a request took longer than it may%s and is sent again, in %.1f s: a larger timeout_s or a smaller "
+                "part_tokens helps; this ends in %.0f s if nothing is answered",
+                self._address,
+                pause.seconds,
+                pause.remaining_s,
+            )
             return
         _logger.warning(
-            "waiting for %s%s: next attempt in %.1f s, patience for %.0f s more", pause.cause, self._address, pause.seconds,
+            "waiting for %s%s: next attempt in %.1f s, patience for %.0f s more",
+            pause.cause,
+            self._address,
+            pause.seconds,
             pause.remaining_s,
-        )  # fmt: skip
+        )
 
     def _draw(self, now_s: float) -> None:
         told, columns = self._told, shutil.get_terminal_size().columns - 1

@@ -37,9 +37,12 @@ class Driver:
         await self._http.aclose()
 
     async def run(
-        self, plan: Plan[T], params: Mapping[str, Any] | None = None, total: int = 0,
+        self,
+        plan: Plan[T],
+        params: Mapping[str, Any] | None = None,
+        total: int = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """As in `threads`."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
@@ -119,9 +122,12 @@ class Driver:
         started_s = time.monotonic()
         try:
             response = await self._http.request(
-                request.method, self.url + request.path, headers=dict(request.headers), content=request.body or None,
+                request.method,
+                self.url + request.path,
+                headers=dict(request.headers),
+                content=request.body or None,
                 timeout=transport.timeout(request),
-            )  # fmt: skip
+            )
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
         self._has_answered = True

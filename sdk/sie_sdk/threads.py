@@ -45,7 +45,11 @@ class Driver:
         self._http.close()
 
     def run(
-        self, plan: Plan[T], params: Mapping[str, Any] | None = None, total: int = 0, send: Callable[[Send], Answer] | None = None
+        self,
+        plan: Plan[T],
+        params: Mapping[str, Any] | None = None,
+        total: int = 0,
+        send: Callable[[Send], Answer] | None = None,
     ) -> T:
         """The result of a plan about `total` items. `send`: what does a request in place of HTTP."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
@@ -54,7 +58,9 @@ class Driver:
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
         """Drive it in the background, until what is returned is called: with the seconds that it may take to end."""
         stop = threading.Event()
-        running = _spawn(lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send))
+        running = _spawn(
+            lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)
+        )
 
         def end(timeout_s: float) -> None:
             stop.set()
@@ -120,9 +126,12 @@ class Driver:
         started_s = time.monotonic()
         try:
             response = self._http.request(
-                request.method, self.url + request.path, headers=dict(request.headers), content=request.body or None,
+                request.method,
+                self.url + request.path,
+                headers=dict(request.headers),
+                content=request.body or None,
                 timeout=transport.timeout(request),
-            )  # fmt: skip
+            )
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
         self._has_answered = True

@@ -29,7 +29,9 @@ class Ended(Exception):
 
 def limits(session: Session) -> httpx.Limits:
     """Connections are bounded by what is sent at a time, not here."""
-    return httpx.Limits(max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0)
+    return httpx.Limits(
+        max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
+    )
 
 
 def timeout(request: Send) -> httpx.Timeout:
@@ -44,7 +46,8 @@ def received(response: httpx.Response, started_s: float) -> Received:
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
     """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting.
 
-    A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is not there is told.
+    A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is
+    not there is told.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error)
     is_nobody = not has_answered and _is_refused(error) and _is_loopback(url)
@@ -55,7 +58,9 @@ def address(base_url: str) -> str:
     """The address of a server, without a final slash. Raises ValueError unless it names its scheme."""
     url = str(base_url).rstrip("/")
     if not url.startswith(("http://", "https://")):
-        raise ValueError("base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://")
+        raise ValueError(
+            "base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://"
+        )
     return url
 
 
@@ -71,7 +76,9 @@ def _is_refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        told = [each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)]  # of each address of a name
+        told = [
+            each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)
+        ]  # of each address of a name
         if told and all(map(_is_refused, told)):
             return True
         cause = cause.__cause__ or cause.__context__
@@ -117,6 +124,8 @@ def is_single(items: Item | str | Sequence[Item | str]) -> TypeGuard[Item | str]
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what was expected."""
+    """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what
+    was expected.
+    """
     is_list = isinstance(items, Iterable) and not isinstance(items, Mapping | str | bytes | bytearray)
     return list(cast("Sequence[Item | str]", items)) if is_list else [cast("Item | str", items)]

@@ -19,12 +19,15 @@ class Picture(Protocol):
     def save(self, fp: Any, format: str) -> None: ...
 
 
-# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, or an image of PIL
+# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, or
+# an image of PIL
 Media: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Mapping[str, Any] | Picture"
 
 
 class Item(TypedDict, total=False):
-    """One input. `id` and `metadata` come back with the result. `multivector`: [tokens, width], of a text that was encoded before."""
+    """One input. `id` and `metadata` come back with the result. `multivector`: [tokens, width], of a text that was
+    encoded before.
+    """
 
     id: str
     text: str
@@ -38,8 +41,9 @@ class Item(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a call has come: `done` of `total` items. While it waits `cause` is a code of the server or `connection`, and
-    `remaining_s` how long it will go on waiting for that."""
+    """How far a call has come: `done` of `total` items. While it waits `cause` is a code of the server or `connection`,
+    and `remaining_s` how long it will go on waiting for that.
+    """
 
     done: int
     total: int
@@ -48,18 +52,21 @@ class Progress:
 
 
 class CallOptions(TypedDict, total=False):
-    """How a call is sent. Each may be given to the client too, for all of its calls; None and what is left out mean the client's.
+    """How a call is sent. Each may be given to the client too, for all of its calls; None and what is left out mean the
+    client's.
 
-    `gpu`: machine profile; `pool`: name of a pool; `timeout_s`: deadline of each request at the server; `headers`: further ones, such as
-    `X-Request-ID` and `traceparent`; `explain`: results say what the request waited for; `strict`: unknown options are errors.
+    `gpu`: machine profile; `pool`: name of a pool; `timeout_s`: deadline of each request at the server; `headers`:
+    further ones, such as `X-Request-ID` and `traceparent`; `explain`: results say what the request waited for;
+    `strict`: unknown options are errors.
 
-    Patience: nothing is waited for if `wait_for_capacity` is False, else `connection_budget_s` (120) for a server that is not there and
-    `capacity_budget_s` (900) for one that has no capacity, counted from the last part of the call that was answered.
+    Patience: nothing is waited for if `wait_for_capacity` is False, else `connection_budget_s` (120) for a server that
+    is not there and `capacity_budget_s` (900) for one that has no capacity, counted from the last part of the call that
+    was answered.
 
-    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (16,384) tokens, `concurrency` (8) at a time. With
-    `hedge_after_s` a part that is not answered by then is sent a second time, and the first good answer counts; at most one request in
-    five is. `progress` True draws a bar, False none, None one on a terminal; `on_progress` is called after each part and at each wait,
-    from the threads that send.
+    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (16,384) tokens, `concurrency` (8) at a
+    time. With `hedge_after_s` a part that is not answered by then is sent a second time, and the first good answer
+    counts; at most one request in five is. `progress` True draws a bar, False none, None one on a terminal;
+    `on_progress` is called after each part and at each wait, from the threads that send.
     """
 
     gpu: str | None
@@ -128,7 +135,9 @@ class Usage(TypedDict):
 
 
 class ItemUsage(TypedDict):
-    """Tokens of one item, 0 where it failed, and whether it was cut. Those of all items add up to the usage of their call."""
+    """Tokens of one item, 0 where it failed, and whether it was cut. Those of all items add up to the usage of their
+    call.
+    """
 
     prompt_tokens: int
     total_tokens: int
@@ -139,11 +148,15 @@ _Result = TypeVar("_Result")
 
 
 class Results(list[_Result], Generic[_Result]):
-    """The results of a list of items, in their order. `usage` is that of the whole call, where each result has its item's."""
+    """The results of a list of items, in their order. `usage` is that of the whole call, where each result has its
+    item's.
+    """
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
         super().__init__(results)
-        self.usage: Usage = usage if usage is not None else {"prompt_tokens": 0, "total_tokens": 0, "truncated_items": []}
+        self.usage: Usage = (
+            usage if usage is not None else {"prompt_tokens": 0, "total_tokens": 0, "truncated_items": []}
+        )
 
 
 class Shared(TypedDict, total=False):
@@ -168,8 +181,8 @@ class Sparse(TypedDict):
 class EncodeResult(Shared, total=False):
     """One result, at the position of its input. `error` stands in place of outputs that failed.
 
-    `dense`: [width], `multivector`: [tokens, width], float32 unless another `output_dtype` was asked for; arrays are writable. `outputs`
-    describes each: its dims, dtype, scale and offset. `muvera`: the parameters that made `dense`.
+    `dense`: [width], `multivector`: [tokens, width], float32 unless another `output_dtype` was asked for; arrays are
+    writable. `outputs` describes each: its dims, dtype, scale and offset. `muvera`: the parameters that made `dense`.
     """
 
     id: str
@@ -184,7 +197,9 @@ class EncodeResult(Shared, total=False):
 
 
 class ScoreEntry(TypedDict, total=False):
-    """One item's score. `item_id`: its id, else `item-<position>`; `rank` begins at 0; `score` is None where `error` says why."""
+    """One item's score. `item_id`: its id, else `item-<position>`; `rank` begins at 0; `score` is None where `error`
+    says why.
+    """
 
     item_id: str
     score: float | None
@@ -195,8 +210,9 @@ class ScoreEntry(TypedDict, total=False):
 
 
 class ScoreResult(Shared, total=False):
-    """`scores`: one entry per item, best first, failed ones last. `query_id`: that of the query, None where it has none. `usage`: of the
-    whole call."""
+    """`scores`: one entry per item, best first, failed ones last. `query_id`: that of the query, None where it has
+    none. `usage`: of the whole call.
+    """
 
     query_id: str | None
     usage: Usage
@@ -204,7 +220,9 @@ class ScoreResult(Shared, total=False):
 
 
 class Ranked(TypedDict):
-    """One document of a ranking: its position in the input, its score on the model's scale, and the document as it was given."""
+    """One document of a ranking: its position in the input, its score on the model's scale, and the document as it was
+    given.
+    """
 
     index: int
     score: float
@@ -212,7 +230,9 @@ class Ranked(TypedDict):
 
 
 class ExtractResult(Shared, total=False):
-    """One result, at the position of its input; lists are empty where nothing was found. `start` and `end` count code points."""
+    """One result, at the position of its input; lists are empty where nothing was found. `start` and `end` count code
+    points.
+    """
 
     id: str
     metadata: dict[str, Any]
@@ -226,7 +246,9 @@ class ExtractResult(Shared, total=False):
 
 
 class ModelFilters(TypedDict, total=False):
-    """Which models to list: those that do `task`, give `output`, are loaded now; `variants` False leaves profiles out."""
+    """Which models to list: those that do `task`, give `output`, are loaded now; `variants` False leaves
+    profiles out.
+    """
 
     task: Literal["encode", "score", "extract"] | None
     output: str | None
@@ -243,7 +265,9 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """What a reservation may ask for beside its machine profiles. `ttl_seconds`: how long it lives without being renewed."""
+    """What a reservation may ask for beside its machine profiles. `ttl_seconds`: how long it lives without being
+    renewed.
+    """
 
     bundle: str | None
     minimum_worker_count: int | None
@@ -253,7 +277,9 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool: `spec` as it was asked for, `status` with `state` (pending or active), `assigned_workers` and `expires_at`."""
+    """A pool: `spec` as it was asked for, `status` with `state` (pending or active), `assigned_workers` and
+    `expires_at`.
+    """
 
     name: str
     spec: dict[str, Any]

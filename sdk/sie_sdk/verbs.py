@@ -17,7 +17,17 @@ from typing import Any, NamedTuple, cast
 from sie_sdk import wire
 from sie_sdk.core import Answered, Patience, Plan, Received, Send, Session, Together, Work, call, quoted, reading
 from sie_sdk.errors import InvalidInputError, SIEError
-from sie_sdk.types import EncodeParams, EncodeResult, ExtractParams, ExtractResult, Item, Params, Ranked, Results, ScoreResult
+from sie_sdk.types import (
+    EncodeParams,
+    EncodeResult,
+    ExtractParams,
+    ExtractResult,
+    Item,
+    Params,
+    Ranked,
+    Results,
+    ScoreResult,
+)
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # of one body: an eighth of what the server takes
@@ -45,7 +55,9 @@ class _Reply(NamedTuple):
 
 @dataclass(frozen=True)
 class _Request:
-    """What the parts of a call have in common. `decode` makes of a reply what the verb wants, with a list of `answers`, one per item."""
+    """What the parts of a call have in common. `decode` makes of a reply what the verb wants, with a list of `answers`,
+    one per item.
+    """
 
     path: str
     fixed: Mapping[str, Any]
@@ -60,11 +72,17 @@ class _Request:
         what = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
         sent: list[Any] = part.items
         if by_place:
-            sent = [{**wire.mapped(item, what), "id": str(part.start + number)} for number, item in enumerate(part.items)]
+            sent = [
+                {**wire.mapped(item, what), "id": str(part.start + number)} for number, item in enumerate(part.items)
+            ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, what), part.size_bytes)
         sent = []
         part.items.clear()  # the body has them: files need not be held twice
-        headers = {**self.session.sent_headers(), "accept": "application/msgpack", "content-type": "application/msgpack"}
+        headers = {
+            **self.session.sent_headers(),
+            "accept": "application/msgpack",
+            "content-type": "application/msgpack",
+        }
         request = Send("POST", self.path, headers, body, self.session.within_s, self.session.hedge_after_s)
         try:
             answer = yield from call(request, self.session.policy, self.patience)
@@ -83,7 +101,9 @@ class _Request:
             shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
             headers = dict(answer.headers)
             self.session.told.warn(body.get("warnings"))
-            return _Reply(start, body, {**shared, "request_id": headers.get("x-sie-request-id", ""), "headers": headers})
+            return _Reply(
+                start, body, {**shared, "request_id": headers.get("x-sie-request-id", ""), "headers": headers}
+            )
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
@@ -100,7 +120,9 @@ def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator
         sent = wire.item(item, f"items[{index}]")
         own_tokens, own_bytes = wire.weight(sent)
         own_tokens += each_tokens
-        if held and (len(held) == MAX_ITEMS or tokens + own_tokens > session.part_tokens or size + own_bytes > PART_BYTES):
+        if held and (
+            len(held) == MAX_ITEMS or tokens + own_tokens > session.part_tokens or size + own_bytes > PART_BYTES
+        ):
             yield _Part(start, held, size)
             start, held, tokens, size = index, [], 0, 0
         held.append(sent)
@@ -110,9 +132,15 @@ def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator
 
 
 def _ask(
-    verb: str, model: str, items: Sequence[Any], fixed: Mapping[str, Any], session: Session,
-    decode: Callable[[bytes], dict[str, Any]], answers: str = "items", each_tokens: int = 0,
-) -> Plan[list[_Reply]]:  # fmt: skip
+    verb: str,
+    model: str,
+    items: Sequence[Any],
+    fixed: Mapping[str, Any],
+    session: Session,
+    decode: Callable[[bytes], dict[str, Any]],
+    answers: str = "items",
+    each_tokens: int = 0,
+) -> Plan[list[_Reply]]:
     """The replies to all parts, in order."""
     request = _Request(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
     parts = _parts(items, session, each_tokens)
@@ -131,7 +159,9 @@ def _ask(
 
 
 def _of_items(replies: Sequence[_Reply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
-    """A result for each item: what its slot has, and what its request tells of all of them but its usage. `named`: each has an id."""
+    """A result for each item: what its slot has, and what its request tells of all of them but its usage. `named`: each
+    has an id.
+    """
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
         shared = {name: value for name, value in reply.shared.items() if name != "usage"}
@@ -157,11 +187,15 @@ def _check_names(verb: str, params: Mapping[str, Any]) -> None:
 
 
 _PARAMS = {
-    "encode": EncodeParams.__annotations__.keys(), "score": Params.__annotations__.keys(), "extract": ExtractParams.__annotations__.keys()
-}  # fmt: skip
+    "encode": EncodeParams.__annotations__.keys(),
+    "score": Params.__annotations__.keys(),
+    "extract": ExtractParams.__annotations__.keys(),
+}
 
 
-def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[Results[EncodeResult]]:
+def encode(
+    model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
+) -> Plan[Results[EncodeResult]]:
     """`POST /v1/encode/{model}`; results in input order."""
     if not items:
         return Results()
@@ -171,7 +205,9 @@ def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], s
     return _of_items(replies, items, named=False)
 
 
-def score(model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[ScoreResult]:
+def score(
+    model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
+) -> Plan[ScoreResult]:
     """`POST /v1/score/{model}`; entries of all items together, best first, failed ones last."""
     session, params = session.for_call(params)
     _check_names("score", params)
@@ -190,22 +226,33 @@ def score(model: str, query: Item | str, items: Sequence[Item | str], params: Ma
 
 
 def rerank(
-    model: str, query: Item | str, documents: Sequence[Item | str], top_n: int | None, params: Mapping[str, Any], session: Session
+    model: str,
+    query: Item | str,
+    documents: Sequence[Item | str],
+    top_n: int | None,
+    params: Mapping[str, Any],
+    session: Session,
 ) -> Plan[list[Ranked]]:
     """`score`, as positions and documents: the best `top_n`. A document that failed fails the call."""
     if top_n is not None and top_n < 1:
         raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
     if not documents:
         return []
-    by_place = [{**wire.mapped(document, f"documents[{place}]"), "id": str(place)} for place, document in enumerate(documents)]
+    by_place = [
+        {**wire.mapped(document, f"documents[{place}]"), "id": str(place)} for place, document in enumerate(documents)
+    ]
     asked = {"on_item_error": "fail", **params}
     result = yield from score(model, query, cast("list[Item]", by_place), asked, session)
     with reading(result["headers"]):
-        best = [(int(entry["item_id"]), entry["score"]) for entry in result["scores"] if entry["score"] is not None][:top_n]
+        best = [(int(entry["item_id"]), entry["score"]) for entry in result["scores"] if entry["score"] is not None][
+            :top_n
+        ]
         return [{"index": place, "score": value, "document": documents[place]} for place, value in best]
 
 
-def extract(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[Results[ExtractResult]]:
+def extract(
+    model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
+) -> Plan[Results[ExtractResult]]:
     """`POST /v1/extract/{model}`; results in input order."""
     if not items:
         return Results()
@@ -240,7 +287,9 @@ def _id_of(items: Sequence[Item | str], place: int) -> str:
 def _summed(replies: Sequence[_Reply]) -> dict[str, Any]:
     """The usage of a call in parts."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
-    usage: dict[str, Any] = {name: sum(each.get(name, 0) for _, each in usages) for name in ("prompt_tokens", "total_tokens")}
+    usage: dict[str, Any] = {
+        name: sum(each.get(name, 0) for _, each in usages) for name in ("prompt_tokens", "total_tokens")
+    }
     usage["truncated_items"] = [start + index for start, each in usages for index in each.get("truncated_items", ())]
     return usage
 

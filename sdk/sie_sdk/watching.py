@@ -1,7 +1,7 @@
 """Status frames over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is made as a request is sent, with the patience of one: its first frame is the answer. One that breaks is made again; the
-frames in between are not seen.
+A connection is made as a request is sent, with the patience of one: its first frame is the answer. One that breaks is
+made again; the frames in between are not seen.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ class _Url:
 
     def _options(self, request: Send) -> dict[str, Any]:
         return {
-            "uri": self._base + request.path, "additional_headers": dict(request.headers), "max_size": MAX_FRAME_BYTES,
-            "open_timeout": SILENCE_S, "close_timeout": CLOSE_S,
-        }  # fmt: skip
+            "uri": self._base + request.path,
+            "additional_headers": dict(request.headers),
+            "max_size": MAX_FRAME_BYTES,
+            "open_timeout": SILENCE_S,
+            "close_timeout": CLOSE_S,
+        }
 
 
 def _told(error: Exception, started_s: float) -> Received | TransportFailed:
@@ -82,7 +85,9 @@ class Socket(_Url):
         started_s = time.monotonic()
         try:
             self._connection = self._open.enter_context(connect(**self._options(request)))
-            return Received(200, {}, bytes(self._connection.recv(timeout=SILENCE_S, decode=False)), time.monotonic() - started_s)
+            return Received(
+                200, {}, bytes(self._connection.recv(timeout=SILENCE_S, decode=False)), time.monotonic() - started_s
+            )
         except Exception as error:  # noqa: BLE001  told apart there
             self.close()
             return _told(error, started_s)

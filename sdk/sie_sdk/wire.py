@@ -1,4 +1,6 @@
-"""Items and replies on the wire. What a request sends is made once; an array of a reply is copied once, out of the reply."""
+"""Items and replies on the wire. What a request sends is made once; an array of a reply is copied once, out of the
+reply.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def item(value: Any, path: str) -> Any:
     sent = mapped(value, path)
     if sent.get("images") is not None:
         given = sent["images"]
-        several = given if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview) else [given]
+        several = (
+            given
+            if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
+            else [given]
+        )
         sent["images"] = [media(each, f"{path}.images[{number}]") for number, each in enumerate(several)]
     for name in FILES:
         if sent.get(name) is not None:
@@ -64,7 +70,9 @@ def weight(sent: Any) -> tuple[int, int]:
     if isinstance(matrix, np.ndarray):
         tokens, size = tokens + len(matrix), size + matrix.nbytes
     files = [*(sent.get("images") or ()), *(sent[name] for name in FILES if sent.get(name) is not None)]
-    return tokens + _FILE_TOKENS * len(files), size + sum(len(file if isinstance(file, str) else file["data"]) for file in files)
+    return tokens + _FILE_TOKENS * len(files), size + sum(
+        len(file if isinstance(file, str) else file["data"]) for file in files
+    )
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
@@ -73,9 +81,13 @@ def _matrix(value: Any, path: str) -> NDArray[Any]:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{path}: expected a matrix of numbers, got {type(value).__name__}", code="INVALID_INPUT") from error
+        raise InvalidInputError(
+            f"{path}: expected a matrix of numbers, got {type(value).__name__}", code="INVALID_INPUT"
+        ) from error
     if array.ndim != 2:
-        raise InvalidInputError(f"{path}: expected a matrix [tokens, width], got the shape {array.shape}", code="INVALID_INPUT")
+        raise InvalidInputError(
+            f"{path}: expected a matrix [tokens, width], got the shape {array.shape}", code="INVALID_INPUT"
+        )
     return array
 
 
@@ -158,7 +170,9 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
         for name in _OUTPUTS:
             if name in slot:
                 told = {key: _array(each) if isinstance(each, dict) else each for key, each in slot[name].items()}
-                slot[name] = {key: told.pop(key) for key in ("indices", "values")} if name == "sparse" else told.pop("values")
+                slot[name] = (
+                    {key: told.pop(key) for key in ("indices", "values")} if name == "sparse" else told.pop("values")
+                )
                 slot["outputs"][name] = told
         if "metadata" in slot:
             slot["metadata"] = arrays.unpack(slot["metadata"])
@@ -166,7 +180,9 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """An array that the caller owns and may write to: the one copy that puts it on an address of its own, where its type belongs."""
+    """An array that the caller owns and may write to: the one copy that puts it on an address of its own, where its
+    type belongs.
+    """
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
         raise ValueError("array: expected nd true and no kind")
     dtype = _DTYPES[bytes(sent[b"type"])]

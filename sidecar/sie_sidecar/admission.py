@@ -1,6 +1,8 @@
-"""Which pool this worker pulls from, as the gateways assign it. Without an answer `_default` stays open, any other pool closes.
+"""Which pool this worker pulls from, as the gateways assign it. Without an answer `_default` stays open, any other pool
+closes.
 
-    every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly this pool
+every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly
+this pool
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """The pool to pull from, None for none. `answered`: the last answer, `own` alone before the first. `silent_s`: seconds since it, or
-    since the start.
+    """The pool to pull from, None for none. `answered`: the last answer, `own` alone before the first. `silent_s`:
+    seconds since it, or since the start.
 
-    A worker serves one pool at a time, and a gateway names one; of several it is the worker's own, if that is among them.
+    A worker serves one pool at a time, and a gateway names one; of several it is the worker's own, if that is among
+    them.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -48,8 +51,9 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class Admission:
-    """Asks until `stop`, of several gateways the next one where one does not answer. `asked` is set after the first attempt at all of them,
-    `changed` each time another pool is to be served."""
+    """Asks until `stop`, of several gateways the next one where one does not answer. `asked` is set after the first
+    attempt at all of them, `changed` each time another pool is to be served.
+    """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
         """`urls`: of one gateway or of several, with commas between. `own`: the pool that the worker belongs to."""

@@ -1,11 +1,12 @@
 """Which models this worker hosts, by the placement table of its lane, and what that means for its pulls.
 
-    KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it alone
+    KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it
+    alone
 
-Where there never was a table nothing is pulled until the first one comes, FIRST_S at most: a gateway writes it within a second of the first
-worker's heartbeat, and workers that begin without it each load every model that has work. After that, without any gateway, everything is
-pulled. A table that nobody confirmed for OLD_S while work waits means that no gateway is there: hosts stay hosts, and a worker that has a
-model loaded also takes work of it that waits.
+Where there never was a table nothing is pulled until the first one comes, FIRST_S at most: a gateway writes it within a
+second of the first worker's heartbeat, and workers that begin without it each load every model that has work. After
+that, without any gateway, everything is pulled. A table that nobody confirmed for OLD_S while work waits means that no
+gateway is there: hosts stay hosts, and a worker that has a model loaded also takes work of it that waits.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _logger = logging.getLogger("sie.sidecar.assignment")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand, or the model makes room for another one here:
-    what came would wait for two loads, and might run elsewhere before the first has ended. `waits`: work of it waits in the stream
-    and no gateway is there to place it.
+    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand, or the model makes room
+    for another one here: what came would wait for two loads, and might run elsewhere before the first has ended.
+    `waits`: work of it waits in the stream and no gateway is there to place it.
 
-    Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a host first that
-    has the model, if there is one, so that no work is locked up by a load elsewhere. The others load it without any work, then pull.
+    Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a
+    host first that has the model, if there is one, so that no work is locked up by a load elsewhere. The others load it
+    without any work, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -53,11 +55,20 @@ class Assignment:
     """The table of one lane as this worker knows it."""
 
     def __init__(
-        self, broker: Broker, lane: Lane, worker: str, now_s: Callable[[], float], loaded: Callable[[str], bool],
-        held: Callable[[str], bool], on_change: Callable[[], None], is_up: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """`now_s`: the broker's time. `loaded`, `held`: whether this worker has the model loaded, has work of it in hand. `on_change` is
-        called when the table has changed. `is_up`: whether the adapter is there, without which no gateway places anything here."""
+        self,
+        broker: Broker,
+        lane: Lane,
+        worker: str,
+        now_s: Callable[[], float],
+        loaded: Callable[[str], bool],
+        held: Callable[[str], bool],
+        on_change: Callable[[], None],
+        is_up: Callable[[], bool],
+    ) -> None:
+        """`now_s`: the broker's time. `loaded`, `held`: whether this worker has the model loaded, has work of it in
+        hand. `on_change` is called when the table has changed. `is_up`: whether the adapter is there, without which no
+        gateway places anything here.
+        """
         self._broker = broker
         self._lane = lane
         self._worker = worker
@@ -123,7 +134,11 @@ class Assignment:
     def _changed(self) -> None:
         self._end_wait()
         self.table = self._stored.table
-        self._mine = None if self.table is None else frozenset(model for model, hosts in self.table.hosts.items() if self._worker in hosts)
+        self._mine = (
+            None
+            if self.table is None
+            else frozenset(model for model, hosts in self.table.hosts.items() if self._worker in hosts)
+        )
         self._index()
         self._on_change()
 
@@ -148,7 +163,9 @@ class Assignment:
         """What to do about the consumer of this name: the most that any of its models asks for."""
         if self.table is None:
             return "pull" if self._first is None else "none"
-        return max((self._of(model) for model in self._consumers.get(consumer, ())), key=_ORDER.__getitem__, default="none")
+        return max(
+            (self._of(model) for model in self._consumers.get(consumer, ())), key=_ORDER.__getitem__, default="none"
+        )
 
     def _of(self, model: str) -> Role:
         hosts = self.table.hosts.get(model, ()) if self.table else ()
@@ -156,7 +173,9 @@ class Assignment:
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
-        """The models to load now without waiting for work: hosted beside others, not loaded, not tried within AHEAD_AGAIN_S."""
+        """The models to load now without waiting for work: hosted beside others, not loaded, not tried within
+        AHEAD_AGAIN_S.
+        """
         if self.table is None or self.is_old():
             return []
         now_s = self._now_s()
@@ -166,7 +185,9 @@ class Assignment:
         return found
 
     async def look(self, loaded: Iterable[str]) -> None:
-        """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises BrokerError."""
+        """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises
+        BrokerError.
+        """
         before, self._seen = self._seen, frozenset()
         if self.is_old():
             others = set(loaded) - (self.models() or frozenset())

@@ -2,14 +2,15 @@
 
     jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
-Jobs share a batch when their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job has waited its
-bound, or at once when the device is idle and nothing more is expected; while the device is busy batches grow. Of a full batch only the
-first jobs run where the deadlines of those in it allow no more (`sizing`).
+Jobs share a batch when their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job
+has waited its bound, or at once when the device is idle and nothing more is expected; while the device is busy batches
+grow. Of a full batch only the first jobs run where the deadlines of those in it allow no more (`sizing`).
 
-Order: interactive work first, but between two bulk batches at most `bulk_max_overtakes` interactive ones. Within a priority the model
-whose oldest job has waited longest; within a model its keys (LoRAs, operations) in turn, so that a backlog of one does not hold the others.
-From the moment that a job is due and the oldest of its priority, at most the K-th batch of that priority holds it, K being the number of
-keys of its model that have work. With k overtakes that is K + ceil(K / k) batches in all for interactive work and K (k + 1) for bulk.
+Order: interactive work first, but between two bulk batches at most `bulk_max_overtakes` interactive ones. Within a
+priority the model whose oldest job has waited longest; within a model its keys (LoRAs, operations) in turn, so that a
+backlog of one does not hold the others. From the moment that a job is due and the oldest of its priority, at most the
+K-th batch of that priority holds it, K being the number of keys of its model that have work. With k overtakes that is K
++ ceil(K / k) batches in all for interactive work and K (k + 1) for bulk.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LOOK_AHEAD = 4  # batches' worth of jobs among which a model that pads may choos
 
 
 class BatchKey(NamedTuple):
-    """What must be equal for two jobs to run in one forward pass. Output options are not here: they are applied per item.
+    """What must be equal for two jobs to run in one forward pass. Output options are not here: they are applied per
+    item.
 
     `padded`: the model fills the rows of a batch up to the longest, so jobs of like cost are taken together.
     """
@@ -65,8 +67,8 @@ class Limits:
 class Device:
     """`running` batches of `lanes` that can run at once, and `sent` batches out of `depth` that may be sent ahead.
 
-    `more_expected`: deliveries are on their way or not yet tokenised, so an idle device may wait for them, within the bound.
-    `busy_s`: seconds until a batch that is sent now would begin, as predicted.
+    `more_expected`: deliveries are on their way or not yet tokenised, so an idle device may wait for them, within the
+    bound. `busy_s`: seconds until a batch that is sent now would begin, as predicted.
     """
 
     sent: int
@@ -78,8 +80,10 @@ class Device:
 
 @dataclass
 class Job(Generic[T]):
-    """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same). `alone`: it was in a
-    batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had `budget_s` seconds when it was published."""
+    """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same).
+    `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
+    `budget_s` seconds when it was published.
+    """
 
     key: BatchKey
     cost: int
@@ -177,7 +181,9 @@ class _Queue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: Limits) -> list[int]:
-        """The head, and of the jobs that came soon after it those whose cost is nearest to its own, the nearest first."""
+        """The head, and of the jobs that came soon after it those whose cost is nearest to its own, the
+        nearest first.
+        """
         head = self.jobs[0]
         near = []
         for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
@@ -195,7 +201,9 @@ class _Queue(Generic[T]):
 
 
 class _Model(Generic[T]):
-    """The queues of one residency, the one whose turn is next first. `entry` is the number of its entry among the heads of its line."""
+    """The queues of one residency, the one whose turn is next first. `entry` is the number of its entry among the heads
+    of its line.
+    """
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
@@ -208,7 +216,9 @@ class _Model(Generic[T]):
 
 
 class _Line(Generic[T]):
-    """The jobs of one priority. `_heads` is a heap of (head, entry, model); what is not its model's last entry is dropped at the top."""
+    """The jobs of one priority. `_heads` is a heap of (head, entry, model); what is not its model's last entry is
+    dropped at the top.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, _Model[T]] = {}
@@ -346,9 +356,15 @@ class Waiting(Generic[T]):
         return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
 
     def seal(self, queue: _Queue[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
-        """The batch that `queue` gives now. Where a budget binds, none before the device is about to be free: until then it may grow."""
+        """The batch that `queue` gives now. Where a budget binds, none before the device is about to be free: until
+        then it may grow.
+        """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
-        if device.sent >= device.lanes and (device.busy_s > LEAD_S or not times.is_known) and queue.binds(limits, begins_s, times):
+        if (
+            device.sent >= device.lanes
+            and (device.busy_s > LEAD_S or not times.is_known)
+            and queue.binds(limits, begins_s, times)
+        ):
             return Wait(begins_s - LEAD_S) if times.is_known else None
         return self._seal(queue, limits, begins_s)
 
@@ -363,7 +379,9 @@ class Waiting(Generic[T]):
 
 
 def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
-    """The batch to send now, or until when to wait, or None while nothing can be sent before a batch ends or a job arrives."""
+    """The batch to send now, or until when to wait, or None while nothing can be sent before a batch ends or a job
+    arrives.
+    """
     if device.sent >= device.depth or not len(waiting):
         return None
     interactive, bulk = waiting.lines
@@ -396,7 +414,9 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: Limits) -> int:
-    """Deliveries of `mean_cost` tokens to have outstanding: what READY_PER_LANE batches for each lane can take beyond what is held."""
+    """Deliveries of `mean_cost` tokens to have outstanding: what READY_PER_LANE batches for each lane can take beyond
+    what is held.
+    """
     room = READY_PER_LANE * load.lanes * limits.cost - load.cost
     places = READY_PER_LANE * load.lanes * limits.requests - load.items
     if room <= 0 or places <= 0:

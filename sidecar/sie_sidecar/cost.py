@@ -1,5 +1,6 @@
-"""What an input costs of a batch's budget. The unit is one token on the device after truncation; other modalities are counted in it by
-convention, so that one budget bounds every batch. That attention costs the square of a length is not in here: `BatchNote` tells it.
+"""What an input costs of a batch's budget. The unit is one token on the device after truncation; other modalities are
+counted in it by convention, so that one budget bounds every batch. That attention costs the square of a length is not
+in here: `BatchNote` tells it.
 """
 
 from __future__ import annotations

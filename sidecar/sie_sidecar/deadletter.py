@@ -1,4 +1,6 @@
-"""Work that was given up goes into a stream of its own, whole, before its message leaves the queue. `sie dlq` reads it."""
+"""Work that was given up goes into a stream of its own, whole, before its message leaves the queue. `sie
+dlq` reads it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _logger = logging.getLogger("sie.sidecar.deadletter")
 
 
 class DeadLetters:
-    """The dead letters that this worker writes, all to its own `pool`: those of a reservation outlive it. `now_s` is broker time."""
+    """The dead letters that this worker writes, all to its own `pool`: those of a reservation outlive it. `now_s` is
+    broker time.
+    """
 
     def __init__(self, broker: Broker, pool: str, worker: str, metrics: Metrics, now_s: Callable[[], float]) -> None:
         self._broker = broker
@@ -30,16 +34,26 @@ class DeadLetters:
         self._metrics = metrics
         self._now_s = now_s
 
-    async def write(self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()) -> bool:
-        """Keep a delivery with why it was given up, once however often it is tried. False, with an error in the log, if it is lost.
+    async def write(
+        self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
+    ) -> bool:
+        """Keep a delivery with why it was given up, once however often it is tried. False, with an error in the log, if
+        it is lost.
 
-        What the broker does not take in ATTEMPTS is lost: work that is never settled would come back for as long as its stream keeps it.
+        What the broker does not take in ATTEMPTS is lost: work that is never settled would come back for as long as its
+        stream keeps it.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(
-            name, delivery.subject, delivery.data, error, tuple(dict.fromkeys((*workers, self._worker))), delivery.delivered, deaths,
+            name,
+            delivery.subject,
+            delivery.data,
+            error,
+            tuple(dict.fromkeys((*workers, self._worker))),
+            delivery.delivered,
+            deaths,
             self._now_s(),
-        )  # fmt: skip
+        )
         data = messages.encode(letter)
         failpoint("deadletter.before_publish")
         for attempt in range(ATTEMPTS):

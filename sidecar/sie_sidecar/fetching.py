@@ -1,6 +1,8 @@
-"""Inputs that no message holds, from the payload store: bounded in bytes, each chunk in a task of its own so that nothing waits for it.
+"""Inputs that no message holds, from the payload store: bounded in bytes, each chunk in a task of its own so that
+nothing waits for it.
 
-    delivery with a key ──► room for its bytes ──► object, again and again until the budget ends ──► the work item with its inputs
+delivery with a key ──► room for its bytes ──► object, again and again until the budget ends ──► the work item with its
+inputs
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Fetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, held: Held) -> None:
-        """Put the inputs and the query of `held` in place; `let_go` gives their room back. Raises QueueUnavailable, InternalFailure."""
+        """Put the inputs and the query of `held` in place; `let_go` gives their room back. Raises QueueUnavailable,
+        InternalFailure.
+        """
         try:
             await self._fetch(held)
         except BaseException:
@@ -59,7 +63,9 @@ class Fetching:
                 misses += isinstance(error, PayloadMissing)
                 if misses >= MOST_MISSES or self._clock() + pause_s >= held.deadline_s:
                     _logger.error("request %s: its inputs could not be fetched: %s", item.request, error)
-                    raise QueueUnavailable("the payload store, which holds the inputs of this request, could not be read") from error
+                    raise QueueUnavailable(
+                        "the payload store, which holds the inputs of this request, could not be read"
+                    ) from error
             await asyncio.sleep(pause_s)  # between attempts at a store that is away
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

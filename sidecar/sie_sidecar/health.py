@@ -1,4 +1,6 @@
-"""The worker's account of itself: a heartbeat at its interval and at every change, and the reason why it is not ready."""
+"""The worker's account of itself: a heartbeat at its interval and at every change, and the reason why it
+is not ready.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _logger = logging.getLogger("sie.sidecar.health")
 class Health:
     """`changed` asks for a heartbeat at once."""
 
-    def __init__(self, settings: Settings, broker: Broker, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed) -> None:
+    def __init__(
+        self, settings: Settings, broker: Broker, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed
+    ) -> None:
         self._settings = settings
         self._broker = broker
         self._lane = lane
@@ -74,26 +78,44 @@ class Health:
         description = self.description
         worker = self.worker
         held_cost, oldest_s = worker.inventory.ages() if worker else (0, {})
-        statuses = tuple(
-            msgspec.structs.replace(status, oldest_s=oldest_s.get(status.model, 0.0)) for status in worker.hosting.statuses()
-        ) if worker else ()  # fmt: skip
+        statuses = (
+            tuple(
+                msgspec.structs.replace(status, oldest_s=oldest_s.get(status.model, 0.0))
+                for status in worker.hosting.statuses()
+            )
+            if worker
+            else ()
+        )
         credit_cost, credit_items = worker.most() if worker else (0, 0)
         batch_cost, pipeline = worker.ahead() if worker else (0, 0)
         ahead_s = worker.broker_clock.ahead_s() if worker else None
         return Heartbeat(
-            worker=self._id, pool=worker.lane.pool if worker else self._lane.pool, own_pool=self._lane.pool if self.asks else "",
-            machine_profile=self._lane.machine_profile, bundle=self._lane.bundle,
-            ready=self.not_ready() is None, version=sie_contracts.__version__, leaving=self.leaving, gpu_count=self._settings.gpu_count,
-            gpu=self._settings.gpu_type or (description.gpu if description else ""), device=description.device if description else "",
+            worker=self._id,
+            pool=worker.lane.pool if worker else self._lane.pool,
+            own_pool=self._lane.pool if self.asks else "",
+            machine_profile=self._lane.machine_profile,
+            bundle=self._lane.bundle,
+            ready=self.not_ready() is None,
+            version=sie_contracts.__version__,
+            leaving=self.leaving,
+            gpu_count=self._settings.gpu_count,
+            gpu=self._settings.gpu_type or (description.gpu if description else ""),
+            device=description.device if description else "",
             memory_used_bytes=description.memory_used_bytes if description else 0,
             memory_total_bytes=description.memory_total_bytes if description else 0,
-            queue_depth=worker.depth if worker else 0, config_epoch=self.feed.catalogue.epoch, models=statuses,
+            queue_depth=worker.depth if worker else 0,
+            config_epoch=self.feed.catalogue.epoch,
+            models=statuses,
             slots=worker.hosting.slots(description) if worker and description else 0,
-            rate=worker.rate.tokens_per_s if worker else 0.0, held_cost=held_cost,
-            credit_cost=credit_cost, credit_items=credit_items, batch_cost=batch_cost, pipeline=pipeline,
+            rate=worker.rate.tokens_per_s if worker else 0.0,
+            held_cost=held_cost,
+            credit_cost=credit_cost,
+            credit_items=credit_items,
+            batch_cost=batch_cost,
+            pipeline=pipeline,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
             reads_parts=True,
-        )  # fmt: skip
+        )
 
     async def publish(self) -> None:
         try:

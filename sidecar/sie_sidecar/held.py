@@ -75,7 +75,9 @@ class Held:
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """For each input why it does not run, or None: the model does not take it, or it would have to be cut and must not be."""
+        """For each input why it does not run, or None: the model does not take it, or it would have to be cut and must
+        not be.
+        """
         if self.is_whole:
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
@@ -93,19 +95,26 @@ def runnable(held: Held) -> tuple[list[Row], list[int]]:
     if held.is_whole:
         return held.rows, list(range(len(held.item.inputs)))
     inputs = [index for index, error in enumerate(held.stopped()) if error is None]
-    return [*held.rows[: held.shared], *(row for index in inputs for row in held.of_input(index))] if inputs else [], inputs
+    return [
+        *held.rows[: held.shared],
+        *(row for index in inputs for row in held.of_input(index)),
+    ] if inputs else [], inputs
 
 
 def changed() -> NotReady:
     """Of work that was made for an entry that is not its model's any more: its gateway understands it anew."""
-    return NotReady("the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1)
+    return NotReady(
+        "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
+    )
 
 
 def too_long(row: Row) -> InvalidInput:
     """Why an input over the limit does not run that must not be cut."""
     limit = len(row.ids)
     return InvalidInput(
-        f"the input has {row.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": row.full, "limit": limit}
+        f"the input has {row.full} tokens, the limit is {limit}",
+        reason="input_too_long",
+        extras={"tokens": row.full, "limit": limit},
     )
 
 
@@ -134,7 +143,11 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
     high = max(piece.offset + _size(piece) for piece in slices)
     moved = tuple(
         msgspec.structs.replace(
-            outcome, outputs={name: ArraySlice(piece.dtype, piece.shape, piece.offset - low) for name, piece in outcome.outputs.items()}
+            outcome,
+            outputs={
+                name: ArraySlice(piece.dtype, piece.shape, piece.offset - low)
+                for name, piece in outcome.outputs.items()
+            },
         )
         if isinstance(outcome, Ok)
         else outcome
@@ -155,7 +168,10 @@ def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...],
     start = 0
     for outcome, block in parts:
         if isinstance(outcome, Ok):
-            outputs = {name: ArraySlice(piece.dtype, piece.shape, piece.offset + start) for name, piece in outcome.outputs.items()}
+            outputs = {
+                name: ArraySlice(piece.dtype, piece.shape, piece.offset + start)
+                for name, piece in outcome.outputs.items()
+            }
             outcome = msgspec.structs.replace(outcome, outputs=outputs)
         found.append(outcome)
         start += len(block)
@@ -167,7 +183,9 @@ def _size(piece: ArraySlice) -> int:
 
 
 def stages_of(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:
-    """Contiguous marks: received, fetched, loaded, tokenised, sealed, started, answered. Of the last the adapter tells its own share."""
+    """Contiguous marks: received, fetched, loaded, tokenised, sealed, started, answered. Of the last the adapter tells
+    its own share.
+    """
     fetched_s = held.fetched_s or held.received_s
     loaded_s = held.loaded_s or fetched_s
     tokenised_s = held.tokenised_s or loaded_s

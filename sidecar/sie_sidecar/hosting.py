@@ -1,10 +1,11 @@
-"""Which models this worker holds: one load per model however many wait for it, failures that are remembered, release when idle.
+"""Which models this worker holds: one load per model however many wait for it, failures that are remembered, release
+when idle.
 
     available ──EnsureReady──► loading ──Ready──► loaded ──Release, eviction, adapter gone──► available
                                   └──Refused──► failed ──cool-down──► available
 
-The adapter evicts under pressure among the models that it was told are idle. It is told of them once a second, and at once when one of
-them gets work, so that a model with work is not unloaded.
+The adapter evicts under pressure among the models that it was told are idle. It is told of them once a second, and at
+once when one of them gets work, so that a model with work is not unloaded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ FILL_WEIGHT = 0.1  # of the last batch
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
 EARLIER_LOAD_S = 0.5
-MOST_TURN_S = 5.0  # that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
+MOST_TURN_S = (
+    5.0  # that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
+)
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 
@@ -103,7 +106,9 @@ class Hosted:
 
     def filled(self, ratio: float) -> None:
         """A batch ran that was so full."""
-        self.fill_ratio = ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
+        self.fill_ratio = (
+            ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
+        )
 
     def cost_rate(self, now_s: float) -> float:
         """Tokens a second that came in: a mean whose weights fall by e in RATE_OVER_S."""
@@ -118,7 +123,11 @@ class Hosted:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         found = self._fingerprints[loaded, profile]
         # by what its files hold: they may change under one name
-        return hashlib.sha256(f"{found} {self.lora_digests.get(lora) or lora}".encode()).hexdigest()[:16] if lora else found
+        return (
+            hashlib.sha256(f"{found} {self.lora_digests.get(lora) or lora}".encode()).hexdigest()[:16]
+            if lora
+            else found
+        )
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
@@ -126,11 +135,19 @@ class Hosted:
         if self.releasing is not None and state == "available":
             state = "unloading"
         return ModelStatus(
-            self.name, state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
-            self.error.info() if self.error else None, loaded.certificate or None if loaded else None, self.load_s,
-            cost_rate=round(self.cost_rate(now_s), 1), fetched=fetched if state == "loading" else None,
-            precision=_precision(loaded) if loaded else None, crossover_tokens=loaded.crossover_tokens if loaded else 0,
-        )  # fmt: skip
+            self.name,
+            state,
+            loaded.memory_bytes if loaded else 0,
+            self.held,
+            loaded.fingerprint if loaded else "",
+            self.error.info() if self.error else None,
+            loaded.certificate or None if loaded else None,
+            self.load_s,
+            cost_rate=round(self.cost_rate(now_s), 1),
+            fetched=fetched if state == "loading" else None,
+            precision=_precision(loaded) if loaded else None,
+            crossover_tokens=loaded.crossover_tokens if loaded else 0,
+        )
 
     def cool_down_s(self) -> float:
         return COOL_DOWN_S.get(str(self.error.extras.get("error_class")) if self.error else "", OTHER_COOL_DOWN_S)
@@ -155,7 +172,9 @@ class Hosting:
     def __init__(
         self, link: AdapterLink, clock: Callable[[], float], on_change: Callable[[], None], swap_after_s: float = 1.0
     ) -> None:
-        """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is closed to more."""
+        """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is
+        closed to more.
+        """
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # loads asked for
@@ -167,10 +186,14 @@ class Hosting:
         self._on_change = on_change
         self._hosted: dict[str, Hosted] = {}
         self._of_model: dict[str, list[Hosted]] = {}
-        self.assigned: Callable[[], frozenset[str] | None] = lambda: None  # models that this worker is a host of; None: not known
+        self.assigned: Callable[[], frozenset[str] | None] = lambda: (
+            None
+        )  # models that this worker is a host of; None: not known
         self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
         self.on_failed: Callable[[Hosted, SIEError], object] = lambda hosted, error: None
-        self.on_role: Callable[[Hosted], object] = lambda hosted: None  # it is unloaded, makes room, or need not any more
+        self.on_role: Callable[[Hosted], object] = lambda hosted: (
+            None
+        )  # it is unloaded, makes room, or need not any more
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -180,7 +203,9 @@ class Hosting:
 
     def statuses(self) -> tuple[ModelStatus, ...]:
         now_s = self._clock()
-        return tuple(hosted.status(now_s, self._link.fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
+        return tuple(
+            hosted.status(now_s, self._link.fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values()
+        )
 
     def is_loaded(self, model: str) -> bool:
         """Whether a residency of this model is loaded."""
@@ -202,16 +227,21 @@ class Hosting:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """How many models of the mean size of those that were loaded here fit beside what else the device holds, before any of them has to
-        go; 0 while nobody knows."""
+        """How many models of the mean size of those that were loaded here fit beside what else the device holds, before
+        any of them has to go; 0 while nobody knows.
+        """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):  # whose bytes would be nobody's
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
-            self._room_bytes = (device.threshold_percent / 100 or MEMORY_USED) * device.memory_total_bytes - beside_bytes
+            self._room_bytes = (
+                device.threshold_percent / 100 or MEMORY_USED
+            ) * device.memory_total_bytes - beside_bytes
         return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
 
     def of(self, resolved: Resolved) -> Hosted:
-        """The residency that serves `resolved`. An entry that changed since is another one: the old copy is not used for it."""
+        """The residency that serves `resolved`. An entry that changed since is another one: the old copy is not used
+        for it.
+        """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = Hosted(resolved)
@@ -250,11 +280,12 @@ class Hosting:
         self._on_change()
 
     async def ensure(self, hosted: Hosted, items: Callable[[], int] | None = None, *, past_gate: bool = False) -> None:
-        """Return when the model is loaded and its gate is open, or when nobody needs it any more. Raises ModelLoadFailed, AdapterGone.
+        """Return when the model is loaded and its gate is open, or when nobody needs it any more. Raises
+        ModelLoadFailed, AdapterGone.
 
-        `items`: for how many of the work items that are held for it, without those that were cancelled since; without it the model is
-        wanted for no work in particular. `past_gate`: they were through the gate before and hold what others wait for, so that they must
-        not wait there again.
+        `items`: for how many of the work items that are held for it, without those that were cancelled since; without
+        it the model is wanted for no work in particular. `past_gate`: they were through the gate before and hold what
+        others wait for, so that they must not wait there again.
         """
         count = items or _one
         hosted.wanted.append(count)
@@ -263,7 +294,9 @@ class Hosting:
         finally:
             hosted.wanted.remove(count)
 
-    async def _until_ready(self, hosted: Hosted, items: Callable[[], int], wanted: Callable[[], int], *, past_gate: bool) -> None:
+    async def _until_ready(
+        self, hosted: Hosted, items: Callable[[], int], wanted: Callable[[], int], *, past_gate: bool
+    ) -> None:
         while wanted() and (hosted.state != "loaded" or not (past_gate or hosted.gate.is_set())):
             if not (past_gate or hosted.gate.is_set()):
                 await self._park(hosted, items)
@@ -278,7 +311,9 @@ class Hosting:
                 continue
             if hosted.loading is None:
                 hosted.loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                hosted.loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have gone by then
+                hosted.loading.add_done_callback(
+                    lambda task: task.cancelled() or task.exception()
+                )  # its waiters may have gone by then
             await asyncio.shield(hosted.loading)
 
     async def stop(self) -> None:
@@ -295,7 +330,9 @@ class Hosting:
         closed: Hosted | None = None
         try:
             ready, began_s = None, asked_s
-            while self._still_loads(hosted, resolved) and (ready := await self._asked_to_load(hosted, resolved)) is None:
+            while (
+                self._still_loads(hosted, resolved) and (ready := await self._asked_to_load(hosted, resolved)) is None
+            ):
                 closed = await self._make_room(hosted, asked_s, closed)
                 began_s = self._clock()
             if ready is None:
@@ -316,12 +353,15 @@ class Hosting:
 
     @staticmethod
     def _still_loads(hosted: Hosted, resolved: Resolved) -> bool:
-        """Whether somebody waits for this very model: a load that nobody waits for any more would evict what somebody needs."""
+        """Whether somebody waits for this very model: a load that nobody waits for any more would evict what somebody
+        needs.
+        """
         return hosted.is_wanted and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
-        """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way. Raises AdapterGone,
-        ModelLoadFailed."""
+        """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way.
+        Raises AdapterGone, ModelLoadFailed.
+        """
         offered, left_over = [other for other in self.idle(0.0) if other is not hosted], self._left_over()
         beside, number, uses = self._busy(hosted), self._asked + 1, [other.uses for other in offered]
         self._asked, hosted.arriving = number, True
@@ -337,7 +377,9 @@ class Hosting:
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
             came = self._asked > number or uses != [other.uses for other in offered]
-            if error_class == "OOM" and (beside or came or self._busy(hosted) or await self._went_to_earlier_loads(error, left_over)):
+            if error_class == "OOM" and (
+                beside or came or self._busy(hosted) or await self._went_to_earlier_loads(error, left_over)
+            ):
                 return None
             if hosted.resolved.entry != resolved.entry:  # it changed meanwhile: what failed says nothing of it
                 raise
@@ -360,7 +402,9 @@ class Hosting:
 
     async def _ask(self, hosted: Hosted, resolved: Resolved, offered: list[Hosted]) -> ipc.Ready:
         names = (*self._left_over(), *(other.name for other in offered))
-        return await self._link.ensure_ready(ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, names))
+        return await self._link.ensure_ready(
+            ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, names)
+        )
 
     def _left_over(self) -> list[str]:
         """What the adapter held when this process came to it, and nobody here has asked for since."""
@@ -369,17 +413,24 @@ class Hosting:
         return [loaded.model for loaded in found if loaded.model not in known]
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Whether the room is taken by loads that an earlier process of this worker began and nobody here knows of. Those under way are
-        given some time; those that have ended can be offered. Raises AdapterGone."""
+        """Whether the room is taken by loads that an earlier process of this worker began and nobody here knows of.
+        Those under way are given some time; those that have ended can be offered. Raises AdapterGone.
+        """
         arriving = error.extras.get("arriving")
-        if isinstance(arriving, (list, tuple)) and set(arriving) - {hosted.name for hosted in self._hosted.values() if hosted.arriving}:
+        if isinstance(arriving, (list, tuple)) and set(arriving) - {
+            hosted.name for hosted in self._hosted.values() if hosted.arriving
+        }:
             await asyncio.sleep(EARLIER_LOAD_S)  # nothing tells of its end
             return True
         answer = await self._link.ask(ipc.Describe())
         if isinstance(answer, ipc.Description):
             self._link.description = answer
         there = {loaded.model for loaded in self._link.description.models} if self._link.description else set()
-        finding = [each.loading for each in self._hosted.values() if each.state == "loading" and each.name in there and each.loading]
+        finding = [
+            each.loading
+            for each in self._hosted.values()
+            if each.state == "loading" and each.name in there and each.loading
+        ]
         if finding:  # its own load finds it there, which makes it one that has work or can be offered
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -409,11 +460,15 @@ class Hosting:
         return [other for other in others if other.arriving or (other.state == "loaded" and other.held > other.parked)]
 
     async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
-        """Return when one more of the other models has no work, or nobody wants this one any more. Once `hosted` has waited `swap_after_s`,
-        the model whose turn is over first is closed to new work, when it is, until `hosted` had its load; returns it."""
+        """Return when one more of the other models has no work, or nobody wants this one any more. Once `hosted` has
+        waited `swap_after_s`, the model whose turn is over first is closed to new work, when it is, until `hosted` had
+        its load; returns it.
+        """
         had_work = self._busy(hosted)
         while hosted.is_wanted and had_work and all(other in self._busy(hosted) for other in had_work):
-            if closed is not None and (closed.state != "loaded" or closed.gate.is_set()):  # its room went to another load
+            if closed is not None and (
+                closed.state != "loaded" or closed.gate.is_set()
+            ):  # its room went to another load
                 self._open(closed)
                 closed = None
             # one that is closed already goes for another one's load
@@ -446,7 +501,9 @@ class Hosting:
             self._waiters.remove(waiter)
 
     def _tell_quiet(self) -> None:
-        """Whoever waits for room looks again, in the order in which they came: else two models could take turns for ever beside a third."""
+        """Whoever waits for room looks again, in the order in which they came: else two models could take turns for
+        ever beside a third.
+        """
         for _, waiter in sorted(self._waiters, key=lambda each: each[0]):
             if not waiter.done():
                 waiter.set_result(None)
@@ -458,7 +515,9 @@ class Hosting:
         self._tell_quiet()
 
     def _turn_ends_s(self, hosted: Hosted) -> float:
-        """What was loaded for its own work gets to it for as long as its load took, at most MOST_TURN_S: else there are only loads."""
+        """What was loaded for its own work gets to it for as long as its load took, at most MOST_TURN_S: else there are
+        only loads.
+        """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MOST_TURN_S))
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
@@ -481,7 +540,9 @@ class Hosting:
             self._on_change()
 
     async def release(self, hosted: Hosted) -> None:
-        """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises AdapterGone, SIEError."""
+        """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises
+        AdapterGone, SIEError.
+        """
         hosted.unload()
         self.on_role(hosted)
         hosted.releasing = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
@@ -502,7 +563,9 @@ class Hosting:
         return [hosted for hosted in loaded if hosted.held == hosted.parked and hosted.used_s <= before_s]
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Until cancelled: tell the adapter what may go, hear what went, and unload what was idle for `idle_evict_s` seconds."""
+        """Until cancelled: tell the adapter what may go, hear what went, and unload what was idle for `idle_evict_s`
+        seconds.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TELL_S):
@@ -511,7 +574,9 @@ class Hosting:
             with contextlib.suppress(AdapterGone):  # nothing is loaded then, and a new adapter knows of no idle model
                 await self.tell()
             for hosted in self.idle(idle_evict_s) if idle_evict_s is not None else ():
-                _logger.info("%s was idle for %d s and is unloaded", hosted.name, idle_evict_s, extra={"model": hosted.name})
+                _logger.info(
+                    "%s was idle for %d s and is unloaded", hosted.name, idle_evict_s, extra={"model": hosted.name}
+                )
                 try:
                     await self.release(hosted)
                     self.idle_evictions += 1

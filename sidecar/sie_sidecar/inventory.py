@@ -1,6 +1,6 @@
 """What a worker has taken in and not settled, and what it comes to. State of the worker's loop: no I/O.
 
-    delivery ──► add ──► known (hosting counts it) ──► count (what waits for the device) ──► remove
+delivery ──► add ──► known (hosting counts it) ──► count (what waits for the device) ──► remove
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Inventory:
         return cost + bulk * bulk_cost, items + bulk * bulk_items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Of all of it: its tokens, as estimated until it is tokenised, and for each model the seconds since the oldest was delivered."""
+        """Of all of it: its tokens, as estimated until it is tokenised, and for each model the seconds since the oldest
+        was delivered.
+        """
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()
         for held in self._all.values():

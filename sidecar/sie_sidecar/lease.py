@@ -1,7 +1,8 @@
 """Held work: renewed while the adapter is alive, and fenced when a renewal is late.
 
-The broker cannot fence a stale holder: a late NAK redelivers under the new holder, a late error would answer for it. So before anything
-but a success the holder asks `is_mine`; a success may always be published, the first terminal result wins.
+The broker cannot fence a stale holder: a late NAK redelivers under the new holder, a late error would answer for it. So
+before anything but a success the holder asks `is_mine`; a success may always be published, the first terminal result
+wins.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ class Leases:
     """All deliveries held by this worker, noted in its ledger if it keeps one."""
 
     def __init__(
-        self, ack_wait_s: float, is_alive: Callable[[], bool], clock: Callable[[], float], ledger: Ledger | None = None,
+        self,
+        ack_wait_s: float,
+        is_alive: Callable[[], bool],
+        clock: Callable[[], float],
+        ledger: Ledger | None = None,
         heard: Callable[[float], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
-        """`heard`: returns when the broker has received all that was sent, or raises BrokerError after so many seconds."""
+    ) -> None:
+        """`heard`: returns when the broker has received all that was sent, or raises BrokerError after
+        so many seconds.
+        """
         self._ack_wait_s = ack_wait_s
         self._ledger = ledger
         self._is_alive = is_alive
@@ -53,9 +60,13 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """The lease of work that we still have in hand and that is delivered to us once more, renewed; None for work that is new here."""
+        """The lease of work that we still have in hand and that is delivered to us once more, renewed; None for work
+        that is new here.
+        """
         lease = self._held.get(_place(delivery))
-        if lease is None or lease.delivery.data != delivery.data:  # sequences begin anew in a stream that was lost and made again
+        if (
+            lease is None or lease.delivery.data != delivery.data
+        ):  # sequences begin anew in a stream that was lost and made again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -64,7 +75,9 @@ class Leases:
         return lease
 
     async def release_left(self, broker: Broker) -> int:
-        """Hand back what an earlier process of this worker held when it was killed. Returns how many deliveries that were."""
+        """Hand back what an earlier process of this worker held when it was killed. Returns how many deliveries that
+        were.
+        """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -133,7 +146,8 @@ class Leases:
     async def renew_all(self) -> None:
         """Renew every lease, if the adapter lives: work of a dead one must go to somebody else.
 
-        A renewal counts from when it was sent, once the broker has heard it: what goes into a connection that is dead renews nothing.
+        A renewal counts from when it was sent, once the broker has heard it: what goes into a connection that is dead
+        renews nothing.
         """
         if not self._held or not self._is_alive():
             return
@@ -154,8 +168,9 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew every third of the ack wait until cancelled, so that one which is not heard ends no lease; draining work keeps its
-        leases."""
+        """Renew every third of the ack wait until cancelled, so that one which is not heard ends no lease; draining
+        work keeps its leases.
+        """
         due_s = self._clock()
         while True:
             due_s = max(due_s + self._ack_wait_s / 3, self._clock())

@@ -1,9 +1,12 @@
-"""The deliveries in our hands, in a file that outlives a killed process: the next one hands them back at once, not when they lapse.
+"""The deliveries in our hands, in a file that outlives a killed process: the next one hands them back at once, not when
+they lapse.
 
-    hold ──► a slot of the mapped file ──► drop clears it         kill -9 ──► the next process reads the slots and releases them
+    hold ──► a slot of the mapped file ──► drop clears it         kill -9 ──► the next process reads the slots and
+    releases them
 
-The file is mapped memory, all of it reserved at the start: a write is a copy of at most 512 bytes and no system call, the kernel keeps it
-when the process dies, and a disk that fills up later cannot stop it. It is not meant to survive the machine: by then the leases lapsed.
+The file is mapped memory, all of it reserved at the start: a write is a copy of at most 512 bytes and no system call,
+the kernel keeps it when the process dies, and a disk that fills up later cannot stop it. It is not meant to survive the
+machine: by then the leases lapsed.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class Ledger:
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
-        """The ack subjects that an earlier process held and renewed at most `within_s` ago, oldest first; forgets everything.
+        """The ack subjects that an earlier process held and renewed at most `within_s` ago, oldest first; forgets
+        everything.
 
         Later ones may be somebody else's by now. What cannot be read is left out, with one line in the log.
         """
@@ -94,14 +98,18 @@ def _checksum(held_s: float, data: bytes) -> int:
 
 
 def _reserve(file: int) -> None:
-    """An empty ledger, every byte of it written: a hole in the file could not be filled on a full disk, and the write would be a signal."""
+    """An empty ledger, every byte of it written: a hole in the file could not be filled on a full disk, and the write
+    would be a signal.
+    """
     empty = _HEADER.pack(_MAGIC, 0.0).ljust(_SIZE, b"\0")
     if os.pwrite(file, empty, 0) < _SIZE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def open_ledger(path: Path, now_s: Callable[[], float]) -> Ledger | None:
-    """The ledger at `path`, made if it is not there; None, with one line in the log, where none can be kept: work goes on without."""
+    """The ledger at `path`, made if it is not there; None, with one line in the log, where none can be kept: work goes
+    on without.
+    """
     file = -1
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -114,7 +122,9 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> Ledger | None:
             _reserve(file)
         return Ledger(path, file, now_s)
     except OSError as error:
-        _logger.warning("%s: %s; if this process is killed its work waits for the end of its leases", path, error.strerror or error)
+        _logger.warning(
+            "%s: %s; if this process is killed its work waits for the end of its leases", path, error.strerror or error
+        )
         if file >= 0:
             os.close(file)
         return None

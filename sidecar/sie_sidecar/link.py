@@ -1,4 +1,6 @@
-"""The connection to the adapter: a pool for batches and loads, one more for short questions, and the ping that decides readiness."""
+"""The connection to the adapter: a pool for batches and loads, one more for short questions, and the ping that decides
+readiness.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _logger = logging.getLogger("sie.sidecar.link")
 class AdapterGone(Exception):
     """The adapter closed the connection or does not listen. What was sent may have run, and did not answer.
 
-    `died`: it was the adapter that closed. False when we gave up on a frozen one, which proves nothing about the work it had.
+    `died`: it was the adapter that closed. False when we gave up on a frozen one, which proves nothing about the work
+    it had.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -62,11 +65,13 @@ async def _connect(path: str) -> _Connection:
 
 
 class AdapterLink:
-    """All connections to one adapter. A lost one loses all: residency is gone with the process, and `on_change(False)` says so once."""
+    """All connections to one adapter. A lost one loses all: residency is gone with the process, and `on_change(False)`
+    says so once.
+    """
 
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`size`: connections for batches, or how many by the lanes of the device."""
         self.path = path
         self.description: ipc.Description | None = None
@@ -249,14 +254,17 @@ class AdapterLink:
         return done.digest
 
     async def run_batch(self, batch: ipc.RunBatch, on_started: Callable[[], None]) -> ipc.BatchDone:
-        """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a refused batch.
+        """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a
+        refused batch.
 
         A batch that the adapter would not read is refused here: it would end the connection, and with it everybody's.
         """
         try:
             frame = ipc.frame(batch, ipc.MAX_REQUEST_BYTES)
         except ipc.FrameError as error:
-            raise PayloadTooLarge(f"the input is too large to run: {error}", extras={"limit": ipc.MAX_REQUEST_BYTES}) from error
+            raise PayloadTooLarge(
+                f"the input is too large to run: {error}", extras={"limit": ipc.MAX_REQUEST_BYTES}
+            ) from error
         async with self._borrowed() as connection:
             await connection.send(frame)
             answer = await connection.receive()

@@ -1,21 +1,27 @@
 """A text far longer than the limit is tokenised in pieces, from the end that is kept, until the limit is reached.
 
-    text ──► pieces, cut only where every tokenizer step treats both sides apart ──► ids of each piece ──► joined: ids of the whole text
+    text ──► pieces, cut only where every tokenizer step treats both sides apart ──► ids of each piece ──► joined: ids
+    of the whole text
 
-Why the joined ids equal those of the whole text. A cut lies between a character that is not white space and the white space after it (some
-pipelines allow more places). Then, step by step:
+Why the joined ids equal those of the whole text. A cut lies between a character that is not white space and the white
+space after it (some pipelines allow more places). Then, step by step:
 
-- Added tokens: matches are leftmost and do not overlap, so only a match across the cut could tell the whole from its parts. A pattern of
+- Added tokens: matches are leftmost and do not overlap, so only a match across the cut could tell the whole from its
+  parts. A pattern of
   places that any added token could straddle, the white space that its `rstrip` takes included, is narrowed or given up.
-- Normalizers: white space is a starter that composes with nothing before it and begins a grapheme, so NFC to NFKD, Precompiled charsmaps
-  (which work by grapheme) and maps of single characters never look across. Letters that begin a grapheme with what follows (prepended
-  marks) are no left side.
-- Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without one (Llama 2, Gemma) BPE sees the text as one
+- Normalizers: white space is a starter that composes with nothing before it and begins a grapheme, so NFC to NFKD,
+  Precompiled charsmaps
+  (which work by grapheme) and maps of single characters never look across. Letters that begin a grapheme with what
+  follows (prepended marks) are no left side.
+- Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without one (Llama 2, Gemma) BPE
+  sees the text as one
   word; merges then act on both sides apart, because no token of the vocabulary holds a space after something else.
-- The first word of a text is treated specially (a prepended space), so each later piece follows the one-word text SENTINEL, whose tokens
+- The first word of a text is treated specially (a prepended space), so each later piece follows the one-word text
+  SENTINEL, whose tokens
   are dropped. What treats the text after each added token so is not cut there.
 
-A pipeline that is not recognised is tried on hard text, as are all others for good measure; one that fails is never cut.
+A pipeline that is not recognised is tried on hard text, as are all others for good measure; one that fails is never
+cut.
 """
 
 from __future__ import annotations
@@ -47,12 +53,25 @@ _CLAUSE = rf"(?<=[A-Za-z\u4e00-\u9fff])(?=[\r\n{_CLAUSE_MARKS}])"
 # letters and digits that no normalization form turns into punctuation, with which an added token may end
 _NARROW = r"(?<=[^\W_\u0080-\u00bf\u0d4e\u2000-\u303f\u3200-\u33ff\ua000-\uabff\ud7a4-\U0010ffff])(?= )"
 
-_LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip", "Precompiled", "Prepend", "BertNormalizer", "Nmt"}
+_LOCAL_NORMALIZERS = {
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Lowercase",
+    "StripAccents",
+    "Strip",
+    "Precompiled",
+    "Prepend",
+    "BertNormalizer",
+    "Nmt",
+}
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None matches white space after anything else,
-# but for newlines after punctuation; none continues a letter with a clause mark; only white space looks ahead, at one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None matches white space
+# after anything else, but for newlines after punctuation; none continues a letter with a clause mark; only white space
+# looks ahead, at one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
@@ -70,7 +89,23 @@ _KNOWN_ALTERNATIVES = {
 }
 
 HARD_TEXT = (
-    *(" ", "  ", "   ", "\t", "\n", "\r\n", "\u00a0", "\u3000", "\u2028", "\u200d", "\ufeff", "\x00", "\x1f", "\u2581", "\u0120"),
+    *(
+        " ",
+        "  ",
+        "   ",
+        "\t",
+        "\n",
+        "\r\n",
+        "\u00a0",
+        "\u3000",
+        "\u2028",
+        "\u200d",
+        "\ufeff",
+        "\x00",
+        "\x1f",
+        "\u2581",
+        "\u0120",
+    ),
     *(
         "'s",
         "'",
@@ -89,13 +124,23 @@ HARD_TEXT = (
         "\u0d4e",
         "\u0915\u094d\u0937",
     ),
-    *("\u4e2d\u6587", "\u3002", "\u05e9\u05dc\u05d5\u05dd", "\u202e", "\u0627\u0644", "\U0001f469\u200d\U0001f4bb", "\U0001f1e9\U0001f1ea"),
+    *(
+        "\u4e2d\u6587",
+        "\u3002",
+        "\u05e9\u05dc\u05d5\u05dd",
+        "\u202e",
+        "\u0627\u0644",
+        "\U0001f469\u200d\U0001f4bb",
+        "\U0001f1e9\U0001f1ea",
+    ),
     *("\ufb01", "\u0130", "\u03a3", "\u1e9b\u0323", "\uff21", "hello", "The", "naive"),
 )
 
 
 class LongTexts:
-    """Ids of long texts by one tokenizer that neither truncates nor pads. Finding the places takes tens of milliseconds, at first use."""
+    """Ids of long texts by one tokenizer that neither truncates nor pads. Finding the places takes tens of
+    milliseconds, at first use.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -108,8 +153,11 @@ class LongTexts:
             return None
         return pattern
 
-    def read(self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool) -> list[tuple[NDArray[np.int32], int]]:
-        """The first (`from_end`: last) `room` ids of each text without special tokens, int32, and how many there are at least.
+    def read(
+        self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
+    ) -> list[tuple[NDArray[np.int32], int]]:
+        """The first (`from_end`: last) `room` ids of each text without special tokens, int32, and how many there are at
+        least.
 
         The number is exact when it is at most `room`, or with `count_all`, which reads each text to its end.
         """
@@ -130,7 +178,10 @@ class LongTexts:
         """Pieces in the order of reading, each with the number of its first tokens that are the sentinel's."""
         if self.places is None:
             return iter([(text, 0)])
-        return (self._piece(text, start, end) for start, end in (_backward if from_end else _forward)(text, max(size, 1), self.places))
+        return (
+            self._piece(text, start, end)
+            for start, end in (_backward if from_end else _forward)(text, max(size, 1), self.places)
+        )
 
     def _piece(self, text: str, start: int, end: int) -> tuple[str, int]:
         return (SENTINEL + text[start:end], self._sentinel) if start else (text[:end], 0)
@@ -148,9 +199,14 @@ class LongTexts:
         rng = random.Random(0)  # noqa: S311 - the same trial in each process
         added = [token.content for token in islice(self._tokenizer.get_added_tokens_decoder().values(), 64)]
         vocabulary = sorted(self._tokenizer.get_vocab())
-        spelt = [re.sub("[\u2581\u0120]", " ", token).removeprefix("##") for token in rng.sample(vocabulary, min(256, len(vocabulary)))]
+        spelt = [
+            re.sub("[\u2581\u0120]", " ", token).removeprefix("##")
+            for token in rng.sample(vocabulary, min(256, len(vocabulary)))
+        ]
         for _ in range(100):
-            text = "".join(rng.choice(rng.choice((HARD_TEXT, added or HARD_TEXT, spelt, (" ", " a")))) for _ in range(100))
+            text = "".join(
+                rng.choice(rng.choice((HARD_TEXT, added or HARD_TEXT, spelt, (" ", " a")))) for _ in range(100)
+            )
             bounds = [0, *(found.start() for found in places.finditer(text)), len(text)]
             whole, *pieces = self._encode([(text, 0), *(self._piece(text, *each) for each in pairwise(bounds))])
             if whole != list(chain.from_iterable(pieces)):
@@ -213,7 +269,9 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
             wider.append(_IDEOGRAPHS)
     elif known and kinds & {"Split", "ByteLevel"} and not any(step.get("add_prefix_space") for step in steps):
         wider.append(_CLAUSE)
-    replaced = [step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]]
+    replaced = [
+        step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
+    ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
     # these change the start of each stretch between added tokens, so a cut must not follow one
     at_start = not known or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
@@ -248,7 +306,11 @@ def _is_known(step: dict[str, Any]) -> bool:
     kind = step["type"]
     if kind == "Split" and "String" in step["pattern"]:
         return bool(step["pattern"]["String"] == " ")
-    return _splits(step) or kind in ("Digits", "ByteLevel", "Metaspace") or (kind == "Punctuation" and step["behavior"] == "Isolated")
+    return (
+        _splits(step)
+        or kind in ("Digits", "ByteLevel", "Metaspace")
+        or (kind == "Punctuation" and step["behavior"] == "Isolated")
+    )
 
 
 def _splits(step: dict[str, Any]) -> bool:
@@ -258,11 +320,17 @@ def _splits(step: dict[str, Any]) -> bool:
         kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
         alternatives = re.split(r"\|(?![^(]*\))", step["pattern"].get("Regex", ""))
         return kept and set(alternatives) <= _KNOWN_ALTERNATIVES
-    return kind in _WHITE_SPACE_SPLITTERS or bool(kind == "Metaspace" and step["split"]) or bool(kind == "ByteLevel" and step["use_regex"])
+    return (
+        kind in _WHITE_SPACE_SPLITTERS
+        or bool(kind == "Metaspace" and step["split"])
+        or bool(kind == "ByteLevel" and step["use_regex"])
+    )
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Whether BPE over a whole text treats both sides of a space apart: no token holds one after something else, and it is no unknown."""
+    """Whether BPE over a whole text treats both sides of a space apart: no token holds one after something else, and it
+    is no unknown.
+    """
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")
     is_bpe = json.loads(tokenizer.model.__getstate__())["type"] == "BPE"

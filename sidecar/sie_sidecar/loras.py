@@ -1,4 +1,6 @@
-"""LoRAs at the adapter: one load however many wait for it, a hold that is shorter than that of a model, failures that are remembered."""
+"""LoRAs at the adapter: one load however many wait for it, a hold that is shorter than that of a model, failures that
+are remembered.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _logger = logging.getLogger("sie.sidecar.loras")
 
 
 class Loras:
-    """Loads LoRAs for models that are loaded. `Hosted.loras` are those that the adapter has, less what it has dropped and not yet told."""
+    """Loads LoRAs for models that are loaded. `Hosted.loras` are those that the adapter has, less what it has dropped
+    and not yet told.
+    """
 
     def __init__(self, link: AdapterLink, clock: Callable[[], float]) -> None:
         self._link = link
@@ -30,14 +34,17 @@ class Loras:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: Hosted) -> asyncio.Lock:
-        """Held by a batch whose LoRA was dropped while it waited, until it has run: no other LoRA of this model begins to load meanwhile.
+        """Held by a batch whose LoRA was dropped while it waited, until it has run: no other LoRA of this model begins
+        to load meanwhile.
 
         Without it, requests for more LoRAs than the adapter keeps would drop each other's for ever.
         """
         return self._turns.setdefault(hosted.name, asyncio.Lock())
 
     async def ensure(self, hosted: Hosted, name: str, *, in_turn: bool = False) -> None:
-        """Return when `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone."""
+        """Return when `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
+        ModelLoading, AdapterGone.
+        """
         if name in hosted.loras:
             return
         if in_turn:
@@ -54,7 +61,9 @@ class Loras:
         load.result()
 
     async def preload(self, hosted: Hosted) -> None:
-        """Load what the profiles of a loaded model name, one after the other. What fails is logged; who asks for it is told why."""
+        """Load what the profiles of a loaded model name, one after the other. What fails is logged; who asks for it is
+        told why.
+        """
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))
@@ -73,7 +82,9 @@ class Loras:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            load.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have gone by then
+            load.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # its waiters may have gone by then
         return load
 
     async def _load(self, hosted: Hosted, name: str) -> None:
@@ -102,4 +113,6 @@ def named(resolved: Resolved) -> list[str]:
     """The LoRAs of the profiles that this loaded copy of the weights serves."""
     entry = resolved.entry
     views = [Catalogue.resolve_profile(entry, profile, entry.id) for profile in ("default", *entry.profiles)]
-    return list(dict.fromkeys(view.run.lora for view in views if view.run.lora and view.residency == resolved.residency))
+    return list(
+        dict.fromkeys(view.run.lora for view in views if view.run.lora and view.residency == resolved.residency)
+    )

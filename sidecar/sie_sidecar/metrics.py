@@ -51,9 +51,12 @@ class Metrics:
         self.refused = make.counters("sie_refused_below_routes")
         self.dead_letters = make.counters("sie_dead_letters")
         for metric, values in (
-            (self.deliveries, ("true", "false")), (self.settlements, _OUTCOMES), (self.dead_letters, ("kept", "lost")),
-            (self.certificates, ("passed", "failed")), (self.refused, REFUSED),
-        ):  # fmt: skip
+            (self.deliveries, ("true", "false")),
+            (self.settlements, _OUTCOMES),
+            (self.dead_letters, ("kept", "lost")),
+            (self.certificates, ("passed", "failed")),
+            (self.refused, REFUSED),
+        ):
             for value in values:
                 metric.labels(value)
         self.poisoned = make.counter("sie_poisoned_inputs")
@@ -91,14 +94,20 @@ class Metrics:
         self.requests.labels(model, endpoint, status).inc()
         stages = result.stages
         for phase, millis in (
-            ("total", stages.worker_ms), ("queue", stages.device_wait_ms), ("tokenize", stages.preprocess_ms),
-            ("batch_wait", stages.batch_wait_ms), ("inference", stages.inference_ms), ("postprocess", stages.postprocess_ms),
-        ):  # fmt: skip
+            ("total", stages.worker_ms),
+            ("queue", stages.device_wait_ms),
+            ("tokenize", stages.preprocess_ms),
+            ("batch_wait", stages.batch_wait_ms),
+            ("inference", stages.inference_ms),
+            ("postprocess", stages.postprocess_ms),
+        ):
             self.duration.labels(model, endpoint, phase).observe(millis / 1000, traced)
 
 
 class Remedies:
-    """How often what was done about memory that ran out, over all adapters of this process, whose own counts begin at zero."""
+    """How often what was done about memory that ran out, over all adapters of this process, whose own counts begin at
+    zero.
+    """
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, str]] = Sum()  # by adapters that are gone
@@ -138,7 +147,9 @@ class Live(Collector):
         yield from self._device(health.description)
         worker = health.worker
         all_hosted = worker.hosting.all() if worker else []
-        depths: Sum[tuple[str, ...]] = Sum({(OTHER,): worker.depth - sum(hosted.held for hosted in all_hosted)} if worker else {})
+        depths: Sum[tuple[str, ...]] = Sum(
+            {(OTHER,): worker.depth - sum(hosted.held for hosted in all_hosted)} if worker else {}
+        )
         loaded: Sum[tuple[str, ...]] = Sum()
         memory: Sum[tuple[str, ...]] = Sum()
         for hosted in all_hosted:
@@ -165,10 +176,12 @@ class Live(Collector):
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
-    """What is counted for single models: counters as metric -> model -> value, and histograms as metric -> model -> buckets and counts.
+    """What is counted for single models: counters as metric -> model -> value, and histograms as metric -> model ->
+    buckets and counts.
 
-    Counts are sums over the other labels; of a metric with phases it is the phase `total`, the sum of which the others are parts.
-    `buckets` are upper bounds; `counts[i]` observations are at most `buckets[i]`, and the last count, one more, is of all.
+    Counts are sums over the other labels; of a metric with phases it is the phase `total`, the sum of which the others
+    are parts. `buckets` are upper bounds; `counts[i]` observations are at most `buckets[i]`, and the last count, one
+    more, is of all.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

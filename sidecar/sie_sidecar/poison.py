@@ -1,9 +1,11 @@
-"""Inputs that ended adapters, known to every worker and over restarts. A content is known by its digest, never by its text.
+"""Inputs that ended adapters, known to every worker and over restarts. A content is known by its digest, never by its
+text.
 
     an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
                                                            └──► one dies again, alone: poison, refused before it runs
 
-The marks are in a bucket whose keys end after POISON_LIFETIME_S; every worker follows it. Without a broker a worker goes by its own marks.
+The marks are in a bucket whose keys end after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
+goes by its own marks.
 """
 
 from __future__ import annotations
@@ -49,8 +51,12 @@ _decode = msgspec.msgpack.Decoder(Mark).decode
 
 
 def content_keys(item: WorkItem) -> list[str]:
-    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query, options."""
-    common = hashlib.sha256(_encode((item.model, item.profile, item.revision, item.operation, item.query, item.options)))
+    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query,
+    options.
+    """
+    common = hashlib.sha256(
+        _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))
+    )
     keys = []
     for each in item.inputs:
         digest = common.copy()
@@ -104,7 +110,9 @@ class Marks:
             await self._watch.stop()
 
     def any_of(self, model: str) -> bool:
-        """Whether a content of this model is marked: what decides that contents are looked at, at no cost to all others."""
+        """Whether a content of this model is marked: what decides that contents are looked at, at no cost to all
+        others.
+        """
         return self._models[model] > 0
 
     def of(self, key: str) -> Mark | None:
@@ -151,7 +159,9 @@ class Marks:
                 for start in range(0, len(writes), WRITES_AT_ONCE):
                     await self._write_some(self._bucket, writes[start : start + WRITES_AT_ONCE])
         except (BrokerError, TimeoutError) as error:
-            _logger.warning("marks of poison were not written, other workers do not know of %d contents: %r", len(writes), error)
+            _logger.warning(
+                "marks of poison were not written, other workers do not know of %d contents: %r", len(writes), error
+            )
 
     async def _write_some(self, bucket: KeyValue, writes: list[Write]) -> None:
         """All at once; one by one where somebody else wrote some of them, who then knows as much as we do."""

@@ -1,9 +1,10 @@
-"""From a delivery to work that can run: gathered, its inputs fetched, its model's entry and copy there, its texts tokenised.
+"""From a delivery to work that can run: gathered, its inputs fetched, its model's entry and copy there, its texts
+tokenised.
 
-    arrived ─► grouped ─► entry as the gateway knew it? ─► model loaded ─► tokenised ─► waiting for the device
-                  │              │  └─► older here: wait for it, then leave it to others     │
-                  │              └─► newer here: its gateway asks anew                       └─► tokenize, decode: answered
-                  └─► large inputs come from the payload store, each work item by itself
+arrived ─► grouped ─► entry as the gateway knew it? ─► model loaded ─► tokenised ─► waiting for the device
+              │              │  └─► older here: wait for it, then leave it to others     │
+              │              └─► newer here: its gateway asks anew                       └─► tokenize, decode: answered
+              └─► large inputs come from the payload store, each work item by itself
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from sie_sidecar.quantum import quantum_of
 from sie_sidecar.rows import Work, effort_of
 from sie_sidecar.tokens import TokenizerPool
 
-MOST_HAND_BACKS = 5  # deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
+# deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
+MOST_HAND_BACKS = 5
 CHARACTERS_PER_TOKEN = 4  # of the gateway's estimate of a cost
 CATCH_UP_S = 2.0  # for a worker's catalogue that is older than a gateway's
 _logger = logging.getLogger("sie.sidecar.preparing")
@@ -64,7 +66,12 @@ class Desk(Protocol):
     def answer_changed(self, group: list[Held]) -> None: ...
 
     def settle(
-        self, held: Held, outcomes: tuple[Outcome, ...], block: bytes, done: ipc.BatchDone | None, note: BatchNote | None
+        self,
+        held: Held,
+        outcomes: tuple[Outcome, ...],
+        block: bytes,
+        done: ipc.BatchDone | None,
+        note: BatchNote | None,
     ) -> None: ...
 
     async def hand_back(self, held: Held) -> None: ...
@@ -78,9 +85,19 @@ class Preparing:
     """What is on its way to the device. One task runs `run`; `work` keeps those of single groups."""
 
     def __init__(
-        self, settings: Settings, desk: Desk, feed: CatalogueFeed, link: AdapterLink, hosting: Hosting, loras: Loras, limits: Limits,
-        metrics: Metrics, work: Tasks, clock: Callable[[], float], store: PayloadStore | None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        desk: Desk,
+        feed: CatalogueFeed,
+        link: AdapterLink,
+        hosting: Hosting,
+        loras: Loras,
+        limits: Limits,
+        metrics: Metrics,
+        work: Tasks,
+        clock: Callable[[], float],
+        store: PayloadStore | None,
+    ) -> None:
         self.arrived: list[Held] = []
         self.tokenising = 0
         self.behind: set[str] = set()  # consumers of models whose newest entries this worker waits for
@@ -148,8 +165,13 @@ class Preparing:
         self._arrival.clear()
 
     def _is_more_coming(self) -> bool:
-        """Whether what has arrived may get company: not if it fills a batch, nor if the broker told with it that this was all."""
-        if len(self.arrived) >= self._limits.requests or sum(held.item.cost for held in self.arrived) >= self._limits.cost:
+        """Whether what has arrived may get company: not if it fills a batch, nor if the broker told with it that this
+        was all.
+        """
+        if (
+            len(self.arrived) >= self._limits.requests
+            or sum(held.item.cost for held in self.arrived) >= self._limits.cost
+        ):
             return False
         told = {held.lease.delivery.consumer: held.lease.delivery.pending for held in self.arrived}
         return self.tokenising > 0 or (any(told.values()) and self._desk.pulling.more_expected())
@@ -160,7 +182,9 @@ class Preparing:
             if held.lease.delivery.delivered < MOST_HAND_BACKS:
                 await self._desk.hand_back(held)
             else:
-                self._desk.answer_all([held], NotReady("this worker has no SIE_PAYLOAD_STORE_URL to read the inputs of this request from"))
+                self._desk.answer_all(
+                    [held], NotReady("this worker has no SIE_PAYLOAD_STORE_URL to read the inputs of this request from")
+                )
             return
         try:
             await self.fetching.fetch(held)
@@ -202,7 +226,9 @@ class Preparing:
             is_tokenizers = group[0].item.operation in tokenise.OPERATIONS
             if hosted.tokenizer is None or not is_tokenizers:
                 count = functools.partial(wanted, group)
-                await self.ensure_ready(hosted, group[0].item.options.lora, count, until_s=max(held.deadline_s for held in group))
+                await self.ensure_ready(
+                    hosted, group[0].item.options.lora, count, until_s=max(held.deadline_s for held in group)
+                )
                 group = self._desk.still_wanted(group)
             if not group:
                 return
@@ -231,7 +257,9 @@ class Preparing:
         return self._feed.catalogue.revisions.get(group[0].item.model, 0)
 
     async def _catch_up(self, group: list[Held]) -> None:
-        """A gateway's catalogue is newer than this worker's: wait for it, and until then leave such work to other workers."""
+        """A gateway's catalogue is newer than this worker's: wait for it, and until then leave such work to other
+        workers.
+        """
         item, consumers = group[0].item, {held.lease.delivery.consumer for held in group}
         until_s = min(self._clock() + CATCH_UP_S, max(held.deadline_s for held in group))
         self.behind.update(consumers)
@@ -239,7 +267,8 @@ class Preparing:
             self._desk.pulling.refill_one(consumer)
         try:
             await self._feed.renewed(
-                lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, until_s - self._clock())
+                lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision,
+                max(0.0, until_s - self._clock()),
             )
         finally:
             self.behind.difference_update(consumers)
@@ -269,10 +298,19 @@ class Preparing:
         return hosted
 
     async def ensure_ready(
-        self, hosted: Hosted, lora: str, items: Callable[[], int], *, past_gate: bool = False, in_turn: bool = False, until_s: float
+        self,
+        hosted: Hosted,
+        lora: str,
+        items: Callable[[], int],
+        *,
+        past_gate: bool = False,
+        in_turn: bool = False,
+        until_s: float,
     ) -> None:
-        """As Hosting.ensure, over any number of adapters, until `until_s`: what ends every adapter must not run for ever, nor keep its
-        place while a load does not end. Once none of the `items` are left it returns. Raises SIEError."""
+        """As Hosting.ensure, over any number of adapters, until `until_s`: what ends every adapter must not run for
+        ever, nor keep its place while a load does not end. Once none of the `items` are left it returns. Raises
+        SIEError.
+        """
         while (left_s := until_s - self._clock()) > 0:
             try:
                 async with asyncio.timeout(left_s):
@@ -303,7 +341,9 @@ class Preparing:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
         effort = sum(effort_of(layout, each) for each in work)
-        made = await self._tokenizers.run(effort, functools.partial(rowing.make, hosted.tokenizer, layout, work), together)
+        made = await self._tokenizers.run(
+            effort, functools.partial(rowing.make, hosted.tokenizer, layout, work), together
+        )
         for held, each in zip(group, made, strict=True):
             held.layout, held.rows, held.shared, held.refused = layout.layout, each.rows, each.shared, each.error
             held.unfit = each.unfit

@@ -68,10 +68,14 @@ async def serve(
     lane = Lane(settings.pool, settings.profile, settings.bundle)
     metrics = Metrics()
     feed = CatalogueFeed(
-        broker, source, trusted=settings.nats_config_trusted_producers, poll_s=settings.worker_config_poll_interval_ms / 1000,
-        full_export_s=settings.worker_config_full_export_interval_ms / 1000, initial=packaged_catalogue() if source is None else None,
+        broker,
+        source,
+        trusted=settings.nats_config_trusted_producers,
+        poll_s=settings.worker_config_poll_interval_ms / 1000,
+        full_export_s=settings.worker_config_full_export_interval_ms / 1000,
+        initial=packaged_catalogue() if source is None else None,
         bundle=settings.bundle,
-    )  # fmt: skip
+    )
     ping_s = settings.worker_ping_interval_ms / 1000
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
     size = functools.partial(connections_of, settings)
@@ -81,9 +85,14 @@ async def serve(
     feed.on_change(health.changed)
     status = Status(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
     http = HttpServer(
-        worker_app(health, metrics, status), host, settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT",
-        websockets=WebSocketProtocol, allowed_hosts=settings.allowed_hosts, refused=metrics.count_refused,
-    )  # fmt: skip
+        worker_app(health, metrics, status),
+        host,
+        settings.worker_metrics_port,
+        setting="SIE_WORKER_METRICS_PORT",
+        websockets=WebSocketProtocol,
+        allowed_hosts=settings.allowed_hosts,
+        refused=metrics.count_refused,
+    )
     await http.start()
     tasks = Tasks(_logger, stop.request)
     try:
@@ -94,21 +103,44 @@ async def serve(
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
         worker = Worker(
-            settings, broker, feed, link, lane, worker_id, limits_of(settings, mode), metrics, on_failure=stop.request,
-            on_change=health.changed, ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
+            settings,
+            broker,
+            feed,
+            link,
+            lane,
+            worker_id,
+            limits_of(settings, mode),
+            metrics,
+            on_failure=stop.request,
+            on_change=health.changed,
+            ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
             store=open_store(settings.payload_store_url),
-        )  # fmt: skip
+        )
         worker.tracer = tracer
         admission: Admission | None = None
         following: asyncio.Task[None] | None = None
         if settings.pool_admission_enabled and settings.gateway_url is not None:
-            admission = Admission(settings.gateway_url, settings.config_read_token, worker_id, lane.pool, time.monotonic)
+            admission = Admission(
+                settings.gateway_url, settings.config_read_token, worker_id, lane.pool, time.monotonic
+            )
             health.asks = True
             hints = topology.assigned_subject(worker_id), admission.on_hint
-            await retry(lambda: broker.subscribe(*hints), errors=(BrokerError,), stop=stop, logger=_logger, what="listening for hints")
+            await retry(
+                lambda: broker.subscribe(*hints),
+                errors=(BrokerError,),
+                stop=stop,
+                logger=_logger,
+                what="listening for hints",
+            )
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        await retry(lambda: _verified(broker, stream), errors=(BrokerError,), stop=stop, logger=_logger, what=f"waiting for {stream}")
+        await retry(
+            lambda: _verified(broker, stream),
+            errors=(BrokerError,),
+            stop=stop,
+            logger=_logger,
+            what=f"waiting for {stream}",
+        )
         try:
             if not stop.requested:
                 await worker.start()
@@ -172,11 +204,13 @@ async def _follow(admission: Admission, worker: Worker, health: Health, stop: St
         health.changed()
 
 
-async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: Health, stop: Stop) -> None:
+async def _preload(
+    settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: Health, stop: Stop
+) -> None:
     """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process.
 
-    A failed load shows in readiness for as long as it is tried again; after that, in the log and in the state of the model: the other
-    models of this worker do not wait for it for ever.
+    A failed load shows in readiness for as long as it is tried again; after that, in the log and in the state of the
+    model: the other models of this worker do not wait for it for ever.
     """
     if not settings.preload_models:
         return
@@ -219,10 +253,14 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Say it if the catalogue has no such bundle: work will never come. It may get one later, by a file in SIE_MODELS_DIR."""
+    """Say it if the catalogue has no such bundle: work will never come. It may get one later, by a file in
+    SIE_MODELS_DIR.
+    """
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
-        _logger.error("SIE_BUNDLE: the catalogue has no bundle %s, only %s: no work will come", bundle, ", ".join(sorted(bundles)))
+        _logger.error(
+            "SIE_BUNDLE: the catalogue has no bundle %s, only %s: no work will come", bundle, ", ".join(sorted(bundles))
+        )
 
 
 def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
@@ -237,7 +275,10 @@ def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
         raise SettingError("SIE_PRELOAD_MODELS", error.message) from error
     for resolved in found:
         if bundle not in (able := catalogue.bundles_of(resolved.entry)):
-            message = f"{resolved.canonical} is served by bundle {' or '.join(able)}, and this worker is of {bundle} (SIE_BUNDLE)"
+            message = (
+                f"{resolved.canonical} is served by bundle {' or '.join(able)}, and this worker is of {bundle} "
+                "(SIE_BUNDLE)"
+            )
             raise SettingError("SIE_PRELOAD_MODELS", message)
     return found
 

@@ -1,7 +1,8 @@
 """Deliveries come in: which consumers exist, how much credit each has, and what the broker still holds back.
 
-Work waits in the broker, not here: a quiet consumer has one open pull as a probe, an active one as much as the scheduler can run soon, one
-of a model that this worker does not host none at all. What a refill costs depends on the consumers that deliver, not on those that exist.
+Work waits in the broker, not here: a quiet consumer has one open pull as a probe, an active one as much as the
+scheduler can run soon, one of a model that this worker does not host none at all. What a refill costs depends on the
+consumers that deliver, not on those that exist.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ class _Consumer:
 
 
 class Pulling:
-    """The open pulls of a lane. `room` tells, at each refill, what already waits for the device before work of that priority
-    (whether it is bulk); None while nothing should be pulled. `role` tells what a consumer may get: see `assignment`."""
+    """The open pulls of a lane. `room` tells, at each refill, what already waits for the device before work of that
+    priority (whether it is bulk); None while nothing should be pulled. `role` tells what a consumer may get: see
+    `assignment`.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,9 @@ class Pulling:
         self._bulk = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _Consumer] = {}
         self._active: dict[str, _Consumer] = {}
-        self._short: dict[str, None] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
+        self._short: dict[
+            str, None
+        ] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
         self._more: set[str] = set()  # what the broker holds back work of, as its last delivery said
         self._announced: set[str] = set()  # since the last look at what exists began
         self._open = False  # whether anything may be pulled, as of the last refill
@@ -78,7 +83,9 @@ class Pulling:
         if self._notices is None:  # before the start, when a reconnect asks as well, and after the end
             return
         before, self._announced = set(self._consumers), set()
-        found = [name for name in await self._broker.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())]
+        found = [
+            name for name in await self._broker.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())
+        ]
         for name in before.difference(found, self._announced):
             self._forget(name)
         for name in found:
@@ -124,7 +131,9 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Have the right credit outstanding for every consumer: when time has passed, or what the worker hosts has changed."""
+        """Have the right credit outstanding for every consumer: when time has passed, or what the worker hosts has
+        changed.
+        """
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -137,8 +146,9 @@ class Pulling:
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Have the right credit outstanding for every consumer that delivers, those that have too much of it among them. Once a second is
-        enough: the broker takes seconds to act on less credit as well."""
+        """Have the right credit outstanding for every consumer that delivers, those that have too much of it among
+        them. Once a second is enough: the broker takes seconds to act on less credit as well.
+        """
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:

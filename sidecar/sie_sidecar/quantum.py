@@ -3,8 +3,9 @@
     time at the worker of what was answered ──► median ──► quantum, between the two bounds
     deliveries of this gathering, and whether the broker told of more ──► until when it goes on
 
-A gathering lasts while more is on its way: for the quantum at most, and no longer than the shortest quantum without a delivery, since
-what the broker told of may have gone to another worker. Where nothing is on its way there is none, so an idle system waits for nothing.
+A gathering lasts while more is on its way: for the quantum at most, and no longer than the shortest quantum without a
+delivery, since what the broker told of may have gone to another worker. Where nothing is on its way there is none, so
+an idle system waits for nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ EVERY = 16  # answers between two medians
 
 
 class Quantum:
-    """Between `shortest_s` and `longest_s`: the shortest where the median time at the worker is at `target_p50_s` or above, and the longer
-    the further it is below. Without answers to judge by it is the shortest."""
+    """Between `shortest_s` and `longest_s`: the shortest where the median time at the worker is at `target_p50_s` or
+    above, and the longer the further it is below. Without answers to judge by it is the shortest.
+    """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
         self.shortest_s = shortest_s
@@ -50,12 +52,16 @@ class Quantum:
         return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
 
     def until_s(self, began_s: float, last_s: float) -> float:
-        """When a gathering ends that began at `began_s` and had its last delivery at `last_s`, though more is expected."""
+        """When a gathering ends that began at `began_s` and had its last delivery at `last_s`, though
+        more is expected.
+        """
         return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
 
 
 def quantum_of(settings: Settings) -> Quantum:
     """As the settings say."""
     return Quantum(
-        settings.adaptive_min_quantum_ms / 1000, settings.adaptive_max_quantum_ms / 1000, settings.adaptive_target_p50_ms / 1000
+        settings.adaptive_min_quantum_ms / 1000,
+        settings.adaptive_max_quantum_ms / 1000,
+        settings.adaptive_target_p50_ms / 1000,
     )

@@ -8,10 +8,11 @@ MEMORY_S = 10.0  # busy seconds after which a batch counts 1/e
 
 
 class Rate:
-    """Tokens a second, over the time in which at least one batch is at the adapter, so several lanes and batches sent ahead count once.
+    """Tokens a second, over the time in which at least one batch is at the adapter, so several lanes and batches sent
+    ahead count once.
 
-    Tokens and busy time fade together, which weighs a batch by the time it took. It is the rate of batches as they are formed now: small
-    ones, of an idle worker, make it lower than what the device can do.
+    Tokens and busy time fade together, which weighs a batch by the time it took. It is the rate of batches as they are
+    formed now: small ones, of an idle worker, make it lower than what the device can do.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,8 @@
-"""What this worker ran, as lengths and times without any text: a trace for `sie bench replay`. Off unless a file was named.
+"""What this worker ran, as lengths and times without any text: a trace for `sie bench replay`. Off unless a file was
+named.
 
-The work of each batch is written once it ran, with the broker's time at which it was published: in the order of batches, not of arrival.
+The work of each batch is written once it ran, with the broker's time at which it was published: in the order of
+batches, not of arrival.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ class Recording:
         """Raises OSError."""
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         self._settings: dict[str, float] | None = {
-            "max_wait_ms": settings.batcher_coalesce_ms, "max_batch_cost": settings.max_batch_cost,
-            "max_batch_requests": settings.batcher_max_batch_requests, "pipeline_depth": settings.rust_pipeline_depth,
-            "bulk_max_overtakes": settings.bulk_max_overtakes, "min_quantum_ms": settings.adaptive_min_quantum_ms,
-            "max_quantum_ms": settings.adaptive_max_quantum_ms, "target_p50_ms": settings.adaptive_target_p50_ms,
-        }  # fmt: skip
+            "max_wait_ms": settings.batcher_coalesce_ms,
+            "max_batch_cost": settings.max_batch_cost,
+            "max_batch_requests": settings.batcher_max_batch_requests,
+            "pipeline_depth": settings.rust_pipeline_depth,
+            "bulk_max_overtakes": settings.bulk_max_overtakes,
+            "min_quantum_ms": settings.adaptive_min_quantum_ms,
+            "max_quantum_ms": settings.adaptive_max_quantum_ms,
+            "target_p50_ms": settings.adaptive_target_p50_ms,
+        }
 
     def ran(self, batch: Batch[Held], note: BatchNote, done: BatchDone, lanes: int) -> None:
         """A batch came back from a device of so many lanes."""
@@ -45,9 +51,11 @@ class Recording:
         for job in batch.jobs:
             item = job.work.item
             line = {
-                "at": round(job.work.lease.delivery.sent_s, 6), "tokens": [row.cost for row in runnable(job.work)[0]],
-                "model": batch.key.residency, "priority": item.priority,
-            }  # fmt: skip
+                "at": round(job.work.lease.delivery.sent_s, 6),
+                "tokens": [row.cost for row in runnable(job.work)[0]],
+                "model": batch.key.residency,
+                "priority": item.priority,
+            }
             lines.append({**line, "lora": batch.key.lora} if batch.key.lora else line)
         seconds = round((done.inference_ms + done.postprocess_ms) / 1000, 6)
         lines.append({"ran": {"tokens": note.tokens, "attention": note.attention, "seconds": seconds}})

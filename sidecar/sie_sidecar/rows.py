@@ -1,4 +1,5 @@
-"""The inputs of a work item become the rows that its model reads, as `ipc.Rows` describes. Pure: called in the tokenising threads.
+"""The inputs of a work item become the rows that its model reads, as `ipc.Rows` describes. Pure: called in the
+tokenising threads.
 
 inputs, query, options ──► pieces of text ──► contents (ids without special tokens), cut to their room ──► rows
 """
@@ -23,8 +24,8 @@ from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 QUERY_SHARE = 0.75  # of a pair's room that its query may always take; more only where the document leaves it
 HYPOTHESIS = "This text is about {}."
 NOWHERE = -1  # the place of a special token
-# Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is bounded before it
-# is made.
+# Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is
+# bounded before it is made.
 MOST_CHARACTERS = 32 << 20
 MOST_ROWS = 1 << 16
 MOST_TOKENS = 8 << 20
@@ -38,8 +39,9 @@ _NONE = np.zeros(0, np.int32)
 class Row:
     """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
 
-    `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans`. `expanded`: its length on the
-    device, or the cost of what goes beside its ids, if that is more. `vectors` stand in the place of ids.
+    `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans`. `expanded`:
+    its length on the device, or the cost of what goes beside its ids, if that is more. `vectors` stand in the place of
+    ids.
     """
 
     ids: Ids
@@ -99,8 +101,12 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work]) -> list
     return found
 
 
-def _checked(tokenizer: ModelTokenizer, layout: Rows, item: Work) -> tuple[Work, InvalidInput | None, dict[int, InvalidInput]]:
-    """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands an empty text."""
+def _checked(
+    tokenizer: ModelTokenizer, layout: Rows, item: Work
+) -> tuple[Work, InvalidInput | None, dict[int, InvalidInput]]:
+    """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands
+    an empty text.
+    """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
     if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
@@ -126,7 +132,9 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOp
     if given.vectors is not None:
         return _unfit_vectors(layout, given.vectors, options)
     if given.pair is not None and not (layout.pairs and given.text is not None):
-        return _unsupported("pair", "takes no pairs of texts" if given.text is not None else "takes pairs of texts alone")
+        return _unsupported(
+            "pair", "takes no pairs of texts" if given.text is not None else "takes pairs of texts alone"
+        )
     if given.tokens is None:
         return None
     if not layout.tokens:
@@ -144,14 +152,18 @@ def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput 
     if place is None:
         return None
     expected = f"expected an id from 0 to {tokenizer.vocabulary - 1}"
-    return InvalidInput(f"tokens[{place}]: {expected}, got {tokens[place]}", reason="bad_token_id", param=f"tokens[{place}]")
+    return InvalidInput(
+        f"tokens[{place}]: {expected}, got {tokens[place]}", reason="bad_token_id", param=f"tokens[{place}]"
+    )
 
 
 def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> InvalidInput | None:
     if not layout.vectors:
         return _unsupported("multivector", "takes none")
     if layout.layout == "sides" and options.outputs != ("multivector",):
-        return _unsupported("multivector", f"scores by {' and '.join(options.outputs)}, and takes one with score_mode colbert alone,")
+        return _unsupported(
+            "multivector", f"scores by {' and '.join(options.outputs)}, and takes one with score_mode colbert alone,"
+        )
     if layout.layout != "sides" and (options.muvera is None or "sparse" in options.outputs):
         return _unsupported("multivector", "takes one for muvera alone")
     if vectors.width != layout.vectors:
@@ -169,7 +181,9 @@ def _excess(layout: Rows, item: Work) -> InvalidInput | None:
     if not rows and item.inputs:
         return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
     if rows > MOST_ROWS:
-        return _too_many(f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MOST_ROWS)
+        return _too_many(
+            f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MOST_ROWS
+        )
     if characters > MOST_CHARACTERS:
         return _too_many(f"the items have {characters} characters with their prompts", MOST_CHARACTERS)
     if layout.vectors:
@@ -235,7 +249,9 @@ def types_of(rows: Sequence[Row]) -> bytes:
     """Token types of rows side by side, uint8; empty if no row has any."""
     if all(row.types is None for row in rows):
         return b""
-    return np.concatenate([np.zeros(len(row.ids), np.uint8) if row.types is None else row.types for row in rows]).tobytes()
+    return np.concatenate(
+        [np.zeros(len(row.ids), np.uint8) if row.types is None else row.types for row in rows]
+    ).tobytes()
 
 
 def offsets_of(rows: Sequence[Row]) -> bytes:
@@ -245,7 +261,9 @@ def offsets_of(rows: Sequence[Row]) -> bytes:
 
 
 class Part(NamedTuple):
-    """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`: of its trace."""
+    """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`:
+    of its trace.
+    """
 
     rows: Sequence[Row]
     work: Work
@@ -253,9 +271,17 @@ class Part(NamedTuple):
 
 
 def to_batch(
-    name: str, model: str, operation: Operation, layout: Layout, parts: Sequence[Part], *, pooling: str = "", lora: str = "",
-    context: Context = NONE, fingerprint: str = "",
-) -> RunBatch:  # fmt: skip
+    name: str,
+    model: str,
+    operation: Operation,
+    layout: Layout,
+    parts: Sequence[Part],
+    *,
+    pooling: str = "",
+    lora: str = "",
+    context: Context = NONE,
+    fingerprint: str = "",
+) -> RunBatch:
     """The frame of a batch of work items that share a forward pass, for the loaded copy of that fingerprint."""
     rows: list[Row] = []
     groups: list[Group] = []
@@ -269,11 +295,29 @@ def to_batch(
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
     given = [row.vectors for row in rows if row.vectors is not None]
-    counts = np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes() if given else b""
+    counts = (
+        np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes()
+        if given
+        else b""
+    )
     return RunBatch(
-        name, model, operation, lengths.tobytes(), ids, tuple(groups), types_of(rows), tuple(texts), offsets_of(rows), pooling, lora,
-        context.traceparent, counts, b"".join(vectors.data for vectors in given), fingerprint, context.tracestate,
-    )  # fmt: skip
+        name,
+        model,
+        operation,
+        lengths.tobytes(),
+        ids,
+        tuple(groups),
+        types_of(rows),
+        tuple(texts),
+        offsets_of(rows),
+        pooling,
+        lora,
+        context.traceparent,
+        counts,
+        b"".join(vectors.data for vectors in given),
+        fingerprint,
+        context.tracestate,
+    )
 
 
 def _answered(options: RunOptions) -> RunOptions:
@@ -327,10 +371,15 @@ def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncat
     room = max(0, limit - template.special)
     lefts = tokenizer.contents([given.text or "" for given in inputs], room, truncate)
     rights = tokenizer.contents([given.pair or "" for given in inputs], room, truncate)
-    return (_joined(template, left, right, room, truncate, cut_first=False) for left, right in zip(lefts, rights, strict=True))
+    return (
+        _joined(template, left, right, room, truncate, cut_first=False)
+        for left, right in zip(lefts, rights, strict=True)
+    )
 
 
-def _sides(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _sides(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
+) -> list[Made]:
     contents: list[_Content] = []
     sides: list[Side] = []
     for item in items:
@@ -346,11 +395,17 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
     """The side of documents of which no more than `document_tokens` are read."""
     if not options.document_tokens:
         return side
-    most = options.document_tokens + (len(tokenizer.first) + len(tokenizer.last) if side.special else 0) + (side.marker >= 0)
+    most = (
+        options.document_tokens
+        + (len(tokenizer.first) + len(tokenizer.last) if side.special else 0)
+        + (side.marker >= 0)
+    )
     return msgspec.structs.replace(side, limit=min(most, side.limit or most))
 
 
-def _sided(tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int) -> list[Row]:
+def _sided(
+    tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
+) -> list[Row]:
     """One row per content, with what its side adds; texts of one side are tokenised together."""
     rows: dict[int, Row] = {}
     for side in dict.fromkeys(sides):
@@ -385,11 +440,15 @@ def _pair(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trunca
     documents = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], most, truncate))
     made = []
     for item, query in zip(items, queries, strict=True):
-        made.append(Made([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs]))
+        made.append(
+            Made([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs])
+        )
     return made
 
 
-def _hypotheses(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _hypotheses(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
+) -> list[Made]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
     texts = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], room, truncate))
@@ -402,7 +461,9 @@ def _hypotheses(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], 
         beside = template.special + np.array([len(right.ids) for right in rights])
         tokens = sum(int(np.minimum(limit, len(left.ids) + beside).sum()) for left in lefts)
         if tokens > MOST_TOKENS:
-            made.append(Made([], error=_too_many(f"the items have {tokens} tokens with each of their labels", MOST_TOKENS)))
+            made.append(
+                Made([], error=_too_many(f"the items have {tokens} tokens with each of their labels", MOST_TOKENS))
+            )
             continue
         rows = []
         for left in lefts:
@@ -417,26 +478,36 @@ def _said(options: RunOptions) -> list[str]:
     return [before + label + after for label in options.labels]
 
 
-def _joined(template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool) -> Row:
-    """A pair as the tokenizer's own template has it: one is cut to the room that the other leaves, which keeps at least its share."""
+def _joined(
+    template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
+) -> Row:
+    """A pair as the tokenizer's own template has it: one is cut to the room that the other leaves, which keeps at least
+    its share.
+    """
     kept, given = (right, left) if cut_first else (left, right)
     kept_ids = cut(kept.ids, max(int(room * QUERY_SHARE), room - given.full), truncate)
     given_ids = cut(given.ids, room - len(kept_ids), truncate)
     left_ids, right_ids = (given_ids, kept_ids) if cut_first else (kept_ids, given_ids)
     parts = (template.first, left_ids, template.middle, right_ids, template.last)
     ids = np.concatenate(parts)
-    types = np.repeat(np.array(template.types, np.uint8), [len(part) for part in parts]) if any(template.types) else None
+    types = (
+        np.repeat(np.array(template.types, np.uint8), [len(part) for part in parts]) if any(template.types) else None
+    )
     return Row(ids, left.full + right.full + template.special, types)
 
 
-def _pieces(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _pieces(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
+) -> list[Made]:
     """Each piece by itself, then joined: the answer stands after the last, so no end of the template is ever cut.
 
-    A query in a piece of its own keeps its share of the limit, as one beside the document does. The piece with the document loses its end
-    to what the others leave. Source: README of Qwen3-Reranker, the library mxbai-rerank.
+    A query in a piece of its own keeps its share of the limit, as one beside the document does. The piece with the
+    document loses its end to what the others leave. Source: README of Qwen3-Reranker, the library mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
-    others = dict.fromkeys(_filled(piece, _query(item), "") for item in items for piece in item.options.pieces if not _is_cut(piece))
+    others = dict.fromkeys(
+        _filled(piece, _query(item), "") for item in items for piece in item.options.pieces if not _is_cut(piece)
+    )
     contents = dict(zip(others, tokenizer.contents(list(others), tokenizer.max_tokens + 1, "END"), strict=True))
     filled: list[str] = []
     shortened: list[bool] = []
@@ -498,15 +569,21 @@ def _filled(piece: tuple[str, ...], query: str, document: str) -> str:
     return "".join(fields[part] if index % 2 else part for index, part in enumerate(piece))
 
 
-def _spans(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _spans(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
+) -> list[Made]:
     first, last = tokenizer.first, tokenizer.last
     special = len(first) + len(last)
     texts = [given.text or "" for item in items for given in item.inputs]
     rows = []
     for content, offsets in tokenizer.spans(texts, max(0, limit - special), truncate):
-        places = np.concatenate((np.full((len(first), 2), NOWHERE, np.int32), offsets, np.full((len(last), 2), NOWHERE, np.int32)))
+        places = np.concatenate(
+            (np.full((len(first), 2), NOWHERE, np.int32), offsets, np.full((len(last), 2), NOWHERE, np.int32))
+        )
         carried = int(offsets.max(initial=0)) // COST_CHARACTERS
-        rows.append(Row(np.concatenate((first, content.ids, last)), content.full + special, offsets=places, expanded=carried))
+        rows.append(
+            Row(np.concatenate((first, content.ids, last)), content.full + special, offsets=places, expanded=carried)
+        )
     taken = iter(rows)
     return [Made([next(taken) for _ in item.inputs]) for item in items]
 
@@ -517,11 +594,20 @@ def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncat
     for item in items:
         texts = texts_of(item)
         contents = tokenizer.contents(texts, 1 << 30, "NONE")
-        rows = [Row(each.ids, len(each.ids), expanded=len(text) // COST_CHARACTERS) for each, text in zip(contents, texts, strict=True)]
+        rows = [
+            Row(each.ids, len(each.ids), expanded=len(text) // COST_CHARACTERS)
+            for each, text in zip(contents, texts, strict=True)
+        ]
         made.append(Made(rows, shared=int(item.query is not None)))
     return made
 
 
 _LAYOUTS = {
-    "text": _text, "sides": _sides, "pair": _pair, "hypotheses": _hypotheses, "pieces": _pieces, "spans": _spans, "raw": _raw,
-}  # fmt: skip
+    "text": _text,
+    "sides": _sides,
+    "pair": _pair,
+    "hypotheses": _hypotheses,
+    "pieces": _pieces,
+    "spans": _spans,
+    "raw": _raw,
+}

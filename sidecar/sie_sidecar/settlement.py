@@ -1,8 +1,10 @@
-"""Results leave the worker: sent as a request to the gateway's inbox, again until confirmed or the budget is over, and only then acked.
+"""Results leave the worker: sent as a request to the gateway's inbox, again until confirmed or the budget is over, and
+only then acked.
 
-    result of a usual size ──► one request ──► taken, duplicate or unknown
-    larger ──► parts, one after the other, each again until confirmed ──► part ... part, taken
-                  last one confirmed as a mere part: the gateway misses some, or the whole is damaged; all of them again, a few times
+result of a usual size ──► one request ──► taken, duplicate or unknown
+larger ──► parts, one after the other, each again until confirmed ──► part ... part, taken
+              last one confirmed as a mere part: the gateway misses some, or the whole is damaged; all of them again, a
+              few times
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from sie_sidecar.metrics import Metrics
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MOST_BYTES = 1 << 20  # of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
+MOST_BYTES = (
+    1 << 20
+)  # of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
 MOST_ROUNDS = 3  # of sending all parts of one result
 _logger = logging.getLogger("sie.sidecar.settlement")
 
@@ -39,11 +43,17 @@ class Settlement:
         self._clock = clock
 
     async def answer(
-        self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float, before_ack: Callable[[], Awaitable[object]] | None = None
+        self,
+        lease: Lease,
+        item: WorkItem,
+        result: WorkResult,
+        deadline_s: float,
+        before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """Deliver a result and settle its message, `before_ack` in between.
 
-        An error is sent only while the lease is ours: a superseded holder must not answer for the present one. A success always is.
+        An error is sent only while the lease is ours: a superseded holder must not answer for the present one. A
+        success always is.
         """
         verdict = await self._answer(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -95,12 +105,17 @@ class Settlement:
                         return verdict
             except PayloadTooBig:  # the broker came back with a lower limit
                 continue
-            _logger.error("request %s: a result of %d bytes was not whole at the gateway, it is sent again", item.request, len(data))
+            _logger.error(
+                "request %s: a result of %d bytes was not whole at the gateway, it is sent again",
+                item.request,
+                len(data),
+            )
         return verdict
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send one message until it is confirmed. Returns the verdict, `unconfirmed`, or `fenced` once the lease `fence` is not ours any
-        more. Raises PayloadTooBig."""
+        """Send one message until it is confirmed. Returns the verdict, `unconfirmed`, or `fenced` once the lease
+        `fence` is not ours any more. Raises PayloadTooBig.
+        """
         pause_s = FIRST_PAUSE_S
         while True:
             timeout_s = CONFIRM_TIMEOUT_S if fence is None else min(CONFIRM_TIMEOUT_S, self._leases.left_s(fence))
@@ -123,7 +138,9 @@ class Settlement:
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
     """How much of a result a message of that size holds beside what says which part it is."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    return max(1, message_bytes - len(messages.encode(frame)) - 4)  # the length of 4 GiB takes four bytes more than that of nothing
+    return max(
+        1, message_bytes - len(messages.encode(frame)) - 4
+    )  # the length of 4 GiB takes four bytes more than that of nothing
 
 
 def failed(result: WorkResult, error: SIEError) -> WorkResult:

@@ -1,16 +1,19 @@
-"""How many jobs a batch may hold, so that it does not make late what is in it. Pure: times and costs come in, a number goes out.
+"""How many jobs a batch may hold, so that it does not make late what is in it. Pure: times and costs come in, a number
+goes out.
 
     jobs of a full batch, each with the time that it has left ──┐
     what batches of this model took (`BatchTimes`) ─────────────┴──► how many of them run now, the first of them always
 
-A batch may take SHARE of the time that a job in it has left: the rest is for what the prediction misses. Jobs that have enough time for the
-full batch change nothing. A smaller batch costs all others, since each batch has a fixed part, so two rules bound what one job may cost:
+A batch may take SHARE of the time that a job in it has left: the rest is for what the prediction misses. Jobs that have
+enough time for the full batch change nothing. A smaller batch costs all others, since each batch has a fixed part, so
+two rules bound what one job may cost:
 
-* Jobs that are x of the cost of the full batch cut at most x / 2 of its tokens a second, and so at most half of them in all.
+* Jobs that are x of the cost of the full batch cut at most x / 2 of its tokens a second, and so at most half of them in
+  all.
 * A job that would be late in the smaller batch as well is not considered.
 
-A batch that is sent while another one runs waits at the device, and what arrives meanwhile waits for both. So where a budget `binds`, a
-batch is sealed no sooner than LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device, and what arrives meanwhile waits for both. So where a
+budget `binds`, a batch is sealed no sooner than LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from sie_contracts.batch_times import BatchTimes
 SHARE = 0.4  # of the time that a job has left: about two batches fit into it
 MAX_LOSS = 0.5  # of the tokens a second of a full batch, where all jobs in it ask for a smaller one
 LEAD_S = 0.01  # long enough to have the next batch at the device when the one that runs ends
-UNKNOWN_S = 10.0  # a job with no more time than this asks for a small batch while nobody knows how long a full one takes
+UNKNOWN_S = (
+    10.0  # a job with no more time than this asks for a small batch while nobody knows how long a full one takes
+)
 
 
 class Ask(NamedTuple):
-    """A job: its cost in tokens of short texts (`costs`), the seconds from the begin of the batch to its deadline, and those that it had
-    when it was published."""
+    """A job: its cost in tokens of short texts (`costs`), the seconds from the begin of the batch to its deadline, and
+    those that it had when it was published.
+    """
 
     cost: float
     left_s: float
@@ -38,8 +44,9 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """How many of these jobs, which a full batch would hold, run in the next batch: the first so many, at least one. They are in the order
-    in which a smaller batch would take them."""
+    """How many of these jobs, which a full batch would hold, run in the next batch: the first so many, at least one.
+    They are in the order in which a smaller batch would take them.
+    """
     if len(asks) < 2:
         return len(asks)
     if not times.is_growth_known and min(ask.budget_s for ask in asks) > UNKNOWN_S:
@@ -53,8 +60,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Whether a batch, of these jobs or as the last ones were, takes so much of the budget of any of them that it matters when it is
-    formed. While nothing is known of the model, whether any has little time."""
+    """Whether a batch, of these jobs or as the last ones were, takes so much of the budget of any of them that it
+    matters when it is formed. While nothing is known of the model, whether any has little time.
+    """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
     batch_s = max(times.mean_s, times.seconds(sum(ask.cost for ask in asks)))
@@ -77,8 +85,9 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class Ahead:
-    """When a device of `lanes` is free of the batches that were sent to it, as predicted. Pure: the caller has the clock. A batch has
-    a number that no other one at the device has."""
+    """When a device of `lanes` is free of the batches that were sent to it, as predicted. Pure: the caller has the
+    clock. A batch has a number that no other one at the device has.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, float] = {}  # what each takes

@@ -1,7 +1,8 @@
-"""What a trace shows of work at the worker: the work item with its stages, below its request, and the batch that it ran in.
+"""What a trace shows of work at the worker: the work item with its stages, below its request, and the batch that it ran
+in.
 
-A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what the device did, of
-each work item `inference` and `postprocess`.
+A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what
+the device did, of each work item `inference` and `postprocess`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
     from sie_sidecar.held import Held
 
 # the spans of a work item in their order, with the stage of a reply's timing that each counts for
-_PARTS = (("fetch", "queue"), ("load", "queue"), ("preprocess", "preprocess"), ("batch_wait", "batch_wait"), ("device_wait", "queue"))
+_PARTS = (
+    ("fetch", "queue"),
+    ("load", "queue"),
+    ("preprocess", "preprocess"),
+    ("batch_wait", "batch_wait"),
+    ("device_wait", "queue"),
+)
 
 
 def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span | None:
@@ -31,9 +38,13 @@ def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span |
     if tracer is None or not item.traceparent:
         return None
     own: dict[str, str | int] = {
-        "sie.request_id": item.request, "sie.chunk": item.chunk, "sie.model": item.model, "sie.operation": item.operation,
-        "sie.delivery": delivery.delivered, "messaging.system": "nats",
-    }  # fmt: skip
+        "sie.request_id": item.request,
+        "sie.chunk": item.chunk,
+        "sie.model": item.model,
+        "sie.operation": item.operation,
+        "sie.delivery": delivery.delivered,
+        "messaging.system": "nats",
+    }
     return tracer.begin("work", Context(item.traceparent, item.tracestate), kind="consumer", attributes=own)
 
 
@@ -79,6 +90,8 @@ def settled(held: Held, stages: Stages, outcomes: Sequence[Outcome], batch: str)
         span.set({f"sie.{name}": value for name, value in told.items()})
         if batch:
             span.set({"sie.batch": batch})
-        if (first := next(iter(outcomes), None)) is not None and all(isinstance(outcome, Failed) for outcome in outcomes):
+        if (first := next(iter(outcomes), None)) is not None and all(
+            isinstance(outcome, Failed) for outcome in outcomes
+        ):
             span.fail(first.error.code if isinstance(first, Failed) else "")
     span.end()

@@ -1,6 +1,7 @@
 """`/ws/status`: everything that this worker knows of itself, five times a second, to whoever looks.
 
-Served on the port of metrics and probes. Where SIE_CONFIG_READ_TOKEN is set, whoever looks has to show it: a worker holds no other token.
+Served on the port of metrics and probes. Where SIE_CONFIG_READ_TOKEN is set, whoever looks has to show it: a worker
+holds no other token.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PATH = "/ws/status"
 class Status:
     """The frames of one worker."""
 
-    def __init__(self, settings: Settings, health: Health, metrics: Metrics, lane: Lane, worker_id: str, limits: Limits) -> None:
+    def __init__(
+        self, settings: Settings, health: Health, metrics: Metrics, lane: Lane, worker_id: str, limits: Limits
+    ) -> None:
         self._settings = settings
         self._health = health
         self._metrics = metrics
@@ -47,8 +50,11 @@ class Status:
         self._limits = limits
         self._started_s = time.monotonic()
         self._server = {
-            "version": sie_contracts.__version__, "user": _user(), "working_dir": os.getcwd(), "pid": os.getpid(),
-        }  # fmt: skip
+            "version": sie_contracts.__version__,
+            "user": _user(),
+            "working_dir": os.getcwd(),
+            "pid": os.getpid(),
+        }
         self._configs: dict[str, tuple[ModelEntry, RunDefaults, dict[str, Any]]] = {}
         self._summed: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self.frames = Frames(self._frame, EVERY_S)
@@ -78,7 +84,9 @@ class Status:
         wanted, given = self._settings.config_read_token, headers_of(scope).get("authorization", "")
         given = given[7:] if given[:7].lower() == "bearer " else given
         if wanted is not None and not wanted.matches(given.strip()):
-            raise Unauthenticated("the config read token is needed" if not given else "this token is not the config read token")
+            raise Unauthenticated(
+                "the config read token is needed" if not given else "this token is not the config read token"
+            )
         if scope["path"] != PATH:
             raise NotFound("no such path")
 
@@ -88,37 +96,55 @@ class Status:
         counters, histograms = self._summed
         ran = health.description.batches if health.description else None
         batches = {} if ran is None else {"batches": [msgspec.structs.asdict(batch) for batch in ran]}
-        return msgspec.json.encode({
-            "timestamp": time.time(), "ready": health.not_ready() is None, "name": self._id, "machine_profile": self._lane.machine_profile,
-            "pool_name": worker.lane.pool if worker else self._lane.pool, "gpu_count": self._settings.gpu_count,
-            "bundle": self._lane.bundle, "bundle_config_hash": health.feed.catalogue.epoch,
-            "loaded_models": [name for name, each in hosted.items() if each.state == "loaded"],
-            "max_batch_requests": self._limits.requests,
-            "server": {**self._server, "uptime_seconds": round(time.monotonic() - self._started_s, 3)},
-            "gpus": self._devices(), "models": self._models(worker, hosted), "counters": counters, "histograms": histograms,
-            **batches,
-        }).decode()  # fmt: skip
+        return msgspec.json.encode(
+            {
+                "timestamp": time.time(),
+                "ready": health.not_ready() is None,
+                "name": self._id,
+                "machine_profile": self._lane.machine_profile,
+                "pool_name": worker.lane.pool if worker else self._lane.pool,
+                "gpu_count": self._settings.gpu_count,
+                "bundle": self._lane.bundle,
+                "bundle_config_hash": health.feed.catalogue.epoch,
+                "loaded_models": [name for name, each in hosted.items() if each.state == "loaded"],
+                "max_batch_requests": self._limits.requests,
+                "server": {**self._server, "uptime_seconds": round(time.monotonic() - self._started_s, 3)},
+                "gpus": self._devices(),
+                "models": self._models(worker, hosted),
+                "counters": counters,
+                "histograms": histograms,
+                **batches,
+            }
+        ).decode()
 
     def _devices(self) -> list[dict[str, Any]]:
         """The adapter's one device; none while there is no adapter."""
         found = self._health.description
         if found is None:
             return []
-        return [{
-            "device": found.device, "name": found.gpu or platform.machine(),
-            "gpu_type": self._settings.gpu_type or found.gpu or found.device.partition(":")[0],
-            "utilization_pct": found.utilization_percent, "memory_used_bytes": found.memory_used_bytes,
-            "memory_total_bytes": found.memory_total_bytes, "memory_threshold_pct": found.threshold_percent,
-        }]  # fmt: skip
+        return [
+            {
+                "device": found.device,
+                "name": found.gpu or platform.machine(),
+                "gpu_type": self._settings.gpu_type or found.gpu or found.device.partition(":")[0],
+                "utilization_pct": found.utilization_percent,
+                "memory_used_bytes": found.memory_used_bytes,
+                "memory_total_bytes": found.memory_total_bytes,
+                "memory_threshold_pct": found.threshold_percent,
+            }
+        ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, Hosted]) -> list[dict[str, Any]]:
         """The models of this bundle, and those that are here for another reason, by falling memory."""
         pending = worker.inventory.pending_inputs() if worker else {}
         catalogue = self._health.feed.catalogue
         rows = []
-        for name in sorted({
-            *(entry.id for entry in catalogue.entries.values() if self._lane.bundle in catalogue.bundles_of(entry)), *hosted,
-        }):  # fmt: skip
+        for name in sorted(
+            {
+                *(entry.id for entry in catalogue.entries.values() if self._lane.bundle in catalogue.bundles_of(entry)),
+                *hosted,
+            }
+        ):
             here = hosted.get(name)
             status = here.status(time.monotonic()) if here else None
             if here is not None:
@@ -127,11 +153,14 @@ class Status:
                 entry = catalogue.entries[name]
                 run = entry.run
             row = {
-                "name": name, "state": status.state if status else "available",
+                "name": name,
+                "state": status.state if status else "available",
                 "device": self._health.device if status and status.state == "loaded" else "",
-                "memory_bytes": status.memory_bytes if status else 0, "config": self._config(name, entry, run),
-                "queue_depth": here.held if here else 0, "queue_pending_items": pending.get(name, 0),
-            }  # fmt: skip
+                "memory_bytes": status.memory_bytes if status else 0,
+                "config": self._config(name, entry, run),
+                "queue_depth": here.held if here else 0,
+                "queue_pending_items": pending.get(name, 0),
+            }
             if worker is not None and here is not None and here.state == "loaded":
                 row["adaptive_batching"] = self._batching(worker, here)
             rows.append(row)
@@ -142,14 +171,23 @@ class Status:
         if known is None or known[0] is not entry or known[1] is not run:
             present = self._health.feed.catalogue.entries
             self._configs = {model: kept for model, kept in self._configs.items() if model.partition(":")[0] in present}
-            known = self._configs[name] = entry, run, {
-                "hf_id": entry.weights.hub or None, "adapter": entry.family, "inputs": entry.inputs, "outputs": listed_outputs(entry),
-                "dims": widths(entry, run), "max_sequence_length": entry.max_tokens,
-            }  # fmt: skip
+            known = self._configs[name] = (
+                entry,
+                run,
+                {
+                    "hf_id": entry.weights.hub or None,
+                    "adapter": entry.family,
+                    "inputs": entry.inputs,
+                    "outputs": listed_outputs(entry),
+                    "dims": widths(entry, run),
+                    "max_sequence_length": entry.max_tokens,
+                },
+            )
         return known[2]
 
     def _batching(self, worker: Worker, hosted: Hosted) -> dict[str, Any]:
-        """How deliveries are gathered, which is one decision for the whole worker, and how full this model's batches are.
+        """How deliveries are gathered, which is one decision for the whole worker, and how full this model's batches
+        are.
 
         Without answers lately nothing is calibrated: the median and what it leaves to the target are null then.
         """
@@ -157,10 +195,14 @@ class Status:
         target_ms = self._settings.adaptive_target_p50_ms
         p50_ms = None if p50_s is None else round(1000 * p50_s, 3)
         return {
-            "calibrated": p50_ms is not None, "target_p50_ms": target_ms, "wait_ms": round(1000 * wait_s, 3),
-            "batch_cost": self._limits.cost, "p50_ms": p50_ms, "headroom_ms": None if p50_ms is None else round(target_ms - p50_ms, 3),
+            "calibrated": p50_ms is not None,
+            "target_p50_ms": target_ms,
+            "wait_ms": round(1000 * wait_s, 3),
+            "batch_cost": self._limits.cost,
+            "p50_ms": p50_ms,
+            "headroom_ms": None if p50_ms is None else round(target_ms - p50_ms, 3),
             "fill_ratio": None if hosted.fill_ratio is None else round(hosted.fill_ratio, 4),
-        }  # fmt: skip
+        }
 
 
 def worker_app(health: Health, metrics: Metrics, status: Status) -> App:

@@ -1,8 +1,9 @@
-"""What a model's tokenizer answers by itself, without a batch: the tokens of texts, how many they are, and the text of ids. Pure.
+"""What a model's tokenizer answers by itself, without a batch: the tokens of texts, how many they are, and the text of
+ids. Pure.
 
-    tokenize         text ──► ids, texts, places of all its tokens; nothing is cut
-    tokenize, count  text or ids ──► how many tokens an encode would read of it, before it cuts
-    decode           ids ──► text
+tokenize         text ──► ids, texts, places of all its tokens; nothing is cut
+tokenize, count  text or ids ──► how many tokens an encode would read of it, before it cuts
+decode           ids ──► text
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def answer(tokenizer: ModelTokenizer, operation: Operation, item: Work) -> tuple
     if (size := effort_of(item)) > most:
         message = f"the inputs have {size} characters or ids with their prompts, at most {most} are tokenised together"
         raise InvalidInput(message, reason="too_many_tokens", extras={"limit": most})
-    return tuple(each if isinstance(each, Ok) else Failed(each.info()) for each in made(tokenizer, options, item.inputs))
+    return tuple(
+        each if isinstance(each, Ok) else Failed(each.info()) for each in made(tokenizer, options, item.inputs)
+    )
 
 
 def _decoded(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
@@ -59,7 +62,11 @@ def _of_ids(tokenizer: ModelTokenizer, given: Input, made: Callable[[Sequence[in
 
 def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
     special = len(tokenizer.first) + len(tokenizer.last)
-    texts = [options.prefix + given.text + options.suffix for given in inputs if given.tokens is None and given.text is not None]
+    texts = [
+        options.prefix + given.text + options.suffix
+        for given in inputs
+        if given.tokens is None and given.text is not None
+    ]
     counts = (each.full for each in tokenizer.contents(texts, 0, "NONE"))
     around = sum(map(len, tokenizer.around(options.prefix, options.suffix))) if len(texts) < len(inputs) else 0
 
@@ -67,16 +74,24 @@ def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[In
         return Ok({}, special + around + len(tokenizer.content(ids)))
 
     return [
-        Ok({}, special + next(counts)) if given.tokens is None and given.text is not None else _of_ids(tokenizer, given, count)
+        Ok({}, special + next(counts))
+        if given.tokens is None and given.text is not None
+        else _of_ids(tokenizer, given, count)
         for given in inputs
     ]
 
 
 def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
     texts = [options.prefix + given.text + options.suffix for given in inputs if given.text is not None]
-    encodings = iter(zip(texts, tokenizer.whole(texts, special=bool(options.parameters.get("add_special_tokens", True))), strict=True))
+    encodings = iter(
+        zip(
+            texts, tokenizer.whole(texts, special=bool(options.parameters.get("add_special_tokens", True))), strict=True
+        )
+    )
     return [
-        InvalidInput("expected a text", reason="empty_item", param="text") if given.text is None else _columns(*next(encodings))
+        InvalidInput("expected a text", reason="empty_item", param="text")
+        if given.text is None
+        else _columns(*next(encodings))
         for given in inputs
     ]
 
@@ -85,7 +100,9 @@ def _columns(text: str, encoding: Encoding) -> Ok:
     """As the map that travels. The text of a token is what it was made from, that of a special one its name."""
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
-    for token, (start, stop), is_special in zip(encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True):
+    for token, (start, stop), is_special in zip(
+        encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
+    ):
         data["texts"].append(token if is_special else text[start:stop])
         data["special"].append(bool(is_special))
         data["starts"].append(None if is_special else places[start])

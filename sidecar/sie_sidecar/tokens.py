@@ -1,7 +1,8 @@
-"""Texts become token ids: the Rust tokenizer, in threads, batched across requests. Truncation happens here and is reported.
+"""Texts become token ids: the Rust tokenizer, in threads, batched across requests. Truncation happens here and is
+reported.
 
-A tokenizer is immutable once made and releases the interpreter while it works, so all threads share one instance; the ids are cut
-afterwards, which costs less than an instance for each limit.
+A tokenizer is immutable once made and releases the interpreter while it works, so all threads share one instance; the
+ids are cut afterwards, which costs less than an instance for each limit.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from sie_sidecar.longtext import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# Up to 1.5 ms of tokenising, the longest that the loop may be held up by all that was gathered together. Below it a thread answers later
-# and holds the loop up as long (bench/results/tokens.md).
+# Up to 1.5 ms of tokenising, the longest that the loop may be held up by all that was gathered together. Below it a
+# thread answers later and holds the loop up as long (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
 THREAD_CHARACTERS = 65536  # of small work that goes to one thread together
 _MOST_CHARACTERS_PER_TOKEN = 64
@@ -62,9 +63,11 @@ class PairTemplate:
 
 
 class ModelTokenizer:
-    """The tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` may be read in pieces.
+    """The tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` may be read in
+    pieces.
 
-    `first` and `last`: the special tokens around a text. `pair`: those around two. Raises ValueError where they cannot be told.
+    `first` and `last`: the special tokens around a text. `pair`: those around two. Raises ValueError where they cannot
+    be told.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -84,13 +87,16 @@ class ModelTokenizer:
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
         """Ids of each text without special tokens, at most `room`. With NONE the caller must refuse what was cut.
 
-        A text many times longer than the room costs what is kept of it, with NONE all of it in bounded memory. See `longtext`.
+        A text many times longer than the room costs what is kept of it, with NONE all of it in bounded memory. See
+        `longtext`.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
         long = [text for text in texts if len(text) > least]
         read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
-        whole = iter(self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= least], add_special_tokens=False))
+        whole = iter(
+            self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= least], add_special_tokens=False)
+        )
         found = []
         for text in texts:
             if len(text) > least:
@@ -110,7 +116,9 @@ class ModelTokenizer:
         known = self.vocabulary
         if not ids or (min(ids) >= 0 and max(ids) < known):
             return None
-        return next((place for place, each in enumerate(ids) if not 0 <= each < known and not self._is_token(each)), None)
+        return next(
+            (place for place, each in enumerate(ids) if not 0 <= each < known and not self._is_token(each)), None
+        )
 
     def _is_token(self, number: int) -> bool:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
@@ -125,7 +133,9 @@ class ModelTokenizer:
         return found
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Ids of a prompt around a text of which only the ids are known: as beside a word, where the word's own ids stay as they are."""
+        """Ids of a prompt around a text of which only the ids are known: as beside a word, where the word's own ids
+        stay as they are.
+        """
         word, led, followed = (each.ids for each in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix]))
         before = led[: len(led) - len(word)] if led[len(led) - len(word) :] == word else self._plain([prefix])[0].ids
         after = followed[len(word) :] if followed[: len(word)] == word else self._plain([suffix])[0].ids
@@ -135,7 +145,9 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
-        """All tokens of each text, with their places in code points; with those that stand around every text if `special`."""
+        """All tokens of each text, with their places in code points; with those that stand around every text if
+        `special`.
+        """
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
@@ -147,7 +159,9 @@ class ModelTokenizer:
         special = len(self.first) + len(self.last)
         room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
         contents = self.contents(texts, room, truncate)
-        return [Tokens(np.concatenate((self.first, content.ids, self.last)), content.full + special) for content in contents]
+        return [
+            Tokens(np.concatenate((self.first, content.ids, self.last)), content.full + special) for content in contents
+        ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """As `contents`, with the place of each token in its text: int32 [length, 2], code points."""
@@ -160,7 +174,9 @@ class ModelTokenizer:
         return found
 
     def _head(self, text: str, room: int) -> str:
-        """As much of a long text as surely holds more than `room` tokens, cut where that changes none of them; else all of it."""
+        """As much of a long text as surely holds more than `room` tokens, cut where that changes none of them; else all
+        of it.
+        """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
         head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -212,8 +228,9 @@ class _Part(NamedTuple):
 class TokenizerPool:
     """The threads that tokenise, shared by all models. `run` belongs to one event loop.
 
-    Small work that is asked for in one turn of the loop goes to a thread together: the hop to a thread and back costs as much as reading
-    500 characters, and threads with little work each hold each other and the loop up by the interpreter's lock.
+    Small work that is asked for in one turn of the loop goes to a thread together: the hop to a thread and back costs
+    as much as reading 500 characters, and threads with little work each hold each other and the loop up by the
+    interpreter's lock.
     """
 
     def __init__(self, workers: int) -> None:
@@ -221,8 +238,9 @@ class TokenizerPool:
         self._parts: list[_Part] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
-        """`work`, which reads so many characters: in a thread, unless it and all that was gathered with it, `together`, read so few that
-        a thread would cost more."""
+        """`work`, which reads so many characters: in a thread, unless it and all that was gathered with it, `together`,
+        read so few that a thread would cost more.
+        """
         if max(characters, together) <= INLINE_CHARACTERS:
             return work()
         loop = asyncio.get_running_loop()

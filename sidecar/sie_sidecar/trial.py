@@ -1,7 +1,9 @@
-"""Suspects run again: one input at a time with nothing else at the device, so that a death names the input that caused it.
+"""Suspects run again: one input at a time with nothing else at the device, so that a death names the input that caused
+it.
 
     work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
-                                                     └──► the adapter dies: one death more, poison at the second, refused without a run
+                                                     └──► the adapter dies: one death more, poison at the second,
+                                                     refused without a run
 
 All other work waits while an input runs alone, for TRIAL_SLICE_S at a time: then a batch goes first, if one waits.
 """
@@ -63,20 +65,28 @@ class Bench(Protocol):
         """One work item as a batch of its own."""
 
     def settle(
-        self, held: Held, outcomes: tuple[Outcome, ...], block: bytes, done: ipc.BatchDone | None, note: BatchNote | None
+        self,
+        held: Held,
+        outcomes: tuple[Outcome, ...],
+        block: bytes,
+        done: ipc.BatchDone | None,
+        note: BatchNote | None,
     ) -> None: ...
 
 
 class Trials:
     """All suspects of this worker. One task runs `run`."""
 
-    def __init__(self, bench: Bench, link: AdapterLink, marks: Marks, clock: Callable[[], float], poisoned: Callable[[], None]) -> None:
+    def __init__(
+        self, bench: Bench, link: AdapterLink, marks: Marks, clock: Callable[[], float], poisoned: Callable[[], None]
+    ) -> None:
         self._bench = bench
         self._link = link
         self._marks = marks
         self._clock = clock
         self._poisoned = poisoned
-        # bounded by the pull credit, as all that is held; parked, else the model that one needs would wait for those behind it
+        # bounded by the pull credit, as all that is held; parked, else the model that one needs would wait for those
+        # behind it
         self._suspects: deque[tuple[Held, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._ended = asyncio.Event()
@@ -126,7 +136,9 @@ class Trials:
             info = InternalFailure("the worker failed while running the input alone").info()
             self._bench.settle(held, tuple(Failed(info) for _ in held.item.inputs), b"", None, None)
 
-    async def _outcome(self, held: Held, index: int, key: str) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
+    async def _outcome(
+        self, held: Held, index: int, key: str
+    ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
         """What became of one input: run until it is answered, judged, or late."""
         hosted, lora = held.hosted, held.item.options.lora
         assert hosted is not None

@@ -1,11 +1,14 @@
-"""A work item's way through the worker. All state belongs to one event loop; every path out of a stage resolves what it held.
+"""A work item's way through the worker. All state belongs to one event loop; every path out of a stage resolves what it
+held.
 
-    delivery ─► held (leased) ─► prepared: model loaded, texts tokenised ─► waiting ─► batch at the adapter ─► answered, acked
+    delivery ─► held (leased) ─► prepared: model loaded, texts tokenised ─► waiting ─► batch at the adapter ─► answered,
+    acked
                      │                    └─► load failed: answered with the error          │
-                     └─► unknown here: handed back, in the end a dead letter      adapter died: its inputs are tried one by one
+                     └─► unknown here: handed back, in the end a dead letter      adapter died: its inputs are tried one
+                     by one
 
-Before it is tokenised, before its model is loaded and before its batch is sent, work whose budget is over by the broker's clock, and work
-that was cancelled, is dropped.
+Before it is tokenised, before its model is loaded and before its batch is sent, work whose budget is over by the
+broker's clock, and work that was cancelled, is dropped.
 """
 
 from __future__ import annotations
@@ -72,11 +75,24 @@ class Worker:
     """Pulls, prepares, batches, runs and answers."""
 
     def __init__(
-        self, settings: Settings, broker: Broker, feed: CatalogueFeed, link: AdapterLink, lane: Lane, worker_id: str, limits: Limits,
-        metrics: Metrics, on_failure: Callable[[], None], on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic,
-        ledger: Path | None = None, store: PayloadStore | None = None,
-    ) -> None:  # fmt: skip
-        """`ledger`: the file of the deliveries in our hands, None where a broker does not outlive this process. `store`: large inputs."""
+        self,
+        settings: Settings,
+        broker: Broker,
+        feed: CatalogueFeed,
+        link: AdapterLink,
+        lane: Lane,
+        worker_id: str,
+        limits: Limits,
+        metrics: Metrics,
+        on_failure: Callable[[], None],
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Path | None = None,
+        store: PayloadStore | None = None,
+    ) -> None:
+        """`ledger`: the file of the deliveries in our hands, None where a broker does not outlive this process.
+        `store`: large inputs.
+        """
         self._settings = settings
         self._broker = broker
         self._feed = feed
@@ -112,7 +128,9 @@ class Worker:
         self._batch_number = 0
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
-        self.preparing = Preparing(settings, self, feed, link, self.hosting, self._loras, limits, metrics, self._work, clock, store)
+        self.preparing = Preparing(
+            settings, self, feed, link, self.hosting, self._loras, limits, metrics, self._work, clock, store
+        )
         self._is_up: Callable[[], bool] = lambda: link.connected
         self._open(lane)
         broker.on_reconnect(lambda: self.pulling.look())
@@ -127,9 +145,14 @@ class Worker:
         )
         self.hosting.assigned = self.assignment.models
         pulling = Pulling(
-            self._broker, lane, self._limits, lambda delivery: self._on_delivery(delivery, pulling), self._room, self._clock,
+            self._broker,
+            lane,
+            self._limits,
+            lambda delivery: self._on_delivery(delivery, pulling),
+            self._room,
+            self._clock,
             self._role,
-        )  # fmt: skip
+        )
         self.pulling = pulling
 
     def _role(self, consumer: str) -> Role:
@@ -141,7 +164,7 @@ class Worker:
         """Hand back what a killed predecessor held, and take in what comes. `pull` has it come. Raises BrokerError."""
         with contextlib.suppress(BrokerError):  # then by this machine's clock, until an answer comes
             await self.broker_clock.measure()
-        if (left := await self.leases.release_left(self._broker)):
+        if left := await self.leases.release_left(self._broker):
             _logger.warning("%d deliveries that this worker held when it was killed are handed back", left)
         with contextlib.suppress(BrokerError):  # `run` tries again
             await self._marks.open()
@@ -154,7 +177,9 @@ class Worker:
         self._loops.start(self.leases.run(), "leases")
 
     async def pull(self) -> bool:
-        """Follow the placement table and begin to pull; may be tried again. The lane's stream must exist. Raises BrokerError."""
+        """Follow the placement table and begin to pull; may be tried again. The lane's stream must exist. Raises
+        BrokerError.
+        """
         await self.assignment.start()
         await self.pulling.start()
         self.pool = self.lane.pool
@@ -185,10 +210,13 @@ class Worker:
             self.load(self.assignment.ahead())
 
     def load(self, names: Iterable[str]) -> None:
-        """Load these, each a model or model:profile, beside everything else, before work needs them; what cannot be loaded is told in the
-        log."""
+        """Load these, each a model or model:profile, beside everything else, before work needs them; what cannot be
+        loaded is told in the log.
+        """
         for name in names:
-            with contextlib.suppress(ModelNotFound, BundleConflict):  # this worker's catalogue lags, or another one's did
+            with contextlib.suppress(
+                ModelNotFound, BundleConflict
+            ):  # this worker's catalogue lags, or another one's did
                 hosted = self.hosting.of(self._feed.catalogue.resolve(name))
                 self._work.start(self._load(hosted), "load ahead")
 
@@ -199,7 +227,9 @@ class Worker:
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def upkeep(self, *, look: bool) -> None:
-        """Once a second: credit and loads that depend on time. With `look`, every ten, what the broker knows. Raises BrokerError."""
+        """Once a second: credit and loads that depend on time. With `look`, every ten, what the broker knows. Raises
+        BrokerError.
+        """
         self.pulling.level()
         self._load_ahead()
         if look:
@@ -256,8 +286,9 @@ class Worker:
         self.preparing.add(held)
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Seconds until the budget of a delivery is over, and how many more until that is certain: a redelivery keeps its age, and no doubt
-        about the time counts against it."""
+        """Seconds until the budget of a delivery is over, and how many more until that is certain: a redelivery keeps
+        its age, and no doubt about the time counts against it.
+        """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self.broker_clock.margin_s):
             return left_s, 0.0
@@ -276,11 +307,11 @@ class Worker:
             _logger.error("a cancellation could not be read: %s", error)
 
     def cancel(self, requests: Collection[str]) -> int:
-        """Drop what is held for these requests and is not at the device yet: nobody waits for it. Returns how many work items that were."""
+        """Drop what is held for these requests and is not at the device yet: nobody waits for it. Returns how many work
+        items that were.
+        """
         dropped = [
-            held
-            for held in self.inventory
-            if held.item.request in requests and not held.sealed_s and not held.settled
+            held for held in self.inventory if held.item.request in requests and not held.sealed_s and not held.settled
         ]
         for held in dropped:
             held.settled = True
@@ -300,7 +331,9 @@ class Worker:
         self._let_go(held)
 
     def still_wanted(self, group: list[Held]) -> list[Held]:
-        """Without what was cancelled, what is too late, and what was made for an entry that has changed; both of these are answered."""
+        """Without what was cancelled, what is too late, and what was made for an entry that has changed; both of these
+        are answered.
+        """
         now_s = self._clock()
         self.answer_changed([held for held in group if not held.settled and held.is_outdated])
         late = [held for held in group if not held.settled and now_s >= held.deadline_s]
@@ -354,7 +387,9 @@ class Worker:
         alone = held.lease.delivery.delivered > 1
         crossover = held.hosted.ready.loaded.crossover_tokens if held.hosted.ready is not None else 0
         time_cost = costs.text_cost(cost, sum(row.cost**2 for row in rows), crossover)
-        return Job(key, cost, arrived_s, held, item.priority == "bulk", alone, held.due_s, item.budget_ms / 1000, time_cost)
+        return Job(
+            key, cost, arrived_s, held, item.priority == "bulk", alone, held.due_s, item.budget_ms / 1000, time_cost
+        )
 
     # running
 
@@ -388,7 +423,9 @@ class Worker:
                     await self._wake.wait()
 
     async def _run(self, batch: Batch[Held], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer it, or have it run again. False if its LoRA was not there and it is the caller's `in_turn`."""
+        """Run a batch and answer it, or have it run again. False if its LoRA was not there and it is the caller's
+        `in_turn`.
+        """
         sent, batch = batch, self._fit(batch)
         if not batch.jobs:
             self._left_device(sent)
@@ -491,7 +528,9 @@ class Worker:
     async def ensure_ready(self, held: Held) -> None:
         assert held.hosted is not None
         count = functools.partial(wanted, [held])
-        await self.preparing.ensure_ready(held.hosted, held.item.options.lora, count, past_gate=True, until_s=held.deadline_s)
+        await self.preparing.ensure_ready(
+            held.hosted, held.item.options.lora, count, past_gate=True, until_s=held.deadline_s
+        )
 
     def span_of(self, held: Held) -> AbstractContextManager[Span | None]:
         return spans.batch(self.tracer, [held])
@@ -515,7 +554,9 @@ class Worker:
                 while not done:
                     hosted.loras.discard(lora)
                     until_s, count = max(held.deadline_s for held in jobs), functools.partial(wanted, jobs)
-                    await self.preparing.ensure_ready(hosted, lora, count, past_gate=True, in_turn=True, until_s=until_s)
+                    await self.preparing.ensure_ready(
+                        hosted, lora, count, past_gate=True, in_turn=True, until_s=until_s
+                    )
                     if not count():
                         break
                     self._to_device(batch)
@@ -529,7 +570,9 @@ class Worker:
 
     @staticmethod
     def _frame(batch: Batch[Held], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
-        """The batch as the adapter reads it, and what is told of it. `span`: its own, without one it belongs to its first work item."""
+        """The batch as the adapter reads it, and what is told of it. `span`: its own, without one it belongs to its
+        first work item.
+        """
         parts = []
         for job in batch.jobs:
             item = job.work.item
@@ -541,9 +584,16 @@ class Worker:
         above = span or first.span
         context = above.context if above is not None else Context(first.item.traceparent, first.item.tracestate)
         frame = rowing.to_batch(
-            name, key.residency, first.item.operation, first.layout, parts, pooling=key.pooling, lora=key.lora,
-            context=context, fingerprint=ready.loaded.fingerprint if ready is not None else "",
-        )  # fmt: skip
+            name,
+            key.residency,
+            first.item.operation,
+            first.layout,
+            parts,
+            pooling=key.pooling,
+            lora=key.lora,
+            context=context,
+            fingerprint=ready.loaded.fingerprint if ready is not None else "",
+        )
         attention = sum(len(row.ids) ** 2 for part in parts for row in part.rows)
         note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
         if span is not None:
@@ -551,7 +601,9 @@ class Worker:
         return frame, note
 
     def _on_gone(self, jobs: list[Held], *, suspects: bool) -> None:
-        """The adapter went away with this batch. If the device had it, its inputs are suspects: from now on each runs alone."""
+        """The adapter went away with this batch. If the device had it, its inputs are suspects: from now on each runs
+        alone.
+        """
         for held in jobs:
             if held.hosted is not None:
                 held.hosted.unload()
@@ -620,12 +672,22 @@ class Worker:
             self._settle(held, (Failed(info),) * (held.item.count or len(held.item.inputs)), b"")
 
     def settle(
-        self, held: Held, outcomes: tuple[Outcome, ...], block: bytes, done: ipc.BatchDone | None, note: BatchNote | None
+        self,
+        held: Held,
+        outcomes: tuple[Outcome, ...],
+        block: bytes,
+        done: ipc.BatchDone | None,
+        note: BatchNote | None,
     ) -> None:
         self._settle(held, outcomes, block, done, note)
 
     def _settle(
-        self, held: Held, outcomes: tuple[Outcome, ...], block: bytes, done: ipc.BatchDone | None = None, note: BatchNote | None = None
+        self,
+        held: Held,
+        outcomes: tuple[Outcome, ...],
+        block: bytes,
+        done: ipc.BatchDone | None = None,
+        note: BatchNote | None = None,
     ) -> None:
         if held.settled:
             return
@@ -635,9 +697,11 @@ class Worker:
         stages = stages_of(held, now_s, done)
         spans.settled(held, stages, outcomes, note.id if note else "")
         batch = msgspec.structs.replace(
-            note or BatchNote(), deliveries=held.lease.delivery.delivered, padding=done.padding if done else 0,
+            note or BatchNote(),
+            deliveries=held.lease.delivery.delivered,
+            padding=done.padding if done else 0,
             swapped=hosted.swapped if hosted else False,
-        )  # fmt: skip
+        )
         fingerprint = held.fingerprint or (hosted.fingerprint(item.profile, item.options.lora) if hosted else "")
         result = WorkResult(
             item.request, item.chunk, self._id, outcomes, block, item.attempt, item.revision, fingerprint, stages, batch
@@ -654,14 +718,18 @@ class Worker:
             self._metrics.answered(name, held.item.endpoint or held.item.operation, result)
 
     def _burial(self, held: Held) -> Callable[[], Awaitable[object]] | None:
-        """What is to be done once the client has its answer and before the message goes: work that was given up is kept."""
+        """What is to be done once the client has its answer and before the message goes: work that was given up is
+        kept.
+        """
         delivery = held.lease.delivery
         if held.given_up is not None:
             return functools.partial(self._dead_letters.write, delivery, held.given_up.info())
         if held.dead:
             workers = tuple(worker for mark in held.dead for worker in mark.workers)
             deaths = max(mark.deaths for mark in held.dead)
-            return functools.partial(self._dead_letters.write, delivery, refusal().info(), deaths=deaths, workers=workers)
+            return functools.partial(
+                self._dead_letters.write, delivery, refusal().info(), deaths=deaths, workers=workers
+            )
         return None
 
     async def hand_back(self, held: Held) -> None:
@@ -679,7 +747,9 @@ class Worker:
         self.inventory.remove(held)
         if held.coming:
             self.inventory.known(held)
-            self.pulling.refill_one(held.lease.delivery.consumer)  # it stood for others that its model's load would have served
+            self.pulling.refill_one(
+                held.lease.delivery.consumer
+            )  # it stood for others that its model's load would have served
         if self.preparing.fetching is not None:
             self.preparing.fetching.let_go(held)
         self._let_model_go(held)
@@ -698,13 +768,16 @@ class Worker:
         return len(self.leases)
 
     def gathering(self) -> tuple[float | None, float]:
-        """The median time at this worker lately, None without answers, and how long deliveries are gathered, seconds."""
+        """The median time at this worker lately, None without answers, and how long deliveries are
+        gathered, seconds.
+        """
         quantum = self.preparing.quantum
         return quantum.p50_s, quantum.seconds(self._clock())
 
     def most(self) -> tuple[int, int]:
-        """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and those that are at
-        the adapter."""
+        """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and
+        those that are at the adapter.
+        """
         full = batches.READY_PER_LANE * self._lanes + self._depth
         return full * self._limits.cost, full * self._limits.requests
 
@@ -713,15 +786,18 @@ class Worker:
         return self._limits.cost, self._depth
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, finish what is held, hand back what does not finish in time. `grace_s` is for all of it: a broker that does not
-        answer has its share of it."""
+        """Stop pulling, finish what is held, hand back what does not finish in time. `grace_s` is for all of it: a
+        broker that does not answer has its share of it.
+        """
         end_s = self._clock() + grace_s
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
         try:
             async with asyncio.timeout(max(0.0, end_s - self._clock())):
                 await self.leases.empty.wait()
         except TimeoutError:
-            _logger.warning("draining took longer than %.0f s: %d work items are handed back", grace_s, len(self.leases))
+            _logger.warning(
+                "draining took longer than %.0f s: %d work items are handed back", grace_s, len(self.leases)
+            )
         await self._work.cancel()
         for held in self.inventory:
             if held.span is not None:
@@ -730,7 +806,9 @@ class Worker:
             failpoint("worker.before_hand_back")
             await self.leases.hand_back(lease)
         await self._loops.cancel()
-        await asyncio.gather(self.hosting.stop(), self._loras.stop(), self._marks.close(), *(each.stop() for each in self._cancels))
+        await asyncio.gather(
+            self.hosting.stop(), self._loras.stop(), self._marks.close(), *(each.stop() for each in self._cancels)
+        )
         if self._ledger:
             self._ledger.close()
         self.preparing.close()

@@ -2,7 +2,8 @@
 
     Request ──► sie_sdk.core.call ──► attempt at one of the gateways ──► Received or TransportFailed ──► ... ──► Outcome
 
-A connection that is refused is tried at the other gateway at once: that is the balancer's part. Everything else is an attempt.
+A connection that is refused is tried at the other gateway at once: that is the balancer's part. Everything else is an
+attempt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from sie_sdk.core import Policy, Received, Send, TransportFailed, call
 from sie_sdk.errors import SIEError
 
 COSINE = 0.998
-GRACE_S = 10.0  # that an answer may be late before the attempt counts as unanswered: a frozen gateway answers when it runs again
+# that an answer may be late before the attempt counts as unanswered: a frozen gateway answers when it runs again
+GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Expected:
 class Crowd:
     """Clients of one model, each with its own pace. `outcomes` in the order of their ends."""
 
-    def __init__(self, urls: Sequence[str], expected: Expected, *, clients: int, pace_s: float, items: int, budget_s: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], expected: Expected, *, clients: int, pace_s: float, items: int, budget_s: float
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self.unasked = 0
         self._addresses = [(str(pieces.hostname), int(pieces.port or 0)) for pieces in map(urlsplit, urls)]
@@ -126,7 +130,9 @@ class Crowd:
         items = [{"id": each, "text": expected.texts[index]} for each, index in zip(ids, picked, strict=True)]
         body = msgspec.msgpack.encode({"items": items})
         outcome = Outcome(expected.model, time.monotonic())
-        plan = call(Send("POST", f"/v1/encode/{expected.model}", {}, body), Policy(True, 4 * self._budget_s, 4 * self._budget_s))
+        plan = call(
+            Send("POST", f"/v1/encode/{expected.model}", {}, body), Policy(True, 4 * self._budget_s, 4 * self._budget_s)
+        )
         step: Received | TransportFailed | None = None
         try:
             while True:
@@ -155,7 +161,9 @@ class Crowd:
             except OSError as error:
                 failure = error
                 continue
-            message = request(wanted.path, wanted.body, x_sie_timeout_ms=str(round(self._budget_s * 1000)), x_sie_sdk_version="0.1.0")
+            message = request(
+                wanted.path, wanted.body, x_sie_timeout_ms=str(round(self._budget_s * 1000)), x_sie_sdk_version="0.1.0"
+            )
             return await self._exchange(connection, message, gateway, outcome, started_s)
         ended_s = time.monotonic()
         outcome.attempts.append(Attempt(started_s, ended_s, first % len(self._addresses), 0, "refused"))
@@ -180,7 +188,9 @@ class Crowd:
         except (ConnectionError, TimeoutError) as error:
             connection.close()
             ended_s = time.monotonic()
-            outcome.attempts.append(Attempt(started_s, ended_s, gateway, 0, "closed" if isinstance(error, ConnectionError) else "silent"))
+            outcome.attempts.append(
+                Attempt(started_s, ended_s, gateway, 0, "closed" if isinstance(error, ConnectionError) else "silent")
+            )
             return TransportFailed(error, ended_s - started_s)
         ended_s = time.monotonic()
         code = "" if status == 200 else _code(status, body)

@@ -1,4 +1,5 @@
-"""Faults and repair: who is killed or frozen and when, who starts what died, and when the brokers were without a leader.
+"""Faults and repair: who is killed or frozen and when, who starts what died, and when the brokers were without a
+leader.
 
 The choice is pure: `Choice.next(state, now)` names a part and an action; `Monkey` carries it out on real processes.
 """
@@ -37,7 +38,9 @@ class Fault:
 
 
 def choose(parts: Sequence[tuple[str, str]], unwell: set[str], rng: random.Random) -> tuple[str, Action, float]:
-    """A part (name, role) that is well, what happens to it, and for how long it is frozen. At most one broker is down at a time."""
+    """A part (name, role) that is well, what happens to it, and for how long it is frozen. At most one broker is down
+    at a time.
+    """
     broker_down = any(role == "broker" for name, role in parts if name in unwell)
     candidates = [name for name, role in parts if name not in unwell and not (role == "broker" and broker_down)]
     part = rng.choice(candidates)
@@ -60,7 +63,9 @@ class Monkey:
         self._begun_s = time.monotonic()
 
     async def run(self, duration_s: float) -> None:
-        """Faults for as long, then repair until everything is ready. Raises AssertionError when a part is not ready again."""
+        """Faults for as long, then repair until everything is ready. Raises AssertionError when a part is not ready
+        again.
+        """
         supervising = asyncio.create_task(self._supervise())
         try:
             end_s = time.monotonic() + duration_s
@@ -74,7 +79,11 @@ class Monkey:
 
     def _note(self, fault: Fault) -> None:
         self.faults.append(fault)
-        print(f"{time.monotonic() - self._begun_s:6.1f} s  {fault.part} {fault.action} {fault.frozen_s or ''}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic() - self._begun_s:6.1f} s  {fault.part} {fault.action} {fault.frozen_s or ''}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _strike(self) -> None:
         parts = [(part.name, part.role) for part in self._stack.parts]
@@ -92,7 +101,9 @@ class Monkey:
         self._repairs[part.name] = asyncio.create_task(self._restored(part, fault), name=f"repair of {part.name}")
 
     async def _restored(self, part: Part, fault: Fault) -> None:
-        """Bring a part back, also when it ends again on the way. Raises AssertionError when it is not ready in REPAIR_S."""
+        """Bring a part back, also when it ends again on the way. Raises AssertionError when it is not ready in
+        REPAIR_S.
+        """
         if fault.action == "freeze":
             await asyncio.sleep(fault.frozen_s)
             part.resume()
@@ -122,7 +133,9 @@ class Monkey:
 
 
 class Leaders:
-    """Whether every stream and consumer has a leader that lives, as the brokers' monitors tell. `without` are the spans in which not."""
+    """Whether every stream and consumer has a leader that lives, as the brokers' monitors tell. `without` are the spans
+    in which not.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self.without: list[tuple[float, float]] = []
@@ -133,7 +146,9 @@ class Leaders:
         """Until cancelled."""
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
             while True:
-                answers = await asyncio.gather(*(self._led(client, number) for number in range(len(self._stack.brokers))))
+                answers = await asyncio.gather(
+                    *(self._led(client, number) for number in range(len(self._stack.brokers)))
+                )
                 self._note(all(answer is not False for answer in answers) and any(answers), time.monotonic())
                 await asyncio.sleep(POLL_S)
 
@@ -157,7 +172,13 @@ class Leaders:
             report = answer.json()
         except (httpx.HTTPError, ValueError):
             return None
-        streams = [stream for account in report.get("account_details") or [] for stream in account.get("stream_detail") or []]
+        streams = [
+            stream for account in report.get("account_details") or [] for stream in account.get("stream_detail") or []
+        ]
         groups = [*streams, *(consumer for stream in streams for consumer in stream.get("consumer_detail") or [])]
-        leaders = {group.get("cluster", {}).get("leader") for group in groups} | {report.get("meta_cluster", {}).get("leader")}
-        return leaders <= {f"b{index}" for index, each in enumerate(self._stack.brokers) if each.alive and not each.paused}
+        leaders = {group.get("cluster", {}).get("leader") for group in groups} | {
+            report.get("meta_cluster", {}).get("leader")
+        }
+        return leaders <= {
+            f"b{index}" for index, each in enumerate(self._stack.brokers) if each.alive and not each.paused
+        }

@@ -53,9 +53,16 @@ def _touches(spans: Sequence[Span], started_s: float, ended_s: float) -> bool:
 
 
 def judged(
-    begin_s: float, end_s: float, outcomes: Sequence[Outcome], faults: Sequence[Fault], leaderless: Sequence[Span], duplicates: int
+    begin_s: float,
+    end_s: float,
+    outcomes: Sequence[Outcome],
+    faults: Sequence[Fault],
+    leaderless: Sequence[Span],
+    duplicates: int,
 ) -> Report:
-    """Find what was lost. A 504 is a deadline that passed after acceptance; no answer at all is a loss unless that gateway was struck."""
+    """Find what was lost. A 504 is a deadline that passed after acceptance; no answer at all is a loss unless that
+    gateway was struck.
+    """
     deaths: dict[int, list[Span]] = {}
     for fault in faults:
         if fault.role == "gateway":
@@ -84,7 +91,9 @@ def table(report: Report) -> str:
     calm, shaken = report.split()
     leaderless_s = sum(end_s - begin_s for begin_s, end_s in report.leaderless)
     attempts = Counter(
-        attempt.failure or str(attempt.status) if attempt.status != 200 else "200" for each in report.outcomes for attempt in each.attempts
+        attempt.failure or str(attempt.status) if attempt.status != 200 else "200"
+        for each in report.outcomes
+        for attempt in each.attempts
     )
     times = sorted(each.ended_s - each.started_s for each in report.outcomes)
     lines = ["| | found | goal | |", "|---|---|---|---|"]
@@ -99,8 +108,12 @@ def table(report: Report) -> str:
     share = availability(calm)
     goal = f">= {AVAILABILITY:.0%}"
     row(f"right at the first attempt, no election meanwhile ({len(calm)})", f"{share:.2%}", goal, share >= AVAILABILITY)
-    lines.append(f"| right at the first attempt, during elections ({len(shaken)}) | {availability(shaken):.2%} | stated | |")
-    lines.append(f"| right at the first attempt, all ({len(report.outcomes)}) | {availability(report.outcomes):.2%} | stated | |")
+    lines.append(
+        f"| right at the first attempt, during elections ({len(shaken)}) | {availability(shaken):.2%} | stated | |"
+    )
+    lines.append(
+        f"| right at the first attempt, all ({len(report.outcomes)}) | {availability(report.outcomes):.2%} | stated | |"
+    )
     whole_s = report.end_s - report.begin_s
     lines.append(f"\n{whole_s:.0f} s, {len(report.faults)} faults, {leaderless_s:.0f} s with a group without a leader.")
     lines.append(f"Attempts: {', '.join(f'{count} x {what}' for what, count in attempts.most_common())}.")
@@ -118,7 +131,9 @@ def table(report: Report) -> str:
         lines.append(f"- lost at gateway {attempt.gateway}: {when}, {attempt.status} {attempt.failure}")
     lines += ["\n| s | part | what | ready again after s |", "|---|---|---|---|"]
     for fault in report.faults:
-        what = {"freeze": f"frozen for {fault.frozen_s:.1f} s", "kill": "killed", "died": "ended by itself"}[fault.action]
+        what = {"freeze": f"frozen for {fault.frozen_s:.1f} s", "kill": "killed", "died": "ended by itself"}[
+            fault.action
+        ]
         ready = f"{fault.recovered_s - fault.at_s:.1f}" if fault.recovered_s else "never"
         lines.append(f"| {fault.at_s - report.begin_s:.0f} | {fault.part} | {what} | {ready} |")
     return "\n".join(lines)
@@ -129,7 +144,9 @@ _COLOURS = {"broker": "#b5651d", "gateway": "#1f77b4", "sidecar": "#2ca02c", "ad
 
 
 def plot(report: Report) -> str:
-    """An SVG: right answers a second, and the time to them, over the run; faults as lines, spans without a leader shaded."""
+    """An SVG: right answers a second, and the time to them, over the run; faults as lines, spans without a leader
+    shaded.
+    """
     seconds = max(1, int(report.end_s - report.begin_s))
     rates, waits = [0] * seconds, [0.0] * seconds
     for each in report.outcomes:
@@ -139,7 +156,10 @@ def plot(report: Report) -> str:
             waits[second] = max(waits[second], each.ended_s - each.started_s)
     height = _TOP + 2 * (_HEIGHT + _GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+            'font-size="12">'
+        ),
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
     ]
 
@@ -149,22 +169,37 @@ def plot(report: Report) -> str:
     bottom, foot = _TOP + 2 * _HEIGHT + _GAP, _TOP + 2 * _HEIGHT + _GAP + 18
     for begin_s, end_s in report.leaderless:
         width = max(1.0, x(end_s) - x(begin_s))
-        parts.append(f'<rect x="{x(begin_s):.1f}" y="{_TOP}" width="{width:.1f}" height="{bottom - _TOP}" fill="#fbe3c8"/>')
+        parts.append(
+            f'<rect x="{x(begin_s):.1f}" y="{_TOP}" width="{width:.1f}" height="{bottom - _TOP}" fill="#fbe3c8"/>'
+        )
     for fault in report.faults:
         at, dashes = x(fault.at_s), "none" if fault.action == "kill" else "4 3"
-        line = f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}" stroke="{_COLOURS[fault.role]}" stroke-dasharray="{dashes}">'
+        line = (
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}" stroke="{_COLOURS[fault.role]}" '
+            f'stroke-dasharray="{dashes}">'
+        )
         parts.append(f"{line}<title>{html.escape(f'{fault.part} {fault.action}')}</title></line>")
-    for number, (name, values) in enumerate((("right answers a second", rates), ("longest time to an answer, s", waits))):
+    for number, (name, values) in enumerate(
+        (("right answers a second", rates), ("longest time to an answer, s", waits))
+    ):
         top, most = _TOP + number * (_HEIGHT + _GAP), max(max(values), 1e-9)
         middles = [x(report.begin_s + second + 0.5) for second in range(seconds)]
-        points = " ".join(f"{at:.1f},{top + _HEIGHT * (1 - value / most):.1f}" for at, value in zip(middles, values, strict=True))
+        points = " ".join(
+            f"{at:.1f},{top + _HEIGHT * (1 - value / most):.1f}" for at, value in zip(middles, values, strict=True)
+        )
         parts.append(f'<polyline points="{points}" fill="none" stroke="black" stroke-width="1.5"/>')
         parts.append(f'<text x="{_LEFT}" y="{top - 8}">{name}</text>')
         parts.append(f'<text x="{_LEFT - 6}" y="{top + 10}" text-anchor="end">{most:.3g}</text>')
         parts.append(f'<text x="{_LEFT - 6}" y="{top + _HEIGHT}" text-anchor="end">0</text>')
     marks = range(0, seconds + 1, max(1, round(seconds / 10)))
-    parts += [f'<text x="{x(report.begin_s + second):.1f}" y="{foot}" text-anchor="middle">{second} s</text>' for second in marks]
+    parts += [
+        f'<text x="{x(report.begin_s + second):.1f}" y="{foot}" text-anchor="middle">{second} s</text>'
+        for second in marks
+    ]
     for number, (role, colour) in enumerate(_COLOURS.items()):
         parts.append(f'<text x="{_LEFT + 110 * number}" y="{height - 8}" fill="{colour}">{role}</text>')
-    parts.append(f'<text x="{_LEFT + 560}" y="{height - 8}">solid: killed, dashed: frozen, shaded: a group without a leader</text></svg>')
+    parts.append(
+        f'<text x="{_LEFT + 560}" y="{height - 8}">solid: killed, dashed: frozen, shaded: a group without a '
+        "leader</text></svg>"
+    )
     return "\n".join(parts) + "\n"

@@ -1,8 +1,9 @@
 """Chaos: steady load on 2 gateways, 2 workers and 3 brokers, while a random part is killed or frozen every few seconds.
 
-Two workers with the fixed-cost adapter share a bundle; MiniLM has a worker of its own. Streams have three copies on disk. Every answer is
-checked; the run fails when an accepted request was not answered by its deadline, an answer was wrong or came twice, or a client of the
-SDK's patience gave up. Availability is stated with and without leader elections.
+Two workers with the fixed-cost adapter share a bundle; MiniLM has a worker of its own. Streams have three copies on
+disk. Every answer is checked; the run fails when an accepted request was not answered by its deadline, an answer was
+wrong or came twice, or a client of the SDK's patience gave up. Availability is stated with and without leader
+elections.
 
     python tests/chaos/run.py [--duration 300] [--every 10] [--seed N]
 """
@@ -76,21 +77,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--no-minilm", action="store_true")
     parser.add_argument("--code", type=Path, help="another checkout whose processes are to be run")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "chaos.md", help="report; the plot lies beside it")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "results" / "chaos.md", help="report; the plot lies beside it"
+    )
     options = parser.parse_args()
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder, "stack"), plan(minilm=not options.no_minilm, code=options.code))
         with stack:
-            run = chaos(stack, duration_s=options.duration, every_s=options.every, seed=seed, minilm=not options.no_minilm)
+            run = chaos(
+                stack, duration_s=options.duration, every_s=options.every, seed=seed, minilm=not options.no_minilm
+            )
             report = uvloop.run(run)
             log = stack.log(200)
     text = (
-        f"# Chaos\n\n`python tests/chaos/run.py --duration {options.duration:g} --every {options.every:g} --seed {seed}`, "
-        f"{os.cpu_count()} cores: 2 gateways, 2 workers with the fixed-cost adapter, "
-        f"{'' if options.no_minilm else 'one with MiniLM, '}3 brokers with 3 copies on disk.\n\n{table(report)}\n\n"
-        f"![answers over time]({options.out.with_suffix('.svg').name})\n"
+        f"# Chaos\n\n`python tests/chaos/run.py --duration {options.duration:g} --every {options.every:g} --seed "
+        f"{seed}`, {os.cpu_count()} cores: 2 gateways, 2 workers with the fixed-cost adapter, "
+        f"{'' if options.no_minilm else 'one with MiniLM, '}3 brokers with 3 copies on "
+        f"disk.\n\n{table(report)}\n\n![answers over time]({options.out.with_suffix('.svg').name})\n"
     )
     print(text)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The images: what hadolint says of them, what they promise to the chart, and that what they install is enough and not too much."""
+"""The images: what hadolint says of them, what they promise to the chart, and that what they install is enough and not
+too much.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,16 @@ ROOT = Path(__file__).parents[2]
 IMAGES = {path.name.removesuffix(".Dockerfile"): path for path in sorted((ROOT / "docker").glob("*.Dockerfile"))}
 SLIM = ("gateway", "config", "sidecar")
 PROCESSES = {
-    "gateway": "sie_gateway.process", "config": "sie_config.process", "sidecar": "sie_sidecar.process", "adapter": "sie_adapter.process",
-}  # fmt: skip
+    "gateway": "sie_gateway.process",
+    "config": "sie_config.process",
+    "sidecar": "sie_sidecar.process",
+    "adapter": "sie_adapter.process",
+}
 MOST_BYTES = {"gateway": 150_000_000, "config": 150_000_000, "sidecar": 170_000_000}
 OWN = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli", "catalog")
-PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
+    "packages"
+]
 _LEFT_OUT = re.compile(r"/numpy/(.*\btests|f2py|distutils)/")
 SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 
@@ -40,7 +47,10 @@ SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 def instructions(image: str) -> list[tuple[str, str]]:
     """Of a Dockerfile: keyword and the rest, continued lines joined, comments left out."""
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", IMAGES[image].read_text()))
-    return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())]
+    return [
+        (word, " ".join(rest.split()))
+        for word, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())
+    ]
 
 
 def last_stage(image: str) -> list[tuple[str, str]]:
@@ -49,8 +59,12 @@ def last_stage(image: str) -> list[tuple[str, str]]:
 
 
 def test_there_is_one_for_each_that_the_chart_names() -> None:
-    named = {each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("everything.yaml"))} - {"nats"}
-    named |= {each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("values-gke.yaml"))} - {"nats"}
+    named = {
+        each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("everything.yaml"))
+    } - {"nats"}
+    named |= {
+        each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("values-gke.yaml"))
+    } - {"nats"}
     assert named == {f"sie-{image}" for image in IMAGES}
 
 
@@ -66,7 +80,9 @@ def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> Non
     found = last_stage(image)
     words = [word for word, _ in found]
     told = dict(found)
-    (security,) = {json.dumps(spec["securityContext"]["runAsUser"]) for _, spec, _ in containers(rendered("everything.yaml"))}
+    (security,) = {
+        json.dumps(spec["securityContext"]["runAsUser"]) for _, spec, _ in containers(rendered("everything.yaml"))
+    }
     assert told["USER"] == security
     assert words.index("USER") < words.index("ENTRYPOINT")
     assert json.loads(told["ENTRYPOINT"]) == ["sie", image.partition("-")[0]]
@@ -75,13 +91,19 @@ def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> Non
     assert command[:2] == ["python", "-ISc"]
     compile(command[2], image, "exec")
     assert "ADD" not in words
-    assert [rest for word, rest in found if word == "COPY"] == ["--from=build /opt/sie /opt/sie"], "nothing else reaches the image"
+    assert [rest for word, rest in found if word == "COPY"] == ["--from=build /opt/sie /opt/sie"], (
+        "nothing else reaches the image"
+    )
 
 
 def test_health_checks_ask_what_processes_answer() -> None:
     """The same ports and paths as the probes of the chart."""
     ports = {each["name"]: each.get("ports", ()) for _, _, each in containers(rendered("values.yaml"))}
-    for image, container, port in (("gateway", "gateway", 9090), ("config", "config", 8081), ("sidecar", "worker-sidecar", 9095)):
+    for image, container, port in (
+        ("gateway", "gateway", 9090),
+        ("config", "config", 8081),
+        ("sidecar", "worker-sidecar", 9095),
+    ):
         check = dict(last_stage(image))["HEALTHCHECK"]
         assert "/healthz" in check
         assert str(port) in check
@@ -93,7 +115,9 @@ async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp
 
     async def passes(image: str, **environ: str) -> bool:
         _, *arguments = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
-        found = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environ, stderr=asyncio.subprocess.DEVNULL)
+        found = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, env=environ, stderr=asyncio.subprocess.DEVNULL
+        )
         return await asyncio.wait_for(found.wait(), 60) == 0
 
     async with InProcess(tmp_path) as cluster:
@@ -103,8 +127,9 @@ async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp
         checks = [
             ("gateway", {"SIE_GATEWAY_METRICS_PORT": str(gateway.settings.gateway_metrics_port)}),
             ("sidecar", {"SIE_WORKER_METRICS_PORT": str(sidecar.settings.worker_metrics_port)}),
-            ("adapter-cpu", {"SIE_IPC_SOCKET_PATH": adapter.path}), ("adapter-cuda", {"SIE_IPC_SOCKET_PATH": adapter.path}),
-        ]  # fmt: skip
+            ("adapter-cpu", {"SIE_IPC_SOCKET_PATH": adapter.path}),
+            ("adapter-cuda", {"SIE_IPC_SOCKET_PATH": adapter.path}),
+        ]
         assert [await passes(image, **environ) for image, environ in checks] == [True] * 4
     assert [await passes(image, **environ) for image, environ in checks] == [False] * 4
 
@@ -134,7 +159,10 @@ def test_spans_go_where_the_collector_of_compose_listens() -> None:
     port = config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
     for name in ("gateway", "config", "sidecar", "adapter"):
         environ = services[name]["environment"]
-        assert (environ["SIE_TRACING_ENABLED"], environ["OTEL_EXPORTER_OTLP_ENDPOINT"]) == ("true", f"http://collector:{port}")
+        assert (environ["SIE_TRACING_ENABLED"], environ["OTEL_EXPORTER_OTLP_ENDPOINT"]) == (
+            "true",
+            f"http://collector:{port}",
+        )
     for pipeline in config["service"]["pipelines"].values():
         for kind, names in pipeline.items():
             assert set(names) <= config[kind].keys()
@@ -182,7 +210,9 @@ def test_the_install_steps_name_extras_that_exist() -> None:
 
 
 def needs(name: str, extras: set[str]) -> list[Requirement]:
-    """What a distribution with these extras requires; of ours, what pyproject.toml says today. Empty for one that is not installed here."""
+    """What a distribution with these extras requires; of ours, what pyproject.toml says today. Empty for one that is
+    not installed here.
+    """
     if name == "sie-cluster":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         parts = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
@@ -191,7 +221,11 @@ def needs(name: str, extras: set[str]) -> list[Requirement]:
         found = [Requirement(text) for text in importlib.metadata.distribution(name).requires or ()]
     except importlib.metadata.PackageNotFoundError:
         return []
-    return [need for need in found if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras})]
+    return [
+        need
+        for need in found
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras})
+    ]
 
 
 @functools.cache
@@ -251,7 +285,14 @@ except SystemExit as end:
 def test_what_an_image_installs_is_enough_for_its_process(image: str) -> None:
     """The process is imported and its command asked for help, with everything else out of reach."""
     component = image.partition("-")[0]
-    argv = [sys.executable, "-c", _BLOCKED, ",".join({*closure(image), "sie-cluster"}), f"{component} --help", PROCESSES[component]]
+    argv = [
+        sys.executable,
+        "-c",
+        _BLOCKED,
+        ",".join({*closure(image), "sie-cluster"}),
+        f"{component} --help",
+        PROCESSES[component],
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"Usage: {component}" in done.stdout or f" {component} [OPTIONS]" in done.stdout
@@ -261,7 +302,9 @@ def test_what_an_image_installs_is_enough_for_its_process(image: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("image", [*SLIM, "adapter-cpu"])
 def test_the_install_steps_work_in_an_empty_environment(image: str, tmp_path: Path) -> None:
-    """Those of the Dockerfile, with another folder: then the command runs, and the small ones are small and without torch."""
+    """Those of the Dockerfile, with another folder: then the command runs, and the small ones are small and without
+    torch.
+    """
     steps = next(rest for word, rest in instructions(image) if word == "RUN" and " install " in rest)
     opt = tmp_path / "sie"
     script = re.sub(r"&& pip\b", f"&& {sys.executable} -m pip", steps.replace("/opt/sie", str(opt)))
@@ -270,9 +313,19 @@ def test_the_install_steps_work_in_an_empty_environment(image: str, tmp_path: Pa
     environ |= {name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name.lower()}
     done = subprocess.run(["bash", "-ec", script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
-    told = subprocess.run([opt / "bin" / "sie", image.partition("-")[0], "--help"], env=environ, capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [opt / "bin" / "sie", image.partition("-")[0], "--help"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert told.returncode == 0, told.stderr
-    imported = [opt / "bin" / "python", "-c", f"import {PROCESSES[image.partition('-')[0]]}, sie_contracts.runtime.spans"]
+    imported = [
+        opt / "bin" / "python",
+        "-c",
+        f"import {PROCESSES[image.partition('-')[0]]}, sie_contracts.runtime.spans",
+    ]
     done = subprocess.run(imported, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     site = Path(sysconfig.get_path("purelib", vars={"base": str(opt), "platbase": str(opt)}))
@@ -289,24 +342,42 @@ def test_the_install_steps_work_in_an_empty_environment(image: str, tmp_path: Pa
     assert not names & {"torch", "transformers", "pip", "setuptools", "pytest"}
     assert not [name for name in names if name.startswith(("nvidia", "triton"))]
     assert not [*site.glob("numpy/**/tests")]
-    assert sum(path.stat().st_size for path in opt.rglob("*") if path.is_file() and not path.is_symlink()) < MOST_BYTES[image]
+    assert (
+        sum(path.stat().st_size for path in opt.rglob("*") if path.is_file() and not path.is_symlink())
+        < MOST_BYTES[image]
+    )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_the_cuda_image_installs_can_be_had_together(tmp_path: Path) -> None:
-    """pip resolves all of it under our constraints; flash-attn, which is compiled there, wants nothing that is not among it."""
+    """pip resolves all of it under our constraints; flash-attn, which is compiled there, wants nothing that is not
+    among it.
+    """
     compiled = next(word for word in installed("adapter-cuda") if word.startswith("flash-attn=="))
     others = [word for word in installed("adapter-cuda") if word != compiled]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     resolve = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(tmp_path / "report")]
-    done = subprocess.run([*resolve, "--constraint", "constraints.txt", *others], cwd=ROOT, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(
+        [*resolve, "--constraint", "constraints.txt", *others], cwd=ROOT, capture_output=True, text=True, timeout=580
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report").read_text())
     found = {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in report["install"]}
     assert found["torch"].partition("+")[0] == "2.13.0"
     environ = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
-    fetch = [*pip, "install", "--dry-run", "--ignore-installed", "--no-deps", "--no-build-isolation", "--quiet", "--report", "-", compiled]
+    fetch = [
+        *pip,
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "--report",
+        "-",
+        compiled,
+    ]
     done = subprocess.run(fetch, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (flash,) = json.loads(done.stdout)["install"]

@@ -1,4 +1,6 @@
-"""ServiceMonitors, the PrometheusRule and dashboards: their fields, their queries against the table of metrics, and alerts that fire."""
+"""ServiceMonitors, the PrometheusRule and dashboards: their fields, their queries against the table of metrics, and
+alerts that fire.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,23 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
         assert endpoint.pop("relabelings") == [{"action": "labeldrop", "regex": "endpoint"}]
         assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "30s"}
         selected = [
-            each for each in of_kind("Service", found).values()
+            each
+            for each in of_kind("Service", found).values()
             if spec["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
-        ]  # fmt: skip
+        ]
         assert len(selected) == 1, "each pod is scraped once"
         (port,) = [port for port in selected[0]["spec"]["ports"] if port["name"] == endpoint["port"]]
         pods = [each["spec"]["template"] for each in workloads(found).values()]
-        behind = [each for each in pods if selected[0]["spec"]["selector"].items() <= each["metadata"]["labels"].items()]
+        behind = [
+            each for each in pods if selected[0]["spec"]["selector"].items() <= each["metadata"]["labels"].items()
+        ]
         targets = [
             (container["name"], each["containerPort"])
-            for template in behind for container in template["spec"]["containers"] for each in container.get("ports", ())
+            for template in behind
+            for container in template["spec"]["containers"]
+            for each in container.get("ports", ())
             if each["name"] == port["targetPort"]
-        ]  # fmt: skip
+        ]
         assert len(targets) == len(behind)
         scraped |= set(targets)
     assert scraped == {("gateway", 9090), ("config", 8081), ("worker-sidecar", 9095)}
@@ -101,9 +108,12 @@ def test_dashboards_are_whole() -> None:
         titles = [panel["title"] for panel in each["panels"]]
         assert len(set(numbers)) == len(numbers) == len(set(titles))
         cells = [
-            (x, y) for panel in each["panels"] for at in [panel["gridPos"]]
-            for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
-        ]  # fmt: skip
+            (x, y)
+            for panel in each["panels"]
+            for at in [panel["gridPos"]]
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        ]
         assert len(set(cells)) == len(cells), "panels lie over each other"
         assert max(x for x, _ in cells) < 24
         for panel in each["panels"]:
@@ -201,11 +211,21 @@ def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
                 }
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(cases), "utf-8")
     for arguments in (("check", "rules", "rules.yaml"), ("test", "rules", "tests.yaml")):
-        found = subprocess.run(["promtool", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        found = subprocess.run(
+            ["promtool", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
         assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_the_pods_that_are_watched_are_those_that_export() -> None:
-    assert {each["name"] for workload in workloads(rendered("values-gke.yaml")).values() for each in pod(workload)["containers"]} == {
-        "gateway", "config", "worker-sidecar", "adapter", "nats",
-    }  # fmt: skip
+    assert {
+        each["name"]
+        for workload in workloads(rendered("values-gke.yaml")).values()
+        for each in pod(workload)["containers"]
+    } == {
+        "gateway",
+        "config",
+        "worker-sidecar",
+        "adapter",
+        "nats",
+    }

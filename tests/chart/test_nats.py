@@ -1,4 +1,6 @@
-"""The broker with the rendered configuration: the processes do their work as its users, and each is refused what is not its own."""
+"""The broker with the rendered configuration: the processes do their work as its users, and each is refused what is not
+its own.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def command_of(found: Any, config: Path) -> list[str]:
     """The rendered one, with paths as they are here. A script of it is written anew."""
     script = config.with_name("start.sh")
     if script.exists():
-        script.write_text(script.read_text().replace("nats-server -c", f"{binary()} -c").replace("/etc/nats", str(config.parent)))
+        script.write_text(
+            script.read_text().replace("nats-server -c", f"{binary()} -c").replace("/etc/nats", str(config.parent))
+        )
     words = container(found, "sie-nats", "nats")["command"]
     return [binary() if word == "nats-server" else word.replace("/etc/nats", str(config.parent)) for word in words]
 
@@ -118,7 +122,9 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
 
     def checksum(values: dict[str, Any]) -> str:
         found = objects(template(values={**CHOSEN, **values}))
-        return str(of_kind("StatefulSet", found)["sie-nats"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"])
+        return str(
+            of_kind("StatefulSet", found)["sie-nats"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        )
 
     assert checksum({"nats": {"maxPayloadBytes": 1 << 20}}) != checksum({}) == checksum({"pool": "other"})
 
@@ -130,8 +136,13 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
     servers = []
     try:
         for number, (client, monitor, route) in enumerate(ports):
-            changes = {f"0.0.0.0:{port}": f"127.0.0.1:{here}" for port, here in ((4222, client), (8222, monitor), (6222, route))}
-            config = config_of(found, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'})
+            changes = {
+                f"0.0.0.0:{port}": f"127.0.0.1:{here}"
+                for port, here in ((4222, client), (8222, monitor), (6222, route))
+            }
+            config = config_of(
+                found, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'}
+            )
             environ = {"PATH": os.environ["PATH"], **environ_of(found, number)}
             script = config.with_name("start.sh").read_text()
             for peer, (_, _, at) in enumerate(ports):
@@ -154,7 +165,10 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
                     await asyncio.sleep(0.1)
             await bucket.write([Write("one", b"1")])
             async with httpx.AsyncClient(trust_env=False) as client:
-                names = {(await client.get(f"http://127.0.0.1:{monitor}/varz")).json()["server_name"] for _, monitor, _ in ports}
+                names = {
+                    (await client.get(f"http://127.0.0.1:{monitor}/varz")).json()["server_name"]
+                    for _, monitor, _ in ports
+                }
                 meta = (await client.get(f"http://127.0.0.1:{ports[0][1]}/jsz")).json()["meta_cluster"]
             assert names == {"sie-nats-0", "sie-nats-1", "sie-nats-2"}
             assert meta["cluster_size"] == 3
@@ -201,7 +215,8 @@ def violations(server: NatsServer) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "url", ["nats://127.0.0.1", "nats://gateway:wrong@127.0.0.1", "nats://route:12h@127.0.0.1", "nats://stranger@127.0.0.1"]
+    "url",
+    ["nats://127.0.0.1", "nats://gateway:wrong@127.0.0.1", "nats://route:12h@127.0.0.1", "nats://stranger@127.0.0.1"],
 )
 async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
     with pytest.raises(BrokerError):
@@ -212,7 +227,12 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
     """X3: catalogue, deltas, work, results, placement, demand, reservations, keys; the server refuses nothing of it."""
     before = len(violations(server))
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "admin"}
-    shared = {"SIE_MACHINE_PROFILE": "cpu", "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4", "SIE_QUEUE_MAX_BYTES": str(1 << 24), **tokens}
+    shared = {
+        "SIE_MACHINE_PROFILE": "cpu",
+        "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4",
+        "SIE_QUEUE_MAX_BYTES": str(1 << 24),
+        **tokens,
+    }
     stops, tasks = [Stop() for _ in range(3)], []
     folder = tmp_path / "models"
     folder.mkdir()
@@ -224,24 +244,40 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
         key, token = records.create("first", ("infer", "read", "pools", "admin"), now_s=time.time())
         await keys.write([Write(key.id, records.encode(key), 0)])
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        config = settings_of(SIE_NATS_URL=url_of(server, "config"), SIE_MODELS_DIR=str(folder), SIE_MODEL_FILTER="toy/one", **tokens)
-        tasks.append(asyncio.create_task(run_config(config, stops[0], host="127.0.0.1", port=0, on_listening=listening.set_result)))
+        config = settings_of(
+            SIE_NATS_URL=url_of(server, "config"), SIE_MODELS_DIR=str(folder), SIE_MODEL_FILTER="toy/one", **tokens
+        )
+        tasks.append(
+            asyncio.create_task(
+                run_config(config, stops[0], host="127.0.0.1", port=0, on_listening=listening.set_result)
+            )
+        )
         url = f"http://127.0.0.1:{await listening}"
         side = free_port(2)
         gateway = settings_of(**shared, SIE_GATEWAY_METRICS_PORT=str(side), SIE_AUTH_MODE="token")
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         source = config_source(url, gateway.config_read_token)
-        serving = serve_gateway(gateway, brokers["gateway"], source, stops[1], host="127.0.0.1", port=0, on_listening=ready.set_result)
+        serving = serve_gateway(
+            gateway, brokers["gateway"], source, stops[1], host="127.0.0.1", port=0, on_listening=ready.set_result
+        )
         tasks.append(asyncio.create_task(serving))
         port = await asyncio.wait_for(ready, 20)
         own = {
-            "SIE_IPC_SOCKET_PATH": adapter.path, "SIE_WORKER_METRICS_PORT": str(side + 1), "SIE_WORKER_ID": "w0",
-            "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}", "SIE_CONFIG_READ_TOKEN": "reader", "SIE_MACHINE_PROFILE": "cpu",
-        }  # fmt: skip
+            "SIE_IPC_SOCKET_PATH": adapter.path,
+            "SIE_WORKER_METRICS_PORT": str(side + 1),
+            "SIE_WORKER_ID": "w0",
+            "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}",
+            "SIE_CONFIG_READ_TOKEN": "reader",
+            "SIE_MACHINE_PROFILE": "cpu",
+        }
         sidecar = settings_of(**own)
         reading = config_source(url, sidecar.config_read_token)
-        tasks.append(asyncio.create_task(serve_sidecar(sidecar, brokers["worker"], reading, stops[2], host="127.0.0.1")))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20))
+        tasks.append(
+            asyncio.create_task(serve_sidecar(sidecar, brokers["worker"], reading, stops[2], host="127.0.0.1"))
+        )
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20)
+        )
         plain = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
         bearer = {"Authorization": f"Bearer {token}"}
 
@@ -253,11 +289,14 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
             end_s = time.monotonic() + 30
             while not await check():
                 for task in tasks:
-                    assert not task.done(), f"{what}: a process ended with {task.exception()!r}\n" + "\n".join(violations(server))
+                    assert not task.done(), f"{what}: a process ended with {task.exception()!r}\n" + "\n".join(
+                        violations(server)
+                    )
                 assert time.monotonic() < end_s, f"not within 30 s: {what}\n" + "\n".join(violations(server))
                 await asyncio.sleep(0.05)
 
         try:
+
             async def worker_is_ready() -> bool:
                 with contextlib.suppress(httpx.TransportError):
                     return (await plain.get(f"http://127.0.0.1:{side + 1}/readyz")).status_code == 200
@@ -271,7 +310,9 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
             assert await ask(**{"X-SIE-Machine-Profile": "l4", "X-SIE-Timeout-Ms": "300"}) == 503
 
             async def demanded() -> bool:
-                return (await plain.get(f"http://127.0.0.1:{side}/v1/scaling/_default.l4.default")).json()["demand"] == 1
+                return (await plain.get(f"http://127.0.0.1:{side}/v1/scaling/_default.l4.default")).json()[
+                    "demand"
+                ] == 1
 
             await eventually(demanded, "a record of demand")
             made = await client.post("/v1/pools", json={"name": "team", "gpus": {"cpu": 1}}, headers=bearer)
@@ -287,7 +328,9 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
             headers = {"Authorization": "Bearer admin", "Content-Type": "application/json", "Idempotency-Key": "one"}
             written = await plain.post(f"{url}/v1/configs/models", content=document, headers=headers)
             assert written.status_code == 201, written.text
-            assert (await plain.get(f"{url}/v1/configs/epoch", headers={"Authorization": "Bearer reader"})).json() != epoch
+            assert (
+                await plain.get(f"{url}/v1/configs/epoch", headers={"Authorization": "Bearer reader"})
+            ).json() != epoch
 
             async def known() -> bool:
                 return await ask("toy/two") == 200
@@ -313,17 +356,26 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
 LANE = topology.Lane("_default", "cpu", "default")
 OWN = {
     "gateway": (
-        topology.work_subject(LANE, "interactive", "org/model-1.5"), topology.slot_subject(LANE, "bulk", "org/model-1.5"),
-        topology.cancel_subject("_default"), topology.gateway_subject("g.1"), topology.assigned_subject("sie-worker-cpu-7d9f-x2"),
+        topology.work_subject(LANE, "interactive", "org/model-1.5"),
+        topology.slot_subject(LANE, "bulk", "org/model-1.5"),
+        topology.cancel_subject("_default"),
+        topology.gateway_subject("g.1"),
+        topology.assigned_subject("sie-worker-cpu-7d9f-x2"),
     ),
     "config": (topology.config_subject("default"),),
-    "worker": (topology.health_subject("sie-worker-cpu-7d9f-x2"), topology.dead_letter_subject("_default"), "sie.result.0123abcd.r1"),
-}  # fmt: skip
+    "worker": (
+        topology.health_subject("sie-worker-cpu-7d9f-x2"),
+        topology.dead_letter_subject("_default"),
+        "sie.result.0123abcd.r1",
+    ),
+}
 
 
 @pytest.mark.parametrize("user", OWN)
 async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: str) -> None:
-    """Also what is rarely said: that a request was cancelled, that a worker may have another pool, that work was given up."""
+    """Also what is rarely said: that a request was cancelled, that a worker may have another pool, that work was given
+    up.
+    """
     heard: set[str] = set()
 
     async def hear(message: CoreMessage) -> None:
@@ -338,33 +390,88 @@ async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: s
 
 FORBIDDEN_TO_PUBLISH = {
     "gateway": (
-        "sie.config.models.default", "sie.health.w0", "sie.dead._default", "sie.result.a.b", "$KV.sie_catalogue.x", "$KV.sie_keys.x",
-        "$KV.sie_poison.x", "$JS.API.STREAM.DELETE.KV_sie_catalogue", "$JS.API.STREAM.DELETE.KV_sie_keys",
+        "sie.config.models.default",
+        "sie.health.w0",
+        "sie.dead._default",
+        "sie.result.a.b",
+        "$KV.sie_catalogue.x",
+        "$KV.sie_keys.x",
+        "$KV.sie_poison.x",
+        "$JS.API.STREAM.DELETE.KV_sie_catalogue",
+        "$JS.API.STREAM.DELETE.KV_sie_keys",
         "$JS.API.STREAM.PURGE.WORK__default",
-        "$JS.API.CONSUMER.MSG.NEXT.WORK__default.c", "$JS.ACK.WORK__default.c.1.1.1.1.0",
+        "$JS.API.CONSUMER.MSG.NEXT.WORK__default.c",
+        "$JS.ACK.WORK__default.c.1.1.1.1.0",
     ),
     "config": (
-        "sie.work._default.cpu.default.interactive.m", "sie.health.w0", "sie.gateway.g", "sie.result.a.b", "sie.cancel._default",
-        "$KV.sie_keys.x", "$KV.sie_placement.x", "$JS.API.STREAM.INFO.WORK__default", "$JS.API.STREAM.DELETE.KV_sie_catalogue",
-        "$JS.API.STREAM.DELETE.KV_sie_keys", "$JS.API.STREAM.UPDATE.KV_sie_keys", "$JS.API.CONSUMER.CREATE.WORK__default.c",
+        "sie.work._default.cpu.default.interactive.m",
+        "sie.health.w0",
+        "sie.gateway.g",
+        "sie.result.a.b",
+        "sie.cancel._default",
+        "$KV.sie_keys.x",
+        "$KV.sie_placement.x",
+        "$JS.API.STREAM.INFO.WORK__default",
+        "$JS.API.STREAM.DELETE.KV_sie_catalogue",
+        "$JS.API.STREAM.DELETE.KV_sie_keys",
+        "$JS.API.STREAM.UPDATE.KV_sie_keys",
+        "$JS.API.CONSUMER.CREATE.WORK__default.c",
     ),
     "worker": (
-        "sie.work._default.cpu.default.interactive.m", "sie.config.models.default", "sie.gateway.g", "sie.assigned.w1",
-        "sie.cancel._default", "$KV.sie_catalogue.x", "$KV.sie_keys.x", "$KV.sie_placement.x", "$KV.sie_demand.x",
-        "$JS.API.STREAM.CREATE.WORK_mine", "$JS.API.STREAM.DELETE.WORK__default",
-        "$JS.API.STREAM.MSG.GET.KV_sie_keys", "$JS.API.STREAM.MSG.GET.WORK__default",
-        "$JS.API.STREAM.INFO.KV_sie_keys", "$JS.API.CONSUMER.CREATE.KV_sie_keys.c", "$JS.API.CONSUMER.MSG.NEXT.KV_sie_keys.c",
+        "sie.work._default.cpu.default.interactive.m",
+        "sie.config.models.default",
+        "sie.gateway.g",
+        "sie.assigned.w1",
+        "sie.cancel._default",
+        "$KV.sie_catalogue.x",
+        "$KV.sie_keys.x",
+        "$KV.sie_placement.x",
+        "$KV.sie_demand.x",
+        "$JS.API.STREAM.CREATE.WORK_mine",
+        "$JS.API.STREAM.DELETE.WORK__default",
+        "$JS.API.STREAM.MSG.GET.KV_sie_keys",
+        "$JS.API.STREAM.MSG.GET.WORK__default",
+        "$JS.API.STREAM.INFO.KV_sie_keys",
+        "$JS.API.CONSUMER.CREATE.KV_sie_keys.c",
+        "$JS.API.CONSUMER.MSG.NEXT.KV_sie_keys.c",
         "$JS.API.CONSUMER.CREATE.WORK__default.c.f",
     ),
-}  # fmt: skip
+}
 FORBIDDEN_TO_HEAR = {
-    "gateway": ("sie.work.>", "sie.dead.>", "sie.>", ">", "$KV.>", "$JS.API.>", "_INBOX.>", "_INBOX.worker.>", "_INBOX.operator.>"),
-    "config": ("sie.work.>", "sie.result.>", "sie.cancel.*", ">", "$KV.>", "_INBOX.>", "_INBOX.worker.>", "_INBOX.*.*.*"),
+    "gateway": (
+        "sie.work.>",
+        "sie.dead.>",
+        "sie.>",
+        ">",
+        "$KV.>",
+        "$JS.API.>",
+        "_INBOX.>",
+        "_INBOX.worker.>",
+        "_INBOX.operator.>",
+    ),
+    "config": (
+        "sie.work.>",
+        "sie.result.>",
+        "sie.cancel.*",
+        ">",
+        "$KV.>",
+        "_INBOX.>",
+        "_INBOX.worker.>",
+        "_INBOX.*.*.*",
+    ),
     "worker": (
-        "sie.work.>", "sie.result.>", "sie.gateway.*", "sie.health.*", ">", "$KV.>", "sie.dead.>", "_INBOX.>", "_INBOX.gateway.>",
+        "sie.work.>",
+        "sie.result.>",
+        "sie.gateway.*",
+        "sie.health.*",
+        ">",
+        "$KV.>",
+        "sie.dead.>",
+        "_INBOX.>",
+        "_INBOX.gateway.>",
         "_INBOX.config.*.*",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
@@ -396,7 +503,9 @@ async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer,
 
 @pytest.mark.parametrize("user", FORBIDDEN_TO_HEAR)
 async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, user: str) -> None:
-    """X3: a listener on all that it may hear gets neither what the broker answers to the others nor what they answer to each other."""
+    """X3: a listener on all that it may hear gets neither what the broker answers to the others nor what they answer to
+    each other.
+    """
     heard: list[str] = []
     asked: list[str] = []
 
@@ -408,7 +517,9 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
         await brokers["gateway"].send(message.reply, b"confirmed")
 
     async with contextlib.AsyncExitStack() as stack:
-        brokers = {name: await stack.enter_async_context(connected(server, name)) for name in ("gateway", "config", "worker")}
+        brokers = {
+            name: await stack.enter_async_context(connected(server, name)) for name in ("gateway", "config", "worker")
+        }
         listener = await stack.enter_async_context(connected(server, user))
         for subject in ("_INBOX.*.*", "_INBOX.*.>"):
             await listener.subscribe(subject, hear)
@@ -417,13 +528,17 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
         assert await brokers["worker"].request("sie.result.a.b", b"", 5) == b"confirmed"
         for name, bucket in (("gateway", topology.PLACEMENT_BUCKET), ("config", topology.CATALOGUE_BUCKET)):
             await brokers[name].key_value(bucket)
-        await listener.key_value(topology.KEYS_BUCKET) if user == "config" else await listener.stream_state("KV_sie_placement")
+        await listener.key_value(topology.KEYS_BUCKET) if user == "config" else await listener.stream_state(
+            "KV_sie_placement"
+        )
         await until(lambda: heard, "its own answers, which come behind everything that was sent to it before")
     assert [subject for subject in heard if not subject.startswith(own)] == []
     assert [subject.rsplit(".", 2)[0] for subject in asked] == ["_INBOX.worker"]
 
 
-async def test_a_process_whose_inbox_names_no_user_works_on(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_whose_inbox_names_no_user_works_on(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the release before, while an upgrade replaces one pod after the other."""
     monkeypatch.setattr(connection, "inbox_prefix", lambda credentials: "_INBOX")
     before = len(violations(server))
@@ -444,9 +559,11 @@ async def test_a_process_whose_inbox_names_no_user_works_on(server: NatsServer, 
 @pytest.mark.parametrize(
     ("url", "prefix"),
     [
-        ("nats://b:4222", "_INBOX"), ("nats://token@b:4222", "_INBOX"), ("nats://worker:x@b,nats://worker:x@c", "_INBOX.worker"),
+        ("nats://b:4222", "_INBOX"),
+        ("nats://token@b:4222", "_INBOX"),
+        ("nats://worker:x@b,nats://worker:x@c", "_INBOX.worker"),
         ("nats://sie.%2A%20%3E%C3%A9:x@b", "_INBOX.sie-----"),
     ],
-)  # fmt: skip
+)
 def test_an_inbox_is_named_after_its_user(url: str, prefix: str) -> None:
     assert transport.inbox_prefix(transport.split(url)[1]) == prefix

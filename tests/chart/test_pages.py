@@ -1,4 +1,6 @@
-"""What pages tell an operator to type on a cluster: objects, labels, containers and keys are the chart's, queries the table's."""
+"""What pages tell an operator to type on a cluster: objects, labels, containers and keys are the chart's, queries the
+table's.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,34 @@ from monitoring import parts_of
 from pages import DOCS
 
 FILE = "values-gke.yaml"
-RUNBOOK = re.sub(r"^```.*?^```$", "", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)  # without its block
-TYPED = {page.name: re.findall(r"\b(?:kubectl|helm|kind) [^`\n]*(?:\\\n[^`\n]*)*", page.read_text("utf-8")) for page in DOCS.glob("*.md")}
+RUNBOOK = re.sub(
+    r"^```.*?^```$", "", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+)  # without its block
+TYPED = {
+    page.name: re.findall(r"\b(?:kubectl|helm|kind) [^`\n]*(?:\\\n[^`\n]*)*", page.read_text("utf-8"))
+    for page in DOCS.glob("*.md")
+}
 COMMANDS = [(page, command) for page, commands in TYPED.items() for command in commands]
 
 
 def test_every_selector_finds_pods() -> None:
     labels = [each["spec"]["template"]["metadata"]["labels"] for each in workloads(rendered(FILE)).values()]
-    asked = [(page, key, value) for page, command in COMMANDS for key, value in re.findall(r"-l ([\w./-]+)=([\w-]+)", command)]
+    asked = [
+        (page, key, value)
+        for page, command in COMMANDS
+        for key, value in re.findall(r"-l ([\w./-]+)=([\w-]+)", command)
+    ]
     assert len(asked) >= 4
     assert [each for each in asked if not any(own.get(each[1]) == each[2] for own in labels)] == []
 
 
 def test_every_object_container_and_file_is_there() -> None:
     names = {"deployment": workloads(rendered(FILE)).keys(), "service": of_kind("Service", rendered(FILE)).keys()}
-    objects = [(page, kind, name) for page, command in COMMANDS for kind, name in re.findall(r"\b(deployment|service)/([\w-]+)", command)]
+    objects = [
+        (page, kind, name)
+        for page, command in COMMANDS
+        for kind, name in re.findall(r"\b(deployment|service)/([\w-]+)", command)
+    ]
     assert {kind for _, kind, _ in objects} == {"deployment", "service"}
     assert [each for each in objects if each[2] not in names[each[1]]] == []
     own = {each["name"] for workload in workloads(rendered(FILE)).values() for each in pod(workload)["containers"]}

@@ -1,4 +1,6 @@
-"""What operators rely on in pods: probes, resources, restricted security, time to end, commands that exist, secrets by reference alone."""
+"""What operators rely on in pods: probes, resources, restricted security, time to end, commands that exist, secrets by
+reference alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,20 @@ import re
 from typing import Any
 
 import pytest
-from helm import CHOSEN, FILES, SECRET, container, containers, objects, of_kind, pod, rendered, template, variables, workloads
+from helm import (
+    CHOSEN,
+    FILES,
+    SECRET,
+    container,
+    containers,
+    objects,
+    of_kind,
+    pod,
+    rendered,
+    template,
+    variables,
+    workloads,
+)
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
 from sie_cli import main as cli
@@ -26,7 +41,9 @@ def found(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
 
 
 def test_every_container_has_probes_and_resources(found: tuple[dict[str, Any], ...]) -> None:
-    """A9: a load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness whether it answers."""
+    """A9: a load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness
+    whether it answers.
+    """
     for name, spec, each in containers(found):
         resources = each["resources"]
         assert resources["requests"].keys() >= {"cpu", "memory"}, name
@@ -62,8 +79,10 @@ def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...])
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert each["securityContext"] == {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-        }, name  # fmt: skip
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         for volume in spec["volumes"]:
             assert volume.keys() - {"name"} <= allowed
@@ -72,8 +91,10 @@ def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...])
 
 
 def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ...]) -> None:
-    """P3: the longest deadline is that of a request; gateways and config service first serve on until load balancers know. The processes
-    themselves do so: a `sleep` before SIGTERM would leave clients their connections until they are refused."""
+    """P3: the longest deadline is that of a request; gateways and config service first serve on until load balancers
+    know. The processes themselves do so: a `sleep` before SIGTERM would leave clients their connections until they are
+    refused.
+    """
     gateway = container(found, "sie-gateway", "gateway")
     told = {"SIE_GATEWAY_REQUEST_TIMEOUT": variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"]}
     longest_s = longest_drain_s(load(environ=told).settings)
@@ -86,7 +107,11 @@ def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ..
         assert "lifecycle" not in each
     for name, workload in workloads(found).items():
         if name == "sie-nats":
-            lame_s = float(re.search(r'lame_duck_duration: "(\d+)s"', of_kind("ConfigMap", found)["sie-nats"]["data"]["nats.conf"])[1])  # type: ignore[index]
+            lame_s = float(
+                re.search(
+                    r'lame_duck_duration: "(\d+)s"', of_kind("ConfigMap", found)["sie-nats"]["data"]["nats.conf"]
+                )[1]
+            )  # type: ignore[index]
             assert pod(workload)["terminationGracePeriodSeconds"] > lame_s
         else:
             assert pod(workload)["terminationGracePeriodSeconds"] > longest_s + waits_s
@@ -104,7 +129,9 @@ def test_the_adapter_ends_after_its_sidecar_has_drained(found: tuple[dict[str, A
 
 def test_a_longer_request_gives_pods_more_time() -> None:
     found = objects(template(values={**CHOSEN, "gateway": {"requestTimeoutSeconds": 599.5, "preStopSeconds": 20}}))
-    assert {pod(each)["terminationGracePeriodSeconds"] for name, each in workloads(found).items() if name != "sie-nats"} == {600 + 20 + 30}
+    assert {
+        pod(each)["terminationGracePeriodSeconds"] for name, each in workloads(found).items() if name != "sie-nats"
+    } == {600 + 20 + 30}
 
 
 def test_every_workload_has_a_budget_that_lets_nodes_drain(found: tuple[dict[str, Any], ...]) -> None:
@@ -112,7 +139,9 @@ def test_every_workload_has_a_budget_that_lets_nodes_drain(found: tuple[dict[str
     for workload in workloads(found).values():
         labels = workload["spec"]["template"]["metadata"]["labels"]
         budgets = [each["spec"] for each in of_kind("PodDisruptionBudget", found).values()]
-        assert [each["maxUnavailable"] for each in budgets if each["selector"]["matchLabels"].items() <= labels.items()] == [1]
+        assert [
+            each["maxUnavailable"] for each in budgets if each["selector"]["matchLabels"].items() <= labels.items()
+        ] == [1]
     for name in ("sie-gateway", "sie-config"):
         assert pod(workloads(found)[name])["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
 
@@ -128,7 +157,9 @@ def test_one_account_for_each_component_that_may_do_nothing(found: tuple[dict[st
     rules = [rule for role in of_kind("Role", found).values() for rule in role["rules"]]
     if mounted:
         assert mounted == ["sie-gateway"]
-        assert rules == [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
+        assert rules == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+        ]
         assert of_kind("RoleBinding", found)["sie-gateway"]["subjects"][0]["name"] == "sie-gateway"
     else:
         assert not rules
@@ -136,7 +167,9 @@ def test_one_account_for_each_component_that_may_do_nothing(found: tuple[dict[st
 
 
 def test_no_variable_of_a_service_reaches_a_process(found: tuple[dict[str, Any], ...]) -> None:
-    """A service named sie-gateway-metrics would set SIE_GATEWAY_METRICS_PORT to tcp://..., by which a gateway refuses to start."""
+    """A service named sie-gateway-metrics would set SIE_GATEWAY_METRICS_PORT to tcp://..., by which a gateway refuses
+    to start.
+    """
     for workload in workloads(found).values():
         assert pod(workload)["enableServiceLinks"] is False
 
@@ -167,14 +200,18 @@ def test_ports_are_those_that_processes_listen_on(found: tuple[dict[str, Any], .
 
 
 def test_urls_name_services_and_ports_that_exist(found: tuple[dict[str, Any], ...]) -> None:
-    services = {(name, port["port"]) for name, each in of_kind("Service", found).items() for port in each["spec"]["ports"]}
+    services = {
+        (name, port["port"]) for name, each in of_kind("Service", found).items() for port in each["spec"]["ports"]
+    }
     named = {port["name"] for _, _, each in containers(found) for port in each.get("ports", ())}
     for each in of_kind("Service", found).values():
         assert {port["targetPort"] for port in each["spec"]["ports"]} <= named
     urls = set()
     for _, _, each in containers(found):
         texts = [*each.get("args", ()), *(value for value in variables(each).values() if isinstance(value, str))]
-        pairs = (pair for text in texts for pair in re.findall(r"(?:http|nats)://(?:[^@/]*@)?(sie-[a-z-]+):(\d+)", text))
+        pairs = (
+            pair for text in texts for pair in re.findall(r"(?:http|nats)://(?:[^@/]*@)?(sie-[a-z-]+):(\d+)", text)
+        )
         urls |= {(host, int(port)) for host, port in pairs}
     assert urls >= {("sie-config", 8081), ("sie-gateway", 8080), ("sie-nats", 4222)}
     assert urls <= services
@@ -207,7 +244,9 @@ def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
         assert counts == [int(variables(sidecar)["SIE_GPU_COUNT"])] * 2
         assert "nvidia.com/gpu" not in json.dumps(sidecar["resources"])
         on_gpu = bool(counts[0])
-        assert adapter["image"].partition(":")[0].rpartition("/")[2] == ("sie-adapter-cuda" if on_gpu else "sie-adapter-cpu")
+        assert adapter["image"].partition(":")[0].rpartition("/")[2] == (
+            "sie-adapter-cuda" if on_gpu else "sie-adapter-cpu"
+        )
         assert not (on_gpu and variables(adapter)["SIE_DEVICE"] == "cpu")
         taints = {each["key"] for each in pod(workload).get("tolerations", ())}
         if on_gpu:
@@ -257,7 +296,9 @@ def test_tokens_are_there_where_the_mode_wants_them(mode: str, expected: bool | 
     environ = variables(container(found, "sie-gateway", "gateway"))
     assert environ["SIE_AUTH_MODE"] == mode
     tokens = environ.get("SIE_AUTH_TOKENS")
-    assert tokens == (None if expected is None else {"secretKeyRef": {"name": "mine", "key": "auth-tokens", "optional": expected}})
+    assert tokens == (
+        None if expected is None else {"secretKeyRef": {"name": "mine", "key": "auth-tokens", "optional": expected}}
+    )
 
 
 def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -> None:
@@ -272,12 +313,27 @@ def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -
         assert split(url, Secret("pw")) == (["tls://one:4222", "tls://two:4223"], {"user": user, "password": "pw"})
 
 
-@pytest.mark.parametrize(("cache", "expected"), [
-    ({}, {"emptyDir": {"sizeLimit": "50Gi"}}),
-    ({"size": "9Gi", "storageClass": "fast"}, {"ephemeral": {"volumeClaimTemplate": {"spec": {
-        "accessModes": ["ReadWriteOnce"], "storageClassName": "fast", "resources": {"requests": {"storage": "9Gi"}}}}}}),
-    ({"existingClaim": "shared", "storageClass": "fast"}, {"persistentVolumeClaim": {"claimName": "shared"}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cache", "expected"),
+    [
+        ({}, {"emptyDir": {"sizeLimit": "50Gi"}}),
+        (
+            {"size": "9Gi", "storageClass": "fast"},
+            {
+                "ephemeral": {
+                    "volumeClaimTemplate": {
+                        "spec": {
+                            "accessModes": ["ReadWriteOnce"],
+                            "storageClassName": "fast",
+                            "resources": {"requests": {"storage": "9Gi"}},
+                        }
+                    }
+                }
+            },
+        ),
+        ({"existingClaim": "shared", "storageClass": "fast"}, {"persistentVolumeClaim": {"claimName": "shared"}}),
+    ],
+)
 def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected: dict[str, Any]) -> None:
     """P12"""
     found = objects(template(values={**CHOSEN, "workers": {"common": {"cache": cache}}}))
@@ -286,4 +342,6 @@ def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected
     adapter = container(found, "sie-worker-cpu", "adapter")
     limit = str(50 << 30) if "emptyDir" in expected else None  # the file system of a claim knows its size
     assert variables(adapter).get("SIE_DISK_CACHE_BYTES") == limit
-    assert variables(adapter)["SIE_LOCAL_CACHE"] in {mount["mountPath"] for mount in adapter["volumeMounts"] if mount["name"] == "cache"}
+    assert variables(adapter)["SIE_LOCAL_CACHE"] in {
+        mount["mountPath"] for mount in adapter["volumeMounts"] if mount["name"] == "cache"
+    }

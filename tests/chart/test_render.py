@@ -1,4 +1,6 @@
-"""The chart renders with every values file, what it renders is valid for each Kubernetes that it names, and what is missing is said."""
+"""The chart renders with every values file, what it renders is valid for each Kubernetes that it names, and what is
+missing is said.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import yaml
 from helm import CHART, CHOSEN, FILES, HelmError, of_kind, rendered, template, workloads
 
 KUBERNETES = ("1.28", "1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
-# Objects of operators, which Kubernetes itself does not know; their fields are asserted in test_scaling.py and test_monitoring.py.
+# Objects of operators, which Kubernetes itself does not know; their fields are asserted in test_scaling.py and
+# test_monitoring.py.
 OPERATORS = {"keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
 
 
@@ -45,9 +48,18 @@ def test_every_core_object_is_valid(version: str) -> None:
             kinds.add(found["kind"])
             assert valid(json.dumps(found, sort_keys=True), version) == version
     assert kinds == {
-        "ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "PodDisruptionBudget", "Role", "RoleBinding",
-        "Service", "ServiceAccount", "StatefulSet",
-    }  # fmt: skip
+        "ConfigMap",
+        "Deployment",
+        "HorizontalPodAutoscaler",
+        "Ingress",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Role",
+        "RoleBinding",
+        "Service",
+        "ServiceAccount",
+        "StatefulSet",
+    }
 
 
 def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
@@ -89,51 +101,114 @@ def groups(**own: Any) -> dict[str, Any]:
     return {**CHOSEN, "workers": {"groups": own}}
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({}, "auth.mode: choose who may call"),
-    ({"auth": {"secretName": "sie"}}, "auth.mode: choose who may call"),
-    ({"auth": {"mode": "static"}}, "auth.secretName: name a secret"),
-    ({"auth": {"mode": "Static", "secretName": "sie"}}, "auth.mode"),
-    ({**CHOSEN, "stream": {"replicas": 3}}, "stream.replicas: 3 copies need as many brokers, and nats.replicas is 1"),
-    ({**CHOSEN, "nats": {"enabled": False}}, "nats.url: name the servers of your broker"),
-    ({**CHOSEN, "nats": {"enabled": False, "url": "nats://user:pass@broker"}}, "nats.url"),
-    ({**CHOSEN, "workers": {"groups": {"odd": {}}}}, "machineProfile is required"),
-    ({**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"coalesceMs": "5"}}}}}, "coalesceMs: Invalid type"),
-    ({**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"maxBatchRequests": 0}}}}}, "maxBatchRequests: Must be greater"),
-    ({**CHOSEN, "settings": {"SIE_ACK_WAIT": 3}}, "settings.SIE_ACK_WAIT: no process reads it here, did you mean SIE_ACK_WAIT_S?"),
-    ({**CHOSEN, "settings": {"SIE_AUTH_TOKENS": "in-clear"}}, "settings.SIE_AUTH_TOKENS: no process reads it here; `sie settings`"),
-    ({**CHOSEN, "gateway": {"replica": 3}}, "- gateway.replica: there is no such key, did you mean replicas?"),
-    ({**CHOSEN, "gatway": {"replicas": 3}}, "- gatway: there is no such key, did you mean gateway?"),
-    ({**CHOSEN, "auth": {**CHOSEN["auth"], "odd": 1}}, "- auth.odd: there is no such key; there are: mode, secretName"),
-    ({**CHOSEN, "machineProfiles": {"l4": {"nodeselector": {}}}}, "l4.nodeselector: there is no such key, did you mean nodeSelector?"),
-    (groups(l4={"machinProfile": "l4"}), "workers.groups.l4.machinProfile: there is no such key, did you mean machineProfile?"),
-    (groups(cpu={**CPU, "autoscaling": {"maxReplica": 3}}), "cpu.autoscaling.maxReplica: there is no such key, did you mean maxReplicas?"),
-    (groups(odd=None), "workers.groups.odd: null takes a group away, and there is none of this name"),
-    ({**CHOSEN, "nats": {"maxUnavailable": 0}}, "nats.maxUnavailable: Must be greater than or equal to 1"),
-    (groups(cpu={**CPU, "adapter": {"resources": {"limits": {"memory": "4GB"}}}}), "resources.limits.memory: Does not match pattern"),
-    ({**CHOSEN, "gateway": {"replicas": 0}}, "gateway.replicas: Must be greater than or equal to 1"),
-    ({**CHOSEN, "config": {"replicas": -1}}, "config.replicas: Must be greater than or equal to 1"),
-    ({**CHOSEN, "gateway": {"maxUnavailable": 0}}, "gateway.maxUnavailable: Must be greater than or equal to 1"),
-    ({**CHOSEN, "gateway": {"autoscaling": {"minReplicas": 11}}}, "gateway.autoscaling.minReplicas: 11 is more than maxReplicas, 10"),
-    ({**CHOSEN, "gateway": {"defaultMachineProfile": "h100"}}, 'defaultMachineProfile: no group of workers has "h100"; take one of cpu'),
-    ({**CHOSEN, "settings": {"SIE_ACK_WAIT_S": -1}}, "settings.SIE_ACK_WAIT_S: Must be greater than or equal to 3"),
-    ({**CHOSEN, "settings": {"SIE_POOL_WRITE_ROLE": "root"}}, 'SIE_POOL_WRITE_ROLE must be one of the following: "user", "admin"'),
-    ({**CHOSEN, "workers": {"common": {"settings": {"SIE_LOAD_HOLD_S": 30}}}}, "SIE_LOAD_HOLD_S: Must be less than or equal to 29.999"),
-    ({**CHOSEN, "nats": {"replicas": 2}}, "nats.replicas must be one of the following: 1, 3, 5"),
-    ({**CHOSEN, "nats": {"replicas": 3, "maxUnavailable": 2}}, "nats.maxUnavailable: without 2 of 3 servers the others are no majority"),
-    ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart brings a broker of its own as well"),
-    ({**CHOSEN, "nats": {"storage": {"size": "10Gi"}}}, "nats.storage.maxFileStore: 18Gi fill the volume, whose nats.storage.size is 10Gi"),
-    ({**CHOSEN, "payloadStore": {"url": "s3://a", "existingClaim": "b"}}, "payloadStore.existingClaim: there is a url beside it"),
-    ({**CHOSEN, "catalogue": {"url": "s3://a", "configMap": "b"}}, "catalogue.configMap: there is a url beside it"),
-    (groups(cpu=None), "workers.groups: name at least one group"),
-    (groups(gpu={"gpu": True}), "machineProfile is required"),
-    (groups(gpu={"machineProfile": "a100"}), 'machineProfile: "a100" is none of machineProfiles (a100-80gb, cpu, h100, l4)'),
-    (groups(gpu={"machineProfile": "l4", "device": "cpu"}), "workers.groups.gpu.device: cpu leaves the GPU idle"),
-    (groups(cpu={**CPU, "device": "cuda"}), "workers.groups.cpu.device: cuda needs a GPU; take gpu: true"),
-    (groups(cpu={**CPU, "hubTokenSecret": {"name": "hub"}}), "hubTokenSecret: Has a dependency on key"),
-    (groups(cpu={**CPU, "autoscaling": {"enabled": True, "minReplicas": 5}}), "minReplicas: 5 is more than maxReplicas, 4"),
-    ({**groups(**{"a" * 32: {**CPU, "autoscaling": {"enabled": True}}}), "fullnameOverride": "b" * 32}, "shorten the group's name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "auth.mode: choose who may call"),
+        ({"auth": {"secretName": "sie"}}, "auth.mode: choose who may call"),
+        ({"auth": {"mode": "static"}}, "auth.secretName: name a secret"),
+        ({"auth": {"mode": "Static", "secretName": "sie"}}, "auth.mode"),
+        (
+            {**CHOSEN, "stream": {"replicas": 3}},
+            "stream.replicas: 3 copies need as many brokers, and nats.replicas is 1",
+        ),
+        ({**CHOSEN, "nats": {"enabled": False}}, "nats.url: name the servers of your broker"),
+        ({**CHOSEN, "nats": {"enabled": False, "url": "nats://user:pass@broker"}}, "nats.url"),
+        ({**CHOSEN, "workers": {"groups": {"odd": {}}}}, "machineProfile is required"),
+        (
+            {**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"coalesceMs": "5"}}}}},
+            "coalesceMs: Invalid type",
+        ),
+        (
+            {**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"maxBatchRequests": 0}}}}},
+            "maxBatchRequests: Must be greater",
+        ),
+        (
+            {**CHOSEN, "settings": {"SIE_ACK_WAIT": 3}},
+            "settings.SIE_ACK_WAIT: no process reads it here, did you mean SIE_ACK_WAIT_S?",
+        ),
+        (
+            {**CHOSEN, "settings": {"SIE_AUTH_TOKENS": "in-clear"}},
+            "settings.SIE_AUTH_TOKENS: no process reads it here; `sie settings`",
+        ),
+        ({**CHOSEN, "gateway": {"replica": 3}}, "- gateway.replica: there is no such key, did you mean replicas?"),
+        ({**CHOSEN, "gatway": {"replicas": 3}}, "- gatway: there is no such key, did you mean gateway?"),
+        (
+            {**CHOSEN, "auth": {**CHOSEN["auth"], "odd": 1}},
+            "- auth.odd: there is no such key; there are: mode, secretName",
+        ),
+        (
+            {**CHOSEN, "machineProfiles": {"l4": {"nodeselector": {}}}},
+            "l4.nodeselector: there is no such key, did you mean nodeSelector?",
+        ),
+        (
+            groups(l4={"machinProfile": "l4"}),
+            "workers.groups.l4.machinProfile: there is no such key, did you mean machineProfile?",
+        ),
+        (
+            groups(cpu={**CPU, "autoscaling": {"maxReplica": 3}}),
+            "cpu.autoscaling.maxReplica: there is no such key, did you mean maxReplicas?",
+        ),
+        (groups(odd=None), "workers.groups.odd: null takes a group away, and there is none of this name"),
+        ({**CHOSEN, "nats": {"maxUnavailable": 0}}, "nats.maxUnavailable: Must be greater than or equal to 1"),
+        (
+            groups(cpu={**CPU, "adapter": {"resources": {"limits": {"memory": "4GB"}}}}),
+            "resources.limits.memory: Does not match pattern",
+        ),
+        ({**CHOSEN, "gateway": {"replicas": 0}}, "gateway.replicas: Must be greater than or equal to 1"),
+        ({**CHOSEN, "config": {"replicas": -1}}, "config.replicas: Must be greater than or equal to 1"),
+        ({**CHOSEN, "gateway": {"maxUnavailable": 0}}, "gateway.maxUnavailable: Must be greater than or equal to 1"),
+        (
+            {**CHOSEN, "gateway": {"autoscaling": {"minReplicas": 11}}},
+            "gateway.autoscaling.minReplicas: 11 is more than maxReplicas, 10",
+        ),
+        (
+            {**CHOSEN, "gateway": {"defaultMachineProfile": "h100"}},
+            'defaultMachineProfile: no group of workers has "h100"; take one of cpu',
+        ),
+        ({**CHOSEN, "settings": {"SIE_ACK_WAIT_S": -1}}, "settings.SIE_ACK_WAIT_S: Must be greater than or equal to 3"),
+        (
+            {**CHOSEN, "settings": {"SIE_POOL_WRITE_ROLE": "root"}},
+            'SIE_POOL_WRITE_ROLE must be one of the following: "user", "admin"',
+        ),
+        (
+            {**CHOSEN, "workers": {"common": {"settings": {"SIE_LOAD_HOLD_S": 30}}}},
+            "SIE_LOAD_HOLD_S: Must be less than or equal to 29.999",
+        ),
+        ({**CHOSEN, "nats": {"replicas": 2}}, "nats.replicas must be one of the following: 1, 3, 5"),
+        (
+            {**CHOSEN, "nats": {"replicas": 3, "maxUnavailable": 2}},
+            "nats.maxUnavailable: without 2 of 3 servers the others are no majority",
+        ),
+        ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart brings a broker of its own as well"),
+        (
+            {**CHOSEN, "nats": {"storage": {"size": "10Gi"}}},
+            "nats.storage.maxFileStore: 18Gi fill the volume, whose nats.storage.size is 10Gi",
+        ),
+        (
+            {**CHOSEN, "payloadStore": {"url": "s3://a", "existingClaim": "b"}},
+            "payloadStore.existingClaim: there is a url beside it",
+        ),
+        ({**CHOSEN, "catalogue": {"url": "s3://a", "configMap": "b"}}, "catalogue.configMap: there is a url beside it"),
+        (groups(cpu=None), "workers.groups: name at least one group"),
+        (groups(gpu={"gpu": True}), "machineProfile is required"),
+        (
+            groups(gpu={"machineProfile": "a100"}),
+            'machineProfile: "a100" is none of machineProfiles (a100-80gb, cpu, h100, l4)',
+        ),
+        (groups(gpu={"machineProfile": "l4", "device": "cpu"}), "workers.groups.gpu.device: cpu leaves the GPU idle"),
+        (groups(cpu={**CPU, "device": "cuda"}), "workers.groups.cpu.device: cuda needs a GPU; take gpu: true"),
+        (groups(cpu={**CPU, "hubTokenSecret": {"name": "hub"}}), "hubTokenSecret: Has a dependency on key"),
+        (
+            groups(cpu={**CPU, "autoscaling": {"enabled": True, "minReplicas": 5}}),
+            "minReplicas: 5 is more than maxReplicas, 4",
+        ),
+        (
+            {**groups(**{"a" * 32: {**CPU, "autoscaling": {"enabled": True}}}), "fullnameOverride": "b" * 32},
+            "shorten the group's name",
+        ),
+    ],
+)
 def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) -> None:
     """X2: without a choice of who may call nothing renders."""
     with pytest.raises(HelmError) as raised:
@@ -174,7 +249,9 @@ def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
 
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart with its notes in a ConfigMap, since `helm template` leaves them out and `helm install` asks a cluster."""
+    """The chart with its notes in a ConfigMap, since `helm template` leaves them out and `helm install`
+    asks a cluster.
+    """
     chart = Path(shutil.copytree(CHART, tmp_path_factory.mktemp("noted") / "chart"))
     notes = chart / "templates" / "NOTES.txt"
     head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: |\n"
@@ -184,22 +261,45 @@ def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chart
 
 
-@pytest.mark.parametrize(("file", "mode", "expected"), [
-    ("values-kind.yaml", "none", (
-        "kubectl -n search rollout status deployment/sie-gateway", "kubectl -n search port-forward service/sie-gateway 8080:8080",
-        """all-MiniLM-L6-v2 \\\n          -d '{"items":""", "_default.cpu.default: 1\n",
-    )),
-    ("values-kind.yaml", "static", ("-H \"Authorization: Bearer $TOKEN\"", "key auth-tokens of the secret tokens")),
-    ("values-gke.yaml", "token", (
-        "Reach it: http://sie.example.com\n", "curl -s http://sie.example.com/v1/encode/", "port-forward service/sie-nats 4222:4222",
-        "TOKEN=$(SIE_NATS_PASSWORD=PASSWORD sie keys create first --nats-url nats://operator@127.0.0.1:4222)\n",
-        "_default.l4.default: 0 to 4 by KEDA",
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "mode", "expected"),
+    [
+        (
+            "values-kind.yaml",
+            "none",
+            (
+                "kubectl -n search rollout status deployment/sie-gateway",
+                "kubectl -n search port-forward service/sie-gateway 8080:8080",
+                """all-MiniLM-L6-v2 \\\n          -d '{"items":""",
+                "_default.cpu.default: 1\n",
+            ),
+        ),
+        ("values-kind.yaml", "static", ('-H "Authorization: Bearer $TOKEN"', "key auth-tokens of the secret tokens")),
+        (
+            "values-gke.yaml",
+            "token",
+            (
+                "Reach it: http://sie.example.com\n",
+                "curl -s http://sie.example.com/v1/encode/",
+                "port-forward service/sie-nats 4222:4222",
+                "TOKEN=$(SIE_NATS_PASSWORD=PASSWORD sie keys create first --nats-url nats://operator@127.0.0.1:4222)\n",
+                "_default.l4.default: 0 to 4 by KEDA",
+            ),
+        ),
+    ],
+)
 def test_the_notes_tell_the_next_command(noted: Path, file: str, mode: str, expected: tuple[str, ...]) -> None:
     values = {"auth": {"mode": mode, "secretName": "tokens"}}
     text = helm.helm(
-        "template", "sie", str(noted), "--namespace", "search", "--show-only", "templates/notes.yaml", *helm.arguments(file), values=values
+        "template",
+        "sie",
+        str(noted),
+        "--namespace",
+        "search",
+        "--show-only",
+        "templates/notes.yaml",
+        *helm.arguments(file),
+        values=values,
     )
     notes = helm.objects(text)[0]["data"]["notes"]
     for part in expected:
@@ -209,10 +309,13 @@ def test_the_notes_tell_the_next_command(noted: Path, file: str, mode: str, expe
 
 def test_the_notes_know_a_prefix_and_a_broker_of_yours(noted: Path) -> None:
     values = {
-        "auth": {"mode": "token", "secretName": "tokens"}, "nats": {"enabled": False, "url": "tls://one:4222"},
+        "auth": {"mode": "token", "secretName": "tokens"},
+        "nats": {"enabled": False, "url": "tls://one:4222"},
         "ingress": {"enabled": True, "host": "a.example", "path": "/sie", "tlsSecretName": "tls"},
-    }  # fmt: skip
-    notes = helm.objects(helm.helm("template", "sie", str(noted), "--show-only", "templates/notes.yaml", values=values))[0]["data"]["notes"]
+    }
+    notes = helm.objects(
+        helm.helm("template", "sie", str(noted), "--show-only", "templates/notes.yaml", values=values)
+    )[0]["data"]["notes"]
     assert "curl -s https://a.example/sie/v1/encode/" in notes
     assert "--nats-url tls://operator@one:4222)\n" in notes
     assert "port-forward" not in notes

@@ -1,4 +1,6 @@
-"""The ScaledObjects: what KEDA asks is what a running gateway answers, and the number that it reads is the number of workers."""
+"""The ScaledObjects: what KEDA asks is what a running gateway answers, and the number that it reads is the number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from sie_contracts import topology
 
 CLOUDS = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml")
 # Fields of keda.sh/v1alpha1 ScaledObject that are used, as far as KEDA's own schema goes; anything else is a mistake.
-SPEC = {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "cooldownPeriod", "advanced", "triggers"}
+SPEC = {
+    "scaleTargetRef",
+    "minReplicaCount",
+    "maxReplicaCount",
+    "pollingInterval",
+    "cooldownPeriod",
+    "advanced",
+    "triggers",
+}
 METADATA = {"url", "format", "valueLocation", "targetValue", "activationTargetValue"}
 
 
@@ -28,8 +38,9 @@ def scaled(found: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict[str
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 def test_every_field_is_one_that_keda_knows(file: str) -> None:
-    """A1, A14: there is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A7: a node that takes six
-    minutes to come finds the pod that it came for."""
+    """A1, A14: there is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A7: a
+    node that takes six minutes to come finds the pod that it came for.
+    """
     found = rendered(file)
     for name, spec in scaled(found).items():
         assert spec.keys() == SPEC
@@ -58,11 +69,16 @@ def test_every_group_has_one_for_its_own_lane(file: str) -> None:
             environ = variables(each)
             lanes[workload] = ".".join(environ[name] for name in ("SIE_POOL", "SIE_MACHINE_PROFILE", "SIE_BUNDLE"))
     urls = {name: spec["triggers"][0]["metadata"]["url"] for name, spec in scaled(found).items()}
-    assert urls == {workload: f"http://sie-gateway-metrics.search.svc:9090/v1/scaling/{lane}" for workload, lane in lanes.items()}
+    assert urls == {
+        workload: f"http://sie-gateway-metrics.search.svc:9090/v1/scaling/{lane}" for workload, lane in lanes.items()
+    }
     service = of_kind("Service", found)["sie-gateway-metrics"]
     port = next(port for port in service["spec"]["ports"] if port["port"] == 9090)
     gateway = container(found, "sie-gateway", "gateway")
-    assert {"name": port["targetPort"], "containerPort": int(variables(gateway)["SIE_GATEWAY_METRICS_PORT"])} in gateway["ports"]
+    assert {
+        "name": port["targetPort"],
+        "containerPort": int(variables(gateway)["SIE_GATEWAY_METRICS_PORT"]),
+    } in gateway["ports"]
 
 
 @pytest.mark.parametrize(("pool", "expected"), [("default", "_default"), ("Default", "_default"), ("Team-A", "team-a")])
@@ -80,7 +96,9 @@ def asked(spec: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def replicas(answer: httpx.Response, spec: dict[str, Any]) -> int:
-    """What KEDA and the autoscaler make of an answer: ceil(value / target) within the bounds; active above the activation value."""
+    """What KEDA and the autoscaler make of an answer: ceil(value / target) within the bounds; active above the
+    activation value.
+    """
     assert answer.status_code == 200
     _, place, target = asked(spec)
     value = answer.json()[place]
@@ -97,8 +115,10 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, cluster: InProcess) -> None:
-    """A2, A12: for each ScaledObject, at its own address, place and threshold, without any worker: 1. an empty lane wants none; 2. what
-    waits in its queue wants at least one, of this lane alone; 3. a reservation that no worker has joined yet wants its own on top."""
+    """A2, A12: for each ScaledObject, at its own address, place and threshold, without any worker: 1. an empty lane
+    wants none; 2. what waits in its queue wants at least one, of this lane alone; 3. a reservation that no worker has
+    joined yet wants its own on top.
+    """
     found = rendered(file)
     told = variables(container(found, "sie-gateway", "gateway"))
     names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_GATEWAY_HEALTH_MODE")
@@ -119,22 +139,34 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
         assert (answer["ready_workers"], answer["backlog_items"], answer["demand"]) == (0, 1, 0)
         expected[name] = 1
         assert await wanted() == expected
-        made = await gateway.client.post("/v1/pools", json={"name": f"team-{number}", "gpus": {lane.machine_profile: 1}})
+        made = await gateway.client.post(
+            "/v1/pools", json={"name": f"team-{number}", "gpus": {lane.machine_profile: 1}}
+        )
         assert made.status_code == 201, made.text
         expected[name] = 2
         assert await wanted() == expected
 
 
 async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> None:
-    """A2, A6, A12. An empty lane wants nobody; a request without a worker wants one, then its demand does; a reservation wants its own,
-    and more than the most that a group may have is not asked for. The port is the one without a token."""
+    """A2, A6, A12. An empty lane wants nobody; a request without a worker wants one, then its demand does; a
+    reservation wants its own, and more than the most that a group may have is not asked for. The port is the one
+    without a token.
+    """
     found = rendered("values-gke.yaml")
     spec = scaled(found)["sie-worker-l4"]
     path = asked(spec)[0]
     rendered_environ = variables(container(found, "sie-gateway", "gateway"))
-    names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_AUTH_MODE", "SIE_GATEWAY_HEALTH_MODE")
+    names = (
+        "SIE_GATEWAY_CONFIGURED_GPUS",
+        "SIE_MACHINE_PROFILE",
+        "SIE_POOL",
+        "SIE_AUTH_MODE",
+        "SIE_GATEWAY_HEALTH_MODE",
+    )
     environ = {name: rendered_environ[name] for name in names}
-    gateway = await cluster.gateway(**{**environ, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "good", "SIE_LOAD_HOLD_S": "20"})
+    gateway = await cluster.gateway(
+        **{**environ, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "good", "SIE_LOAD_HOLD_S": "20"}
+    )
     assert (await gateway.client.get(path)).status_code == 401
     assert replicas(await gateway.get(path), spec) == 0
 
@@ -146,11 +178,15 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
     assert (await asking).status_code == 503
     assert replicas(await gateway.get(path), spec) == 1  # by its record: the client will come again
 
-    made = await gateway.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 3}}, headers={"Authorization": "Bearer good"})
+    made = await gateway.client.post(
+        "/v1/pools", json={"name": "team", "gpus": {"l4": 3}}, headers={"Authorization": "Bearer good"}
+    )
     assert made.status_code == 201
     assert replicas(await gateway.get(path), spec) == 4  # three that are reserved, and the one before
     await gateway.client.delete("/v1/pools/team", headers={"Authorization": "Bearer good"})
-    await gateway.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 9}}, headers={"Authorization": "Bearer good"})
+    await gateway.client.post(
+        "/v1/pools", json={"name": "team", "gpus": {"l4": 9}}, headers={"Authorization": "Bearer good"}
+    )
     assert replicas(await gateway.get(path), spec) == spec["maxReplicaCount"] == 4
 
     cluster.server.disconnect()

@@ -1,4 +1,6 @@
-"""Every value changes what is rendered, every variable that is rendered has a reader in that process, and both say what they are."""
+"""Every value changes what is rendered, every variable that is rendered has a reader in that process, and both say what
+they are.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,22 @@ BESIDE = {
     ("machineProfiles", "cpu", "gpu"): {"machineProfiles": {"cpu": {"device": "auto"}}},
     ("machineProfiles", "l4", "gpu"): {"machineProfiles": {"l4": {"device": "auto"}}},
     ("workers", "groups", "cpu", "machineProfile"): {"workers": {"groups": {"cpu": {"gpu": False}}}},
-    ("workers", "groups", "l4", "machineProfile"): {"workers": {"groups": {"l4": {"gpu": True}}}, "gateway": {"defaultMachineProfile": ""}},
+    ("workers", "groups", "l4", "machineProfile"): {
+        "workers": {"groups": {"l4": {"gpu": True}}},
+        "gateway": {"defaultMachineProfile": ""},
+    },
 }
 # Keys that are checked against others: not any value will do, and some change together.
 OTHERWISE: dict[Path, Any] = {
     ("nats",): {"enabled": False, "url": "nats://b:4222"},
-    ("auth", "mode"): "token", ("stream", "replicas"): 1, ("nats", "replicas"): 5, ("nats", "maxUnavailable"): 2,
-    ("nats", "storage", "size"): "30Gi", ("nats", "storage", "maxFileStore"): "9Gi", ("gateway", "defaultMachineProfile"): "other",
-}  # fmt: skip
+    ("auth", "mode"): "token",
+    ("stream", "replicas"): 1,
+    ("nats", "replicas"): 5,
+    ("nats", "maxUnavailable"): 2,
+    ("nats", "storage", "size"): "30Gi",
+    ("nats", "storage", "maxFileStore"): "9Gi",
+    ("gateway", "defaultMachineProfile"): "other",
+}
 
 
 def overlaid(below: Any, above: Any) -> Any:
@@ -85,7 +95,9 @@ def base() -> str:
 
 
 def test_every_value_changes_what_is_rendered(base: str) -> None:
-    """All texts and numbers are replaced at once and looked for; what is not found as it is, and each boolean, is changed for itself."""
+    """All texts and numbers are replaced at once and looked for; what is not found as it is, and each boolean, is
+    changed for itself.
+    """
     changed: dict[str, Any] = {}
     alone = dict(OTHERWISE)
     for path, value in others().items():
@@ -104,7 +116,11 @@ def test_every_value_changes_what_is_rendered(base: str) -> None:
         if template("everything.yaml", overlaid(beside, at(path, value)), "--skip-schema-validation") == before:
             without_effect.add(path)
     # of machine profiles that no group here has
-    assert {path for path in without_effect if path[:2] not in {("machineProfiles", "a100-80gb"), ("machineProfiles", "h100")}} == set()
+    assert {
+        path
+        for path in without_effect
+        if path[:2] not in {("machineProfiles", "a100-80gb"), ("machineProfiles", "h100")}
+    } == set()
     assert len(alone) < 60, "most values should be found as they are: each of these is a call of helm"
 
 
@@ -118,7 +134,18 @@ def test_every_key_says_what_it_is() -> None:
         if not line.strip() or line.strip().startswith(("#", "- ")):
             continue
         above = lines[number - 1].strip() if number else ""
-        parts = ("requests", "limits", "cpu", "l4", "a100-80gb", "h100", "machineProfile", "device", "gpu", "tolerations")
+        parts = (
+            "requests",
+            "limits",
+            "cpu",
+            "l4",
+            "a100-80gb",
+            "h100",
+            "machineProfile",
+            "device",
+            "gpu",
+            "tolerations",
+        )
         if not above.startswith("#") and key not in parts:
             bare.append((number + 1, line))
     assert bare == []
@@ -186,12 +213,21 @@ def test_whatever_the_chart_writes_itself_is_rendered_somewhere() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_health_comes_from_heartbeats(file: str) -> None:
-    told = [value for _, _, each in containers(rendered(file)) if (value := variables(each).get("SIE_GATEWAY_HEALTH_MODE")) is not None]
+    told = [
+        value
+        for _, _, each in containers(rendered(file))
+        if (value := variables(each).get("SIE_GATEWAY_HEALTH_MODE")) is not None
+    ]
     assert told == ["nats"]
 
 
 def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
-    names = {"SIE_ACK_WAIT_S": 21, "SIE_MODEL_FILTER": "a/b,c/d", "SIE_QUEUE_MAX_BYTES": 2147483648, "SIE_DISK_CACHE_ENABLED": False}
+    names = {
+        "SIE_ACK_WAIT_S": 21,
+        "SIE_MODEL_FILTER": "a/b,c/d",
+        "SIE_QUEUE_MAX_BYTES": 2147483648,
+        "SIE_DISK_CACHE_ENABLED": False,
+    }
     second = {"machineProfile": "cpu", "settings": {"SIE_ACK_WAIT_S": 33}}
     workers = {"common": {"settings": {"SIE_IDLE_EVICT_S": 60}}, "groups": {"second": second}}
     found = objects(template(values={**CHOSEN, "settings": names, "workers": workers}))
@@ -201,8 +237,10 @@ def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
         return {f"{workload}/{each}": environ[name] for (workload, each), environ in told.items() if name in environ}
 
     assert readers("SIE_ACK_WAIT_S") == {
-        "sie-gateway/gateway": "21", "sie-worker-cpu/worker-sidecar": "21", "sie-worker-second/worker-sidecar": "33",
-    }  # fmt: skip
+        "sie-gateway/gateway": "21",
+        "sie-worker-cpu/worker-sidecar": "21",
+        "sie-worker-second/worker-sidecar": "33",
+    }
     assert readers("SIE_MODEL_FILTER") == {"sie-config/config": "a/b,c/d"}
     assert readers("SIE_QUEUE_MAX_BYTES") == {"sie-gateway/gateway": "2147483648"}
     assert set(readers("SIE_DISK_CACHE_ENABLED").values()) == {"false"}
@@ -213,12 +251,16 @@ def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
 
 
 BATCHER = {
-    "coalesceMs": "SIE_BATCHER_COALESCE_MS", "maxBatchRequests": "SIE_BATCHER_MAX_BATCH_REQUESTS", "maxBatchCost": "SIE_MAX_BATCH_COST",
-}  # fmt: skip
+    "coalesceMs": "SIE_BATCHER_COALESCE_MS",
+    "maxBatchRequests": "SIE_BATCHER_MAX_BATCH_REQUESTS",
+    "maxBatchCost": "SIE_MAX_BATCH_COST",
+}
 
 
 def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """What each worker-sidecar runs with, by workload: coalesce, requests, cost. Other containers carry none of the variables."""
+    """What each worker-sidecar runs with, by workload: coalesce, requests, cost. Other containers carry none of the
+    variables.
+    """
     told = {}
     for workload, _, each in containers(objects(template(values=overlaid(CHOSEN, values)))):
         environ = variables(each)
@@ -233,17 +275,26 @@ def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
 
 def test_batching_is_what_somebody_wrote_else_measured_else_documented() -> None:
     """group > machine profile > common > measured for the machine profile > documented."""
-    groups = {"l4": {"machineProfile": "l4"}, "own": {"machineProfile": "l4", "workerSidecar": {"batcher": {"coalesceMs": 1}}}}
+    groups = {
+        "l4": {"machineProfile": "l4"},
+        "own": {"machineProfile": "l4", "workerSidecar": {"batcher": {"coalesceMs": 1}}},
+    }
     workers: dict[str, Any] = {"groups": groups}
     expected = {"sie-worker-cpu": (2, 64, 4096), "sie-worker-l4": (5, 12, 16384), "sie-worker-own": (1, 12, 16384)}
     assert batching({"workers": workers}) == expected
     workers["common"] = {"workerSidecar": {"batcher": {"coalesceMs": 9, "maxBatchRequests": 24}}}
     assert batching({"workers": workers}) == {
-        "sie-worker-cpu": (9, 24, 4096), "sie-worker-l4": (9, 24, 16384), "sie-worker-own": (1, 24, 16384),
-    }  # fmt: skip
-    assert batching({"workers": workers, "machineProfiles": {"l4": {"batcher": {"coalesceMs": 0, "maxBatchCost": 99}}}}) == {
-        "sie-worker-cpu": (9, 24, 4096), "sie-worker-l4": (0, 24, 99), "sie-worker-own": (1, 24, 99),
-    }  # fmt: skip
+        "sie-worker-cpu": (9, 24, 4096),
+        "sie-worker-l4": (9, 24, 16384),
+        "sie-worker-own": (1, 24, 16384),
+    }
+    assert batching(
+        {"workers": workers, "machineProfiles": {"l4": {"batcher": {"coalesceMs": 0, "maxBatchCost": 99}}}}
+    ) == {
+        "sie-worker-cpu": (9, 24, 4096),
+        "sie-worker-l4": (0, 24, 99),
+        "sie-worker-own": (1, 24, 99),
+    }
 
 
 @pytest.mark.parametrize("place", ["common", "group", "machine profile"])
@@ -256,7 +307,7 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
         "common": {"workers": {"common": {"workerSidecar": batcher}}},
         "group": {"workers": {"groups": {"cpu": {"workerSidecar": batcher}}}},
         "machine profile": {"machineProfiles": {"cpu": batcher}},
-    }[place]  # fmt: skip
+    }[place]
     expected = [documented if each == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][each]) for each in BATCHER.values()]
     assert list(batching(written)["sie-worker-cpu"]) == expected
 
@@ -264,24 +315,35 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
 def test_a_group_without_a_gpu_has_what_was_measured_for_cpus_unless_somebody_wrote_a_value() -> None:
     """Whatever its machine profile is called: of all settings that were measured."""
     groups = {
-        "own": {"machineProfile": "c7i", "gpu": False}, "l4": {"machineProfile": "l4"},
-        "written": {"machineProfile": "cpu", "settings": {"SIE_MAX_CONCURRENT_BATCHES": 4},
-                    "workerSidecar": {"batcher": {"coalesceMs": 5}}},
-    }  # fmt: skip
+        "own": {"machineProfile": "c7i", "gpu": False},
+        "l4": {"machineProfile": "l4"},
+        "written": {
+            "machineProfile": "cpu",
+            "settings": {"SIE_MAX_CONCURRENT_BATCHES": 4},
+            "workerSidecar": {"batcher": {"coalesceMs": 5}},
+        },
+    }
     found = objects(template(values=overlaid(CHOSEN, {"workers": {"groups": groups}})))
     told = {}
     for workload, _, each in containers(found):
         if each["name"] == "worker-sidecar":
-            environ = {name: value for name, value in variables(each).items() if name in BY_NAME and isinstance(value, str)}
+            environ = {
+                name: value for name, value in variables(each).items() if name in BY_NAME and isinstance(value, str)
+            }
             settings = load(environ=environ).settings
-            told[workload] = [shown(row, getattr(settings, row.field)) for row in map(BY_NAME.__getitem__, MACHINE_PROFILE_DEFAULTS["cpu"])]
+            told[workload] = [
+                shown(row, getattr(settings, row.field))
+                for row in map(BY_NAME.__getitem__, MACHINE_PROFILE_DEFAULTS["cpu"])
+            ]
     measured = list(MACHINE_PROFILE_DEFAULTS["cpu"].values())
     documented = [shown(BY_NAME[name], BY_NAME[name].default) for name in MACHINE_PROFILE_DEFAULTS["cpu"]]
     written = {"SIE_MAX_CONCURRENT_BATCHES": "4", "SIE_BATCHER_COALESCE_MS": "5"}
     assert told == {
-        "sie-worker-cpu": measured, "sie-worker-own": measured, "sie-worker-l4": documented,
+        "sie-worker-cpu": measured,
+        "sie-worker-own": measured,
+        "sie-worker-l4": documented,
         "sie-worker-written": [written.get(name, value) for name, value in MACHINE_PROFILE_DEFAULTS["cpu"].items()],
-    }  # fmt: skip
+    }
 
 
 def test_what_nobody_wrote_is_left_to_the_process() -> None:
@@ -295,20 +357,29 @@ def test_what_nobody_wrote_is_left_to_the_process() -> None:
 def test_defaults_are_those_of_the_processes() -> None:
     batcher = DEFAULTS["workers"]["common"]["workerSidecar"]["batcher"]
     assert batcher == dict.fromkeys(BATCHER)
-    assert not any("batcher" in each for each in DEFAULTS["machineProfiles"].values()), "measured values are those of the processes"
+    assert not any("batcher" in each for each in DEFAULTS["machineProfiles"].values()), (
+        "measured values are those of the processes"
+    )
     text = (CHART / "values.yaml").read_text()
     for name in BATCHER.values():
         assert f"{name}, documented {BY_NAME[name].default}:" in text
     same = {
-        ("gateway", "requestTimeoutSeconds"): "SIE_GATEWAY_REQUEST_TIMEOUT", ("stream", "storage"): "SIE_STREAM_STORAGE",
-        ("stream", "replicas"): "SIE_STREAM_REPLICAS", ("workers", "common", "bundle"): "SIE_BUNDLE",
-        ("workers", "common", "device"): "SIE_DEVICE", ("workers", "common", "hubFallback"): "SIE_HF_FALLBACK",
-        ("tracing", "endpoint"): "OTEL_EXPORTER_OTLP_ENDPOINT", ("tracing", "sampler"): "OTEL_TRACES_SAMPLER",
-        ("tracing", "samplerArg"): "OTEL_TRACES_SAMPLER_ARG", ("tracing", "enabled"): "SIE_TRACING_ENABLED",
-    }  # fmt: skip
+        ("gateway", "requestTimeoutSeconds"): "SIE_GATEWAY_REQUEST_TIMEOUT",
+        ("stream", "storage"): "SIE_STREAM_STORAGE",
+        ("stream", "replicas"): "SIE_STREAM_REPLICAS",
+        ("workers", "common", "bundle"): "SIE_BUNDLE",
+        ("workers", "common", "device"): "SIE_DEVICE",
+        ("workers", "common", "hubFallback"): "SIE_HF_FALLBACK",
+        ("tracing", "endpoint"): "OTEL_EXPORTER_OTLP_ENDPOINT",
+        ("tracing", "sampler"): "OTEL_TRACES_SAMPLER",
+        ("tracing", "samplerArg"): "OTEL_TRACES_SAMPLER_ARG",
+        ("tracing", "enabled"): "SIE_TRACING_ENABLED",
+    }
     values = dict(leaves(DEFAULTS))
     assert {path: values[path] for path in same} == {path: BY_NAME[name].default for path, name in same.items()}
-    assert values["tracing", "exporter"] == shown(BY_NAME["OTEL_TRACES_EXPORTER"], BY_NAME["OTEL_TRACES_EXPORTER"].default)
+    assert values["tracing", "exporter"] == shown(
+        BY_NAME["OTEL_TRACES_EXPORTER"], BY_NAME["OTEL_TRACES_EXPORTER"].default
+    )
 
 
 def test_false_and_zero_of_a_group_win_over_common() -> None:
@@ -316,7 +387,9 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
     common = {"gpu": True, "autoscaling": {"enabled": True, "minReplicas": 2}, "hubFallback": True}
     group = {"machineProfile": "other", "gpu": False, "autoscaling": {"minReplicas": 0}, "hubFallback": False}
     found = objects(template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}})))
-    scaled = {each["metadata"]["name"]: each["spec"]["minReplicaCount"] for each in found if each["kind"] == "ScaledObject"}
+    scaled = {
+        each["metadata"]["name"]: each["spec"]["minReplicaCount"] for each in found if each["kind"] == "ScaledObject"
+    }
     assert scaled == {"sie-worker-cpu": 2, "sie-worker-other": 0}
     adapter = container(found, "sie-worker-other", "adapter")
     assert "nvidia.com/gpu" not in adapter["resources"]["limits"]
@@ -325,6 +398,13 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
 
 def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
     """A2: what names no machine profile goes to one that can be scaled from zero."""
-    groups = {"b": {"machineProfile": "h100"}, "a": {"machineProfile": "l4"}, "c": {"machineProfile": "l4"}, "cpu": None}
-    environ = variables(container(objects(template(values={**CHOSEN, "workers": {"groups": groups}})), "sie-gateway", "gateway"))
+    groups = {
+        "b": {"machineProfile": "h100"},
+        "a": {"machineProfile": "l4"},
+        "c": {"machineProfile": "l4"},
+        "cpu": None,
+    }
+    environ = variables(
+        container(objects(template(values={**CHOSEN, "workers": {"groups": groups}})), "sie-gateway", "gateway")
+    )
     assert (environ["SIE_GATEWAY_CONFIGURED_GPUS"], environ["SIE_MACHINE_PROFILE"]) == ("l4,h100", "l4")

@@ -1,6 +1,6 @@
 """Public clients that bring too much to be installed beside the project: run by a Python of their own, one call each.
 
-    heavy.py CLIENT URL KEY MODEL RETRIES INPUT... ──► one line of JSON: {"found": ...} or {"status": ...}
+heavy.py CLIENT URL KEY MODEL RETRIES INPUT... ──► one line of JSON: {"found": ...} or {"status": ...}
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def llama_index(url: str, key: str, model: str, retries: int, inputs: list[str])
 def litellm_embedding(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
     import litellm
 
-    answer = litellm.embedding(f"openai/{model}", inputs, api_base=f"{url}/v1", api_key=key, max_retries=retries, encoding_format="float")
+    answer = litellm.embedding(
+        f"openai/{model}", inputs, api_base=f"{url}/v1", api_key=key, max_retries=retries, encoding_format="float"
+    )
     return [entry["embedding"] for entry in answer.data]
 
 
@@ -29,15 +31,23 @@ def litellm_rerank(url: str, key: str, model: str, retries: int, inputs: list[st
 
     query, *documents = inputs
     answer = litellm.rerank(
-        f"cohere/{model}", query, documents, api_base=f"{url}/v2/rerank", api_key=key, max_retries=retries, num_retries=retries
-    )  # fmt: skip
+        f"cohere/{model}",
+        query,
+        documents,
+        api_base=f"{url}/v2/rerank",
+        api_key=key,
+        max_retries=retries,
+        num_retries=retries,
+    )
     return [[each["index"], each["relevance_score"]] for each in answer.results or []]
 
 
 def litellm_infinity(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
     import litellm
 
-    answer = litellm.embedding(f"infinity/{model}", inputs, api_base=url, api_key=key, max_retries=retries, dimensions=384)
+    answer = litellm.embedding(
+        f"infinity/{model}", inputs, api_base=url, api_key=key, max_retries=retries, dimensions=384
+    )
     return [entry["embedding"] for entry in answer.data]
 
 
@@ -48,7 +58,9 @@ def litellm_infinity_rerank(url: str, key: str, model: str, retries: int, inputs
 def litellm_jina(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
     import litellm
 
-    answer = litellm.embedding(f"jina_ai/{model}", inputs, api_base=f"{url}/v1", api_key=key, max_retries=retries, dimensions=384)
+    answer = litellm.embedding(
+        f"jina_ai/{model}", inputs, api_base=f"{url}/v1", api_key=key, max_retries=retries, dimensions=384
+    )
     return [entry["embedding"] for entry in answer.data]
 
 
@@ -87,11 +99,17 @@ def langchain_cohere_rerank(url: str, key: str, model: str, retries: int, inputs
 
 
 CLIENTS = {
-    "llama-index": llama_index, "litellm": litellm_embedding, "litellm-rerank": litellm_rerank,
-    "litellm-infinity": litellm_infinity, "litellm-infinity-rerank": litellm_infinity_rerank,
-    "litellm-jina": litellm_jina, "litellm-jina-rerank": litellm_jina_rerank, "litellm-voyage-rerank": litellm_voyage_rerank,
-    "langchain-cohere": langchain_cohere, "langchain-cohere-rerank": langchain_cohere_rerank,
-}  # fmt: skip
+    "llama-index": llama_index,
+    "litellm": litellm_embedding,
+    "litellm-rerank": litellm_rerank,
+    "litellm-infinity": litellm_infinity,
+    "litellm-infinity-rerank": litellm_infinity_rerank,
+    "litellm-jina": litellm_jina,
+    "litellm-jina-rerank": litellm_jina_rerank,
+    "litellm-voyage-rerank": litellm_voyage_rerank,
+    "langchain-cohere": langchain_cohere,
+    "langchain-cohere-rerank": langchain_cohere_rerank,
+}
 
 
 def main() -> None:

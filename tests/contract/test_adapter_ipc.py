@@ -1,4 +1,6 @@
-"""The real adapter process over its socket, with real MiniLM weights: vectors, faults of the peer, and the life of the process."""
+"""The real adapter process over its socket, with real MiniLM weights: vectors, faults of the peer, and the life of the
+process.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,10 @@ def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokeniz
     """W4, in 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""
     ready = client.load("mini-16", {**ENTRY, "load": {"precision": "bfloat16"}})
     loaded = ready.loaded
-    assert (loaded.precision, loaded.precision_reason) == ("float32" if bfloat16_lacks() else "bfloat16", bfloat16_lacks())
+    assert (loaded.precision, loaded.precision_reason) == (
+        "float32" if bfloat16_lacks() else "bfloat16",
+        bfloat16_lacks(),
+    )
     assert loaded.requested_precision == "bfloat16"
     texts = oracle.ragged_texts(64, 9, longest=200)
     expected = oracle.encode(texts)
@@ -153,7 +158,9 @@ def test_two_connections_at_once_get_their_own_vectors(adapter: Adapter, client:
 
     def ask(number: int) -> None:
         with adapter.connect() as own:
-            worst.extend(float(np.abs(encode(own, tokenizer, texts[number]) - expected[number]).max()) for _ in range(6))
+            worst.extend(
+                float(np.abs(encode(own, tokenizer, texts[number]) - expected[number]).max()) for _ in range(6)
+            )
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -243,7 +250,9 @@ def test_eight_askers_make_one_load(adapter: Adapter) -> None:
         (ipc.EnsureReady("x", ENTRY, profile="none"), "MODEL_NOT_FOUND"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_with_its_code(request_: ipc.Request, code: str, client: Client) -> None:
+def test_a_request_that_cannot_be_served_is_refused_with_its_code(
+    request_: ipc.Request, code: str, client: Client
+) -> None:
     assert refusal(client, request_).code == code
     assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
 
@@ -259,7 +268,9 @@ def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
 
 
 def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tmp_path: Path) -> None:
-    """C6: 1. a model pools by the mean; 2. its entry says otherwise; 3. what is answered, and the fingerprint, are of the new one."""
+    """C6: 1. a model pools by the mean; 2. its entry says otherwise; 3. what is answered, and the fingerprint, are of
+    the new one.
+    """
     entry = toy(toys.save(tmp_path / "toy", "bert", marked=True))
     sequence = toys.random_ids([9])[0].tolist()
     first = client.load("passing", entry)
@@ -281,10 +292,15 @@ def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, 
 def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> None:
     assert client.load().rows == {"encode": ipc.Rows("text", tokens=True)}
     folder = toys.save(tmp_path / "toy", "bert")
-    late = toy(folder, outputs={"multivector": 32}, head={"query_length": 8, "document_marker": "w3", "document_length": 20})
+    late = toy(
+        folder, outputs={"multivector": 32}, head={"query_length": 8, "document_marker": "w3", "document_length": 20}
+    )
     ready = client.load("late", late)
     query, document = ipc.Side(limit=8), ipc.Side(marker=3, limit=20)
-    encode, score = ipc.Rows("text", query, document, tokens=True, vectors=32), ipc.Rows("sides", query, document, vectors=32)
+    encode, score = (
+        ipc.Rows("text", query, document, tokens=True, vectors=32),
+        ipc.Rows("sides", query, document, vectors=32),
+    )
     assert ready.rows == {"encode": encode, "score": score}
 
 
@@ -311,18 +327,26 @@ def test_pairs_are_scored_like_the_stock_model(client: Client, tmp_path: Path) -
         ]
     expected = torch.sigmoid(torch.stack(logits)).tolist()
     assert len({round(score, 4) for score in expected}) == 3
-    np.testing.assert_allclose([outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)], expected, atol=1e-5)
+    np.testing.assert_allclose(
+        [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)], expected, atol=1e-5
+    )
     assert done.block == b""
 
 
-def test_a_query_is_scored_against_its_documents_and_a_bad_one_fails_only_its_own(client: Client, tmp_path: Path) -> None:
+def test_a_query_is_scored_against_its_documents_and_a_bad_one_fails_only_its_own(
+    client: Client, tmp_path: Path
+) -> None:
     client.load("late", toy(toys.save(tmp_path / "toy", "bert"), outputs={"multivector": 32}))
     rows = [ids.tolist() for ids in toys.random_ids([4, 9, 6])]
     options = RunOptions(outputs=("multivector",))
-    done = client.run(batch([*rows, [1 << 20], rows[1]], "late", "score", groups=(ipc.Group(0, 3, options), ipc.Group(3, 5, options))))
+    done = client.run(
+        batch([*rows, [1 << 20], rows[1]], "late", "score", groups=(ipc.Group(0, 3, options), ipc.Group(3, 5, options)))
+    )
     scores = [outcome.score if isinstance(outcome, Ok) else outcome.error.reason for outcome in done.outcomes]
     encoded = client.run(batch(rows, "late", groups=(ipc.Group(0, 3, options),)))
-    query, *documents = [np.frombuffer(encoded.block, "<f4").reshape(-1, 32)[first:last] for first, last in ((0, 4), (4, 13), (13, 19))]
+    query, *documents = [
+        np.frombuffer(encoded.block, "<f4").reshape(-1, 32)[first:last] for first, last in ((0, 4), (4, 13), (13, 19))
+    ]
     expected = [(query @ document.T).max(1).sum() for document in documents]
     np.testing.assert_allclose(scores[:2], expected, rtol=1e-5)
     assert scores[2:] == ["token_out_of_range"]
@@ -331,14 +355,20 @@ def test_a_query_is_scored_against_its_documents_and_a_bad_one_fails_only_its_ow
 def test_entities_come_with_their_place_in_the_text(client: Client, tmp_path: Path) -> None:
     labels = {0: "O", 1: "B-x", 2: "I-x"}
     numbers = {label: number for number, label in labels.items()}
-    folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForTokenClassification, id2label=labels, label2id=numbers)
+    folder = toys.save(
+        tmp_path / "toy", "bert", auto=AutoModelForTokenClassification, id2label=labels, label2id=numbers
+    )
     ready = client.load("ner", toy(folder, family="token-classifier", outputs={"entities": 0}))
     assert ready.rows == {"extract": ipc.Rows("spans")}
     text = "w7 é w9 w20 w33"
     places = [(0, 2), (3, 4), (5, 7), (8, 11), (12, 15)]
     ids = [7, 119, 9, 20, 33]
     offsets = np.array(places, "<i4").tobytes()
-    done = client.run(batch([ids], "ner", "extract", texts=(text,), offsets=offsets, groups=(ipc.Group(0, 1, RunOptions(outputs=())),)))
+    done = client.run(
+        batch(
+            [ids], "ner", "extract", texts=(text,), offsets=offsets, groups=(ipc.Group(0, 1, RunOptions(outputs=())),)
+        )
+    )
     (outcome,) = done.outcomes
     assert isinstance(outcome, Ok)
     assert outcome.data is not None
@@ -348,7 +378,9 @@ def test_entities_come_with_their_place_in_the_text(client: Client, tmp_path: Pa
     tagged = {place for place, kind in zip(places, kinds, strict=True) if kind}
     found = outcome.data["entities"]
     assert found
-    assert {(start, end) for start, end in places for entity in found if entity["start"] <= start and end <= entity["end"]} == tagged
+    assert {
+        (start, end) for start, end in places for entity in found if entity["start"] <= start and end <= entity["end"]
+    } == tagged
     assert all(entity["text"] == text[entity["start"] : entity["end"]] for entity in found)
 
 
@@ -420,7 +452,10 @@ def test_bytes_that_are_no_request_end_their_connection(adapter: Adapter, client
     """S19, X1: random bodies, and replies where requests belong."""
     rng = np.random.default_rng(5)
     bodies = [rng.bytes(int(rng.integers(1, 60))) for _ in range(150)]
-    frames = [struct.pack(">I", len(body)) + body for body in bodies] + [ipc.frame(ipc.Done()), struct.pack(">I", 1) + b"\xc0"]
+    frames = [struct.pack(">I", len(body)) + body for body in bodies] + [
+        ipc.frame(ipc.Done()),
+        struct.pack(">I", 1) + b"\xc0",
+    ]
     for frame in frames:
         with adapter.connect() as broken:
             broken.connection.sendall(frame)
@@ -428,7 +463,9 @@ def test_bytes_that_are_no_request_end_their_connection(adapter: Adapter, client
     assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
 
 
-def test_a_peer_that_leaves_during_its_batch_does_no_harm(adapter: Adapter, client: Client, tokenizer: Tokenizer) -> None:
+def test_a_peer_that_leaves_during_its_batch_does_no_harm(
+    adapter: Adapter, client: Client, tokenizer: Tokenizer
+) -> None:
     for _ in range(4):
         with adapter.connect() as leaving:
             leaving.send(batch([[101, *[2003] * 60, 102]] * 16))
@@ -442,12 +479,17 @@ def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Ada
     if os.getuid() != 0:
         assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
         return
-    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(5); print(s.recv(1))"
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(5); "
+        "print(s.recv(1))"
+    )
     adapter.path.parent.chmod(0o755)
     adapter.path.chmod(0o777)
     try:
         command = ["/usr/bin/python3", "-c", code, str(adapter.path)]
-        answer = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=False
+        )
     finally:
         adapter.path.chmod(0o600)
         adapter.path.parent.chmod(0o700)
@@ -459,8 +501,10 @@ def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Ada
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process")
 def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
-    """P10, P11: 1. an adapter with a spare, whose imports asked nothing of CUDA and left no thread; 2. kill -9 of the process that serves;
-    3. within a second another one answers at the same path and computes the same; 4. SIGTERM ends both with status 0, without a socket.
+    """P10, P11: 1. an adapter with a spare, whose imports asked nothing of CUDA and left no thread; 2. kill -9 of the
+    process that serves;
+    3. within a second another one answers at the same path and computes the same; 4. SIGTERM ends both with status 0,
+      without a socket.
     """
     adapter = start(tmp_path / "a.sock", spare=True, before=WITHOUT_CUDA)
     try:
@@ -478,7 +522,9 @@ def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
             assert client.ask(ipc.Describe()).pid not in (victim, adapter.process.pid)
             assert time.perf_counter() - killed < 3 * BACK_S
             client.load()
-            np.testing.assert_allclose(encode(client, Tokenizer.from_buffer(ready.tokenizer), ["test"]), before, atol=1e-6)
+            np.testing.assert_allclose(
+                encode(client, Tokenizer.from_buffer(ready.tokenizer), ["test"]), before, atol=1e-6
+            )
         adapter.process.send_signal(signal.SIGTERM)
         assert adapter.process.wait(5) == 0
         assert not adapter.path.exists()
@@ -496,7 +542,9 @@ def test_a_second_adapter_on_a_socket_that_is_served_gives_up(adapter: Adapter) 
 
 
 def test_a_signal_lets_the_running_batch_finish(tmp_path: Path) -> None:
-    """P1: 1. a batch runs; 2. SIGTERM; 3. the batch is answered, the process ends with status 0 and removes its socket."""
+    """P1: 1. a batch runs; 2. SIGTERM; 3. the batch is answered, the process ends with status 0 and
+    removes its socket.
+    """
     with running(tmp_path / "a.sock") as adapter:
         with adapter.connect() as client:
             client.load()

@@ -226,7 +226,9 @@ def subject_of(model: str) -> str:
 async def publish(broker: Broker, model: str, count: int, first: int = 0) -> list[int]:
     """Publish bodies `0`, `1`, …; returns their sequences."""
     numbers = range(first, first + count)
-    return [(await broker.publish(subject_of(model), b"%d" % number, f"{model}-{number}")).sequence for number in numbers]
+    return [
+        (await broker.publish(subject_of(model), b"%d" % number, f"{model}-{number}")).sequence for number in numbers
+    ]
 
 
 async def messages_left(broker: Broker, count: int) -> None:
@@ -363,7 +365,9 @@ async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
 
 
 async def test_a_handler_that_tops_up_itself_gets_everything_once(broker: Broker) -> None:
-    """L8 L12 S5: the way of a scheduler: each delivery is acknowledged and asked for again, over several consumers at once."""
+    """L8 L12 S5: the way of a scheduler: each delivery is acknowledged and asked for again, over several consumers at
+    once.
+    """
     models = [f"m/{number}" for number in range(5)]
     for model in models:
         await broker.ensure_consumer(consumer_of(model))
@@ -385,7 +389,9 @@ async def test_a_handler_that_tops_up_itself_gets_everything_once(broker: Broker
     await messages_left(broker, 0)
     assert len(box.items) == len({delivery.sequence for delivery in box.items}) == 1000
     for name, model in zip(names, models, strict=True):
-        assert [item.data for item in box.items if item.consumer == name] == [b"%d" % number for number in range(200)], model
+        assert [item.data for item in box.items if item.consumer == name] == [
+            b"%d" % number for number in range(200)
+        ], model
     await pulls.stop()
 
 
@@ -447,7 +453,9 @@ async def test_naks_without_delay_never_reach_a_delivery_limit(broker: Broker) -
     await pulls.stop()
 
 
-async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes(broker: Broker, harness: Harness) -> None:
+async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes(
+    broker: Broker, harness: Harness
+) -> None:
     """L7: (1) a holder falls silent, (2) another connection gets the message, (3) the first one's ack removes it."""
     spec = consumer_of("a", ack_wait_s=0.5)
     await broker.ensure_consumer(spec)
@@ -476,7 +484,9 @@ async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes
 
 
 async def test_in_progress_extends_a_lease(broker: Broker) -> None:
-    """L7: refreshed every third of the ack wait it is delivered once; left alone it is delivered again with a count of 2."""
+    """L7: refreshed every third of the ack wait it is delivered once; left alone it is delivered again with a count of
+    2.
+    """
     spec = consumer_of("a", ack_wait_s=0.6)
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 1)
@@ -515,11 +525,15 @@ async def test_a_terminated_message_is_gone(broker: Broker) -> None:
 
 
 async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: Broker, harness: Harness) -> None:
-    """L8 L18: published first, then a consumer, then workers, each message to one of them; ensuring again changes nothing."""
+    """L8 L18: published first, then a consumer, then workers, each message to one of them; ensuring again changes
+    nothing.
+    """
     await publish(broker, "a", 40)
     spec = consumer_of("a")
     boxes: list[Box[Delivery]] = [Box(), Box()]
-    pulls = [(await harness.connect(f"worker {number}")).pulls(STREAM.name, box.put) for number, box in enumerate(boxes)]
+    pulls = [
+        (await harness.connect(f"worker {number}")).pulls(STREAM.name, box.put) for number, box in enumerate(boxes)
+    ]
     for each in pulls:
         each.want(spec.name, 20)
     await broker.ensure_consumer(spec)
@@ -598,8 +612,9 @@ async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None
 
 
 async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) -> None:
-    """L13 L18 L24: (1) a worker pulls under load, (2) stops, (3) what it was given plus what the next one gets is everything, each once,
-    long before any lease ends."""
+    """L13 L18 L24: (1) a worker pulls under load, (2) stops, (3) what it was given plus what the next one gets is
+    everything, each once, long before any lease ends.
+    """
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     worker = await harness.connect("worker")
@@ -674,7 +689,9 @@ async def test_a_failing_handler_of_pulls_costs_only_its_own_message(broker: Bro
 
 
 async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: Harness) -> None:
-    """What a killed process held is released by its successor, over another connection and by nothing but the name of the delivery."""
+    """What a killed process held is released by its successor, over another connection and by nothing but the name of
+    the delivery.
+    """
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 2)
@@ -843,9 +860,13 @@ async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -
     assert (await gateway.ensure_stream(STREAM, owner=True)).created == created.created
 
     for change in (
-        {"storage": "memory"}, {"max_bytes": 1_000_000}, {"max_per_subject": 7}, {"max_age_s": 300.0}, {"duplicate_window_s": 60.0},
+        {"storage": "memory"},
+        {"max_bytes": 1_000_000},
+        {"max_per_subject": 7},
+        {"max_age_s": 300.0},
+        {"duplicate_window_s": 60.0},
         {"subjects": (*STREAM.subjects, "sie.more.>")},
-    ):  # fmt: skip
+    ):
         for owner in (True, False):
             with pytest.raises(TopologyMismatch) as refusal:
                 await gateway.ensure_stream(dataclasses.replace(STREAM, **change), owner=owner)  # type: ignore[arg-type]
@@ -854,7 +875,9 @@ async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -
 
 
 async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -> None:
-    """L16 L18: messages stay; what the broker cannot change in place is refused by name; an older one is refused from then on."""
+    """L16 L18: messages stay; what the broker cannot change in place is refused by name; an older one is refused from
+    then on.
+    """
     broker = await harness.connect()
     await broker.ensure_stream(STREAM, owner=True)
     await publish(broker, "a", 2)
@@ -899,7 +922,9 @@ async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(bro
 
 
 async def test_consumers_are_listed_and_watched(broker: Broker, harness: Harness) -> None:
-    """L18: a deleted durable takes its leases along; its successor delivers what was left, and acks of the old leases are void."""
+    """L18: a deleted durable takes its leases along; its successor delivers what was left, and acks of the old leases
+    are void.
+    """
     events: Box[tuple[str, bool]] = Box()
 
     async def seen(name: str, exists: bool) -> None:
@@ -935,7 +960,9 @@ async def test_consumers_are_listed_and_watched(broker: Broker, harness: Harness
 
 
 async def test_a_stream_is_removed_with_all_that_is_in_it_and_made_anew_is_another_one(broker: Broker) -> None:
-    """Work that is leased then is nobody's: its ack is void, and what has its sequence later stays. Open pulls find the new stream."""
+    """Work that is leased then is nobody's: its ack is void, and what has its sequence later stays. Open pulls find the
+    new stream.
+    """
     before = await broker.ensure_stream(STREAM, owner=True)
     await broker.ensure_consumer(consumer_of("m"))
     await publish(broker, "m", 2)
@@ -1044,7 +1071,9 @@ async def test_a_listener_that_never_answers_ends_in_a_time_out(harness: Harness
 
 
 async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_failures(harness: Harness) -> None:
-    """L12 L23: a stalled handler loses nothing; one that raises, or awaits something cancelled, costs only its own message."""
+    """L12 L23: a stalled handler loses nothing; one that raises, or awaits something cancelled, costs only its own
+    message.
+    """
     sender, receiver = await harness.connect("sender"), await harness.connect("receiver")
     box: Box[bytes] = Box()
     release = asyncio.Event()
@@ -1170,7 +1199,11 @@ async def test_what_was_written_since_is_read_in_order_with_what_was_removed(har
     first = await bucket.write([Write("a", b"1"), Write("b.c", b"2"), Write("d", b"3")])
     assert await bucket.since(first) == []
     last = await bucket.write([Write("b.c", b"4"), Write("d", None), Write("e", b"5")])
-    assert [(entry.key, entry.value) for entry in await bucket.since(first)] == [("b.c", b"4"), ("d", None), ("e", b"5")]
+    assert [(entry.key, entry.value) for entry in await bucket.since(first)] == [
+        ("b.c", b"4"),
+        ("d", None),
+        ("e", b"5"),
+    ]
     assert [entry.revision for entry in await bucket.since(first - 3)] == [first - 2, last - 2, last - 1, last]
 
 
@@ -1194,8 +1227,12 @@ async def test_a_batch_is_written_whole_or_not_at_all(harness: Harness) -> None:
     await bucket.write([Write("a", None, 1), Write("d", b"2", 0)])
     assert await bucket.write([Write("a", b"3", 0), Write("d", b"3", last + 2), Write("e", b"3")]) == last + 5
     assert [(entry.key, entry.value) for entry in await bucket.entries()] == [
-        ("a", b"3"), ("b", b"1"), ("c", b"1"), ("d", b"3"), ("e", b"3"),
-    ]  # fmt: skip
+        ("a", b"3"),
+        ("b", b"1"),
+        ("c", b"1"),
+        ("d", b"3"),
+        ("e", b"3"),
+    ]
 
 
 async def test_racing_writers_win_once(harness: Harness) -> None:
@@ -1211,7 +1248,9 @@ async def test_racing_writers_win_once(harness: Harness) -> None:
             assert entry is not None
             assert entry.value is not None
             try:
-                await bucket.write([Write("n", b"%d" % (int(entry.value) + 1), entry.revision), Write("by", b"%d" % number)])
+                await bucket.write(
+                    [Write("n", b"%d" % (int(entry.value) + 1), entry.revision), Write("by", b"%d" % number)]
+                )
                 return
             except WrongRevision:
                 continue
@@ -1245,7 +1284,9 @@ async def test_many_keys_are_read_in_one_go(harness: Harness) -> None:
 
 
 async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
-    """C2: from the given revision on, removals included, from other connections too; a failing handler does not end it."""
+    """C2: from the given revision on, removals included, from other connections too; a failing handler
+    does not end it.
+    """
     broker, writer = await harness.connect("reader"), await harness.connect("writer")
     bucket, written = await broker.key_value("things"), await writer.key_value("things")
     for number in range(5):
@@ -1299,9 +1340,10 @@ async def test_a_watch_that_falls_behind_ends_at_the_newest_value(harness: Harne
 
 
 async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broker, harness: Harness) -> None:
-    """L3 L7 S1 S2: (1) messages wait and are leased, one of them for the second time, (2) the broker is killed, (3) it is back,
-    (4) its consumers are ensured again, as gateways do, and open pulls work within 5 s, (5) what was leased is delivered again: with its
-    counts by a broker that kept them, from one without, (6) nothing is lost."""
+    """L3 L7 S1 S2: (1) messages wait and are leased, one of them for the second time, (2) the broker is killed, (3) it
+    is back, (4) its consumers are ensured again, as gateways do, and open pulls work within 5 s, (5) what was leased is
+    delivered again: with its counts by a broker that kept them, from one without, (6) nothing is lost.
+    """
     spec = consumer_of("a", ack_wait_s=2.0)
     idle = consumer_of("idle", ack_wait_s=2.0)
     await broker.ensure_consumer(spec)
@@ -1309,7 +1351,9 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     await publish(broker, "a", 10)
     box: Box[Delivery] = Box()
     idle_box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, lambda delivery: (idle_box if delivery.consumer == idle.name else box).put(delivery))
+    pulls = broker.pulls(
+        STREAM.name, lambda delivery: (idle_box if delivery.consumer == idle.name else box).put(delivery)
+    )
     pulls.want(idle.name, 1)
     pulls.want(spec.name, 1)
     (first,) = await box.fill(1)
@@ -1338,7 +1382,11 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     assert time.monotonic() - restored_s < 5.0
     pulls.want(spec.name, 20)
     counts = {delivery.sequence: delivery.delivered for delivery in (await box.fill(16))[6:]}
-    expected = dict.fromkeys(range(1, 11), 1) | {delivery.sequence: delivery.delivered + 1 for delivery in leased} | {1: 2 + len(again)}
+    expected = (
+        dict.fromkeys(range(1, 11), 1)
+        | {delivery.sequence: delivery.delivered + 1 for delivery in leased}
+        | {1: 2 + len(again)}
+    )
     assert counts in (expected, dict.fromkeys(range(1, 11), 1))
     for delivery in [*box.items, *idle_box.items]:
         await delivery.ack()
@@ -1347,7 +1395,9 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
 
 
 async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker: Broker, harness: Harness) -> None:
-    """L10: the broker dies under a hundred publishes in flight; each is answered or unavailable within its time, and repeating is safe."""
+    """L10: the broker dies under a hundred publishes in flight; each is answered or unavailable within its time, and
+    repeating is safe.
+    """
 
     async def until_stored(number: int) -> None:
         while True:
@@ -1386,7 +1436,9 @@ async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker,
 
 
 async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
-    """C2 S1: idle before, written after, each revision once and in order; the handlers of a reconnect run in the order of their entry."""
+    """C2 S1: idle before, written after, each revision once and in order; the handlers of a reconnect run in the order
+    of their entry.
+    """
     broker = await harness.connect()
     bucket = await broker.key_value("things")
     await bucket.write([Write("a", b"1"), Write("b", b"1")])
@@ -1461,7 +1513,9 @@ async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptu
     assert "canary" not in str(malformed.value)
 
 
-async def test_credentials_of_the_url_are_used(nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture) -> None:
+async def test_credentials_of_the_url_are_used(
+    nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
+) -> None:
     """S2: percent-encoded as in any URL; a refusal by the broker names itself."""
     with caplog.at_level(logging.DEBUG):
         server = (await nats(extra='authorization { users: [{user: "gateway", password: "p@ss:canary"}] }')).server
@@ -1486,8 +1540,12 @@ async def test_closing_does_not_wait_for_a_silent_broker(nats: Callable[..., Awa
     assert not broker.connected
 
 
-async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """L11: a broker with 64 KiB per message, headers included; the number of connections it ever saw does not change."""
+async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
+    nats: Callable[..., Awaitable[NatsHarness]],
+) -> None:
+    """L11: a broker with 64 KiB per message, headers included; the number of connections it ever saw
+    does not change.
+    """
     harness = await nats(max_payload=65536)
 
     def connections() -> int:
@@ -1506,7 +1564,9 @@ async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(nats: Calla
 
 
 async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """L3 C2: `created` changes when a restart lost the stream; a watch begins anew with the bucket that replaced its own."""
+    """L3 C2: `created` changes when a restart lost the stream; a watch begins anew with the bucket that replaced its
+    own.
+    """
     spec = dataclasses.replace(STREAM, storage="memory")
     box: Box[Entry] = Box()
     harness = await nats()
@@ -1532,8 +1592,10 @@ async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..
 
 
 async def test_a_broker_that_falls_silent_is_left_and_found_again(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """S1 S2: (1) the server stops answering with every connection open, (2) more is sent than the socket takes, (3) the connection
-    counts as lost in 30 s, (4) the server goes on, (5) what it hands to pulls of the lost connection comes again after the ack wait."""
+    """S1 S2: (1) the server stops answering with every connection open, (2) more is sent than the socket takes, (3) the
+    connection counts as lost in 30 s, (4) the server goes on, (5) what it hands to pulls of the lost connection comes
+    again after the ack wait.
+    """
     spec = consumer_of("a", ack_wait_s=1.0)
     box: Box[Delivery] = Box()
     harness = await nats()
@@ -1568,13 +1630,19 @@ async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[.
     for _ in range(2):
         await broker.ensure_consumer(spec)
     (info,) = await broker.consumer_infos(STREAM.name)
-    assert (info.config.get("mem_storage", False), info.config["ack_wait"], version_of(info.config)) == (False, 30e9, spec.version)
+    assert (info.config.get("mem_storage", False), info.config["ack_wait"], version_of(info.config)) == (
+        False,
+        30e9,
+        spec.version,
+    )
 
 
 async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
     nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S1: what the broker sends is lost on the way, for ever and without a word; the watch compares revisions and reads again."""
+    """S1: what the broker sends is lost on the way, for ever and without a word; the watch compares revisions and reads
+    again.
+    """
     harness = await nats()
     broker = await harness.connect()
     bucket = await broker.key_value("things")
@@ -1590,7 +1658,9 @@ async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
 
 
 def test_the_client_library_is_one_that_this_suite_has_seen() -> None:
-    """S5: the broker works around faults of this version and uses seams that are not promised; look at both before this line changes."""
+    """S5: the broker works around faults of this version and uses seams that are not promised; look at both before this
+    line changes.
+    """
     assert importlib.metadata.version("nats-py").startswith("2.16.")
 
 
@@ -1663,10 +1733,17 @@ async def test_the_broker_in_memory_loses_answers_and_streams_on_demand() -> Non
 @pytest.mark.parametrize(
     ("pattern", "subject", "match"),
     [
-        ("a.b", "a.b", True), ("a.*", "a.b", True), ("a.*", "a.b.c", False), ("a.>", "a.b.c", True), ("a.>", "a", False),
-        (">", "a", True), ("*.b", "a.b", True), ("a.*.c", "a.b.d", False), ("a.b", "a", False),
+        ("a.b", "a.b", True),
+        ("a.*", "a.b", True),
+        ("a.*", "a.b.c", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a", False),
+        (">", "a", True),
+        ("*.b", "a.b", True),
+        ("a.*.c", "a.b.d", False),
+        ("a.b", "a", False),
     ],
-)  # fmt: skip
+)
 def test_patterns_match_as_the_broker_does(pattern: str, subject: str, match: bool) -> None:
     assert matches(pattern, subject) is match
     assert overlap(pattern, subject) is match
@@ -1674,7 +1751,12 @@ def test_patterns_match_as_the_broker_does(pattern: str, subject: str, match: bo
 
 def test_patterns_overlap_both_ways() -> None:
     """L17"""
-    for one, other, expected in (("a.*", "*.b", True), ("a.>", "*.*.c", True), ("a.*", "b.*", False), ("a.*.c", "a.b.*", True)):
+    for one, other, expected in (
+        ("a.*", "*.b", True),
+        ("a.>", "*.*.c", True),
+        ("a.*", "b.*", False),
+        ("a.*.c", "a.b.*", True),
+    ):
         assert overlap(one, other) is overlap(other, one) is expected
 
 

@@ -8,7 +8,16 @@ import pytest
 from sie_contracts.broker import BrokerUnavailable
 from sie_contracts.broker.nats import NatsBroker
 
-INFO = {"server_id": "a", "version": "2.11.0", "go": "go", "host": "127.0.0.1", "port": 1, "max_payload": 1024, "proto": 1, "headers": True}
+INFO = {
+    "server_id": "a",
+    "version": "2.11.0",
+    "go": "go",
+    "host": "127.0.0.1",
+    "port": 1,
+    "max_payload": 1024,
+    "proto": 1,
+    "headers": True,
+}
 
 
 async def test_an_attempt_that_the_deadline_cuts_short_does_not_hide_what_the_broker_said_before() -> None:

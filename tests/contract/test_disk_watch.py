@@ -28,8 +28,9 @@ def put(cache: LocalCache, repository: str) -> Path:
 
 
 def test_weights_that_nobody_uses_go_when_the_disk_fills_while_serving(tmp_path: Path) -> None:
-    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: 1. three snapshots in a volume of 10 MiB, one of them in use; 2. 6 MiB of somebody else's are
-    written there; 3. the older one that nobody uses is gone, the others are there."""
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: 1. three snapshots in a volume of 10 MiB, one of them in use; 2. 6 MiB of
+    somebody else's are written there; 3. the older one that nobody uses is gone, the others are there.
+    """
     cache = LocalCache(tmp_path / "cache")
     snapshots = [put(cache, name) for name in ("org/used", "org/old", "org/new")]
     environ = {"SIE_DISK_CACHE_BYTES": str(10 * MIB)}

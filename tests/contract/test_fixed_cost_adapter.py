@@ -1,4 +1,6 @@
-"""The fixed-cost adapter is an adapter like the others: a sidecar's own link speaks to its process, and its answers take their time."""
+"""The fixed-cost adapter is an adapter like the others: a sidecar's own link speaks to its process, and its answers
+take their time.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ async def test_its_vectors_are_those_that_tests_know(tmp_path: Path) -> None:
     async with linked(*process(tmp_path, Options())) as link:
         done = await link.run_batch(batch(*texts), lambda: None)
     vectors = np.frombuffer(done.block, "<f4").reshape(-1, WIDTH)
-    assert [outcome.tokens for outcome in done.outcomes if isinstance(outcome, Ok)] == [len(ids_of(text)) for text in texts]
+    assert [outcome.tokens for outcome in done.outcomes if isinstance(outcome, Ok)] == [
+        len(ids_of(text)) for text in texts
+    ]
     np.testing.assert_allclose(vectors, [vector_of(ids_of(text)) for text in texts], rtol=1e-6)
 
 
@@ -84,7 +88,9 @@ async def test_a_load_takes_its_time_once(tmp_path: Path) -> None:
 
 
 async def test_batches_take_their_time_and_no_processor(tmp_path: Path) -> None:
-    """Four batches of 100 ms on two lanes: 200 ms, whoever else uses the machine; a lane's time is counted, not slept."""
+    """Four batches of 100 ms on two lanes: 200 ms, whoever else uses the machine; a lane's time is
+    counted, not slept.
+    """
     part, path = process(tmp_path, Options(batch_ms=60, token_us=2000, lanes=2))
     async with linked(part, path) as link:
         before_s, started_s = part.cpu_s(), time.monotonic()
@@ -104,7 +110,9 @@ def test_a_lane_goes_on_where_its_last_batch_ended() -> None:
 
 
 async def test_the_deadly_text_ends_the_process_after_the_device_took_the_batch(tmp_path: Path) -> None:
-    """1. a batch without it is answered; 2. one that holds it is started, which names the suspects, and then the process is gone."""
+    """1. a batch without it is answered; 2. one that holds it is started, which names the suspects, and then the
+    process is gone.
+    """
     part, path = process(tmp_path, Options(deadly="the end"))
     async with linked(part, path) as link:
         await link.run_batch(batch("the middle"), lambda: None)

@@ -1,4 +1,6 @@
-"""The parent of the adapter, with children that do what a test needs instead of serving: no torch, so each is there in an instant."""
+"""The parent of the adapter, with children that do what a test needs instead of serving: no torch, so each is there in
+an instant.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ import pytest
 from sie_contracts.runtime.failpoints import CRASHED
 from sie_contracts.runtime.process import EXIT_BAD_SETTING
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process"
+)
 PROGRAM = """
 import ctypes, logging, os, signal, sys, threading, time
 import psutil

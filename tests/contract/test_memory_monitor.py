@@ -1,6 +1,8 @@
-"""The memory monitor of a real adapter process: it evicts under pressure that rises after the last load, once a second and after a batch.
+"""The memory monitor of a real adapter process: it evicts under pressure that rises after the last load, once a second
+and after a batch.
 
-    two models loaded ──► the sidecar names one as idle ──► a limit on data is set from outside ──► the idle one goes, the other stays
+two models loaded ──► the sidecar names one as idle ──► a limit on data is set from outside ──► the idle one goes, the
+other stays
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def prepare(client: Client, folder: Path) -> None:
 
 
 def press(adapter: Adapter) -> None:
-    """Limit the data of the process so that what it holds now is PRESSURE_PERCENT of it. The rest is left to the batch."""
+    """Limit the data of the process so that what it holds now is PRESSURE_PERCENT of it. The rest is
+    left to the batch.
+    """
     status = Path(f"/proc/{adapter.process.pid}/status").read_text()
     held_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
     limit = held_kib * 1024 * 100 // PRESSURE_PERCENT
@@ -71,7 +75,9 @@ def test_pressure_between_batches_is_noticed_by_the_timer(tmp_path: Path) -> Non
         press(adapter)
         assert evicted(client) == ("idle",)
         assert loaded(client) == ["busy"]
-        assert REASON in adapter.wait_for("unloaded idle"), "a failed allocation evicts as well, and is not what is tested"
+        assert REASON in adapter.wait_for("unloaded idle"), (
+            "a failed allocation evicts as well, and is not what is tested"
+        )
 
 
 def test_pressure_is_noticed_after_a_batch(tmp_path: Path) -> None:
@@ -83,4 +89,6 @@ def test_pressure_is_noticed_after_a_batch(tmp_path: Path) -> None:
         assert isinstance(done.outcomes[0], Ok)
         assert evicted(client) == ("idle",)
         assert loaded(client) == ["busy"]
-        assert REASON in adapter.wait_for("unloaded idle"), "a failed allocation evicts as well, and is not what is tested"
+        assert REASON in adapter.wait_for("unloaded idle"), (
+            "a failed allocation evicts as well, and is not what is tested"
+        )

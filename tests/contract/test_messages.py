@@ -1,8 +1,8 @@
 """Messages of every released version: old bytes with new types, new bytes with old types.
 
-`V1...` are the readers of version 1, declared here once and never changed: what they need must stay as it is. `Verbs...` are those that
-know scores and extraction as well, `Queue...` those of placement, fragments and dead letters. `P2...` read what sidecar and adapter of
-protocol 2 say to each other; a next protocol replaces them.
+`V1...` are the readers of version 1, declared here once and never changed: what they need must stay as it is.
+`Verbs...` are those that know scores and extraction as well, `Queue...` those of placement, fragments and dead letters.
+`P2...` read what sidecar and adapter of protocol 2 say to each other; a next protocol replaces them.
 """
 
 from __future__ import annotations
@@ -752,51 +752,129 @@ class TokenisedBatchDone(PaddedBatchDone, tag="BatchDone"):
 
 
 OLD_READERS: dict[str, type[msgspec.Struct]] = {
-    "work-1": V1Work, "result-1": V1Result, "confirm-1": V1Confirmation, "heartbeat-1": V1Heartbeat, "delta-1": V1Delta,
-    "export-1": V1Export, "work-1-verbs": VerbsWork, "result-1-verbs": VerbsResult, "heartbeat-1-certificate": CertificateHeartbeat,
-    "work-1-payload": QueuePayloadWork, "payload-1": QueuePayload, "result-1-payload": PayloadResult,
-    "fragment-1": QueueFragment, "cancel-1": QueueCancel,
-    "work-1-kinds": KindsWork, "work-1-rerank": RerankWork, "ipc2-RunBatch-given": KindsRunBatch, "ipc2-Ready-kinds": KindsReady,
-    "work-1-traced": TracedWork, "ipc2-RunBatch-traced": TracedRunBatch,
-    "heartbeat-1-precision": PrecisionHeartbeat, "ipc2-Ready-precision": PrecisionReady,
-    "heartbeat-1-crossover": CrossoverHeartbeat, "ipc2-Ready-crossover": CrossoverReady,
-    "ipc2-RunBatch-copy": CopyRunBatch, "heartbeat-1-fetched": FetchedHeartbeat, "ipc2-Pong-fetching": FetchingPong,
-    "heartbeat-1-capacity": QueueHeartbeat, "placement-1": QueuePlacement, "dead-1": QueueDeadLetter,
-    "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "gateway-1-qps": StatusGateway, "work-1-endpoint": StatusWork,
-    "ipc2-Description-device": StatusDescription, "ipc2-Description-batches": BatchesDescription, "demand-1": QueueDemand,
-    "heartbeat-1-own-pool": PoolsHeartbeat, "reservations-1": PoolsReservations,
-    "reservations-1-last": PoolsReservations, "assigned-1": PoolsAssigned,
-    "heartbeat-1-clock": ClockHeartbeat, "placement-1-parts": PartsPlacement, "placement-part-1": PartsPart,
+    "work-1": V1Work,
+    "result-1": V1Result,
+    "confirm-1": V1Confirmation,
+    "heartbeat-1": V1Heartbeat,
+    "delta-1": V1Delta,
+    "export-1": V1Export,
+    "work-1-verbs": VerbsWork,
+    "result-1-verbs": VerbsResult,
+    "heartbeat-1-certificate": CertificateHeartbeat,
+    "work-1-payload": QueuePayloadWork,
+    "payload-1": QueuePayload,
+    "result-1-payload": PayloadResult,
+    "fragment-1": QueueFragment,
+    "cancel-1": QueueCancel,
+    "work-1-kinds": KindsWork,
+    "work-1-rerank": RerankWork,
+    "ipc2-RunBatch-given": KindsRunBatch,
+    "ipc2-Ready-kinds": KindsReady,
+    "work-1-traced": TracedWork,
+    "ipc2-RunBatch-traced": TracedRunBatch,
+    "heartbeat-1-precision": PrecisionHeartbeat,
+    "ipc2-Ready-precision": PrecisionReady,
+    "heartbeat-1-crossover": CrossoverHeartbeat,
+    "ipc2-Ready-crossover": CrossoverReady,
+    "ipc2-RunBatch-copy": CopyRunBatch,
+    "heartbeat-1-fetched": FetchedHeartbeat,
+    "ipc2-Pong-fetching": FetchingPong,
+    "heartbeat-1-capacity": QueueHeartbeat,
+    "placement-1": QueuePlacement,
+    "dead-1": QueueDeadLetter,
+    "heartbeat-1-items": ItemsHeartbeat,
+    "gateway-1": QueueGateway,
+    "gateway-1-qps": StatusGateway,
+    "work-1-endpoint": StatusWork,
+    "ipc2-Description-device": StatusDescription,
+    "ipc2-Description-batches": BatchesDescription,
+    "demand-1": QueueDemand,
+    "heartbeat-1-own-pool": PoolsHeartbeat,
+    "reservations-1": PoolsReservations,
+    "reservations-1-last": PoolsReservations,
+    "assigned-1": PoolsAssigned,
+    "heartbeat-1-clock": ClockHeartbeat,
+    "placement-1-parts": PartsPlacement,
+    "placement-part-1": PartsPart,
     "heartbeat-1-parts": PartsHeartbeat,
-    "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
-    "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
-    "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
-    "result-1-swapped": PaddedResult, "ipc2-BatchDone-padded": PaddedBatchDone,
+    "ipc2-Ping": P2Ping,
+    "ipc2-Describe": P2Describe,
+    "ipc2-EnsureReady": P2EnsureReady,
+    "ipc2-EnsureLora": P2EnsureLora,
+    "ipc2-Release": P2Release,
+    "ipc2-RunBatch": P2RunBatch,
+    "ipc2-ApplyConfig": P2ApplyConfig,
+    "ipc2-Drain": P2Drain,
+    "ipc2-Pong": P2Pong,
+    "ipc2-Description": P2Description,
+    "ipc2-Ready": P2Ready,
+    "ipc2-BatchStarted": P2BatchStarted,
+    "result-1-swapped": PaddedResult,
+    "ipc2-BatchDone-padded": PaddedBatchDone,
     "ipc2-BatchDone-tokenised": TokenisedBatchDone,
-    "gateway-1-epoch": EpochGateway, "gateway-1-queued": SharingGateway, "delta-1-since": SinceDelta, "export-1-written": WrittenExport,
-    "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Done-lora": P2LoraDone, "ipc2-Refused": P2Refused,
-}  # fmt: skip
+    "gateway-1-epoch": EpochGateway,
+    "gateway-1-queued": SharingGateway,
+    "delta-1-since": SinceDelta,
+    "export-1-written": WrittenExport,
+    "ipc2-BatchDone": P2BatchDone,
+    "ipc2-Done": P2Done,
+    "ipc2-Done-lora": P2LoraDone,
+    "ipc2-Refused": P2Refused,
+}
 # what is sent today is also sent to those who know less of it
 OLDER_READERS = {
-    "work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat, "heartbeat-1-capacity": V1Heartbeat,
-    "work-1-payload": VerbsWork, "work-1-kinds": VerbsWork, "work-1-rerank": VerbsWork,
-    "work-1-traced": V1Work, "ipc2-RunBatch-traced": CopyRunBatch,
-    "ipc2-RunBatch-copy": P2RunBatch, "heartbeat-1-fetched": V1Heartbeat, "ipc2-Pong-fetching": P2Pong,
-    "heartbeat-1-precision": V1Heartbeat, "ipc2-Ready-precision": P2Ready,
-    "heartbeat-1-crossover": PrecisionHeartbeat, "ipc2-Ready-crossover": PrecisionReady,
-    "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
-    "ipc2-Description-device": P2Description, "ipc2-Description-batches": StatusDescription,
-    "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,
+    "work-1-verbs": V1Work,
+    "result-1-verbs": V1Result,
+    "heartbeat-1-certificate": V1Heartbeat,
+    "heartbeat-1-capacity": V1Heartbeat,
+    "work-1-payload": VerbsWork,
+    "work-1-kinds": VerbsWork,
+    "work-1-rerank": VerbsWork,
+    "work-1-traced": V1Work,
+    "ipc2-RunBatch-traced": CopyRunBatch,
+    "ipc2-RunBatch-copy": P2RunBatch,
+    "heartbeat-1-fetched": V1Heartbeat,
+    "ipc2-Pong-fetching": P2Pong,
+    "heartbeat-1-precision": V1Heartbeat,
+    "ipc2-Ready-precision": P2Ready,
+    "heartbeat-1-crossover": PrecisionHeartbeat,
+    "ipc2-Ready-crossover": PrecisionReady,
+    "ipc2-RunBatch-given": P2RunBatch,
+    "ipc2-Ready-kinds": P2Ready,
+    "gateway-1-qps": QueueGateway,
+    "work-1-endpoint": V1Work,
+    "ipc2-Description-device": P2Description,
+    "ipc2-Description-batches": StatusDescription,
+    "result-1-payload": V1Result,
+    "heartbeat-1-items": QueueHeartbeat,
+    "result-1-swapped": V1Result,
+    "ipc2-BatchDone-padded": P2BatchDone,
     "ipc2-BatchDone-tokenised": PaddedBatchDone,
-    "placement-1-parts": QueuePlacement, "heartbeat-1-parts": ClockHeartbeat,
-    "heartbeat-1-clock": PoolsHeartbeat, "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
-}  # fmt: skip
+    "placement-1-parts": QueuePlacement,
+    "heartbeat-1-parts": ClockHeartbeat,
+    "heartbeat-1-clock": PoolsHeartbeat,
+    "gateway-1-epoch": StatusGateway,
+    "delta-1-since": V1Delta,
+    "export-1-written": V1Export,
+}
 
 Message = (
-    messages.WorkItem | messages.WorkResult | messages.Confirmation | messages.Heartbeat | messages.ConfigDelta | messages.Fragment
-    | messages.Cancel | messages.Payload | messages.Placement | messages.DeadLetter | messages.GatewayBeat
-    | messages.Demand | messages.Reservations | messages.Assigned | messages.PlacementPart
-)  # fmt: skip
+    messages.WorkItem
+    | messages.WorkResult
+    | messages.Confirmation
+    | messages.Heartbeat
+    | messages.ConfigDelta
+    | messages.Fragment
+    | messages.Cancel
+    | messages.Payload
+    | messages.Placement
+    | messages.DeadLetter
+    | messages.GatewayBeat
+    | messages.Demand
+    | messages.Reservations
+    | messages.Assigned
+    | messages.PlacementPart
+)
 decode_any = msgspec.msgpack.Decoder(Message).decode
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -804,7 +882,11 @@ each_fixture = pytest.mark.parametrize("name", EXAMPLES)
 def decode(name: str, data: bytes, kind: Any = None) -> Any:
     """With the types of today, as the receiving process does it, or with an old reader."""
     if kind is not None:
-        return msgspec.json.decode(data, type=kind) if name.startswith("export") else msgspec.msgpack.decode(data, type=kind)
+        return (
+            msgspec.json.decode(data, type=kind)
+            if name.startswith("export")
+            else msgspec.msgpack.decode(data, type=kind)
+        )
     if name.startswith("export"):
         return msgspec.json.decode(data, type=ConfigExport)
     if not name.startswith("ipc"):
@@ -815,20 +897,39 @@ def decode(name: str, data: bytes, kind: Any = None) -> Any:
 
 # maps of anything, where another key is another value
 _DATA = {
-    "entry", "parameters", "data", "extras", "model_config", "bundles", "certificate", "hosts", "raised_s", "gpus", "gpu_caps", "ended",
+    "entry",
+    "parameters",
+    "data",
+    "extras",
+    "model_config",
+    "bundles",
+    "certificate",
+    "hosts",
+    "raised_s",
+    "gpus",
+    "gpu_caps",
+    "ended",
     "workers",
-}  # fmt: skip
+}
 _NAMED = {"outputs", "rows", "traffic", "pools", "fetching"}  # maps from names that are data to structs
 
 
 def newer(value: Any, key: str = "") -> Any:
-    """The same message from a sender that knows more: a further field in every map, a further element in every array slice."""
+    """The same message from a sender that knows more: a further field in every map, a further element in every array
+    slice.
+    """
     if key in _DATA:
         return value
     if isinstance(value, dict):
         if key in _NAMED:
-            return {name: [*item, "element of the future"] if isinstance(item, list) else newer(item) for name, item in value.items()}
-        return {**{name: newer(item, name) for name, item in value.items()}, "field_of_the_future": {"nested": [1, "x"]}}
+            return {
+                name: [*item, "element of the future"] if isinstance(item, list) else newer(item)
+                for name, item in value.items()
+            }
+        return {
+            **{name: newer(item, name) for name, item in value.items()},
+            "field_of_the_future": {"nested": [1, "x"]},
+        }
     if isinstance(value, list):
         return [newer(item) for item in value]
     return value
@@ -938,7 +1039,9 @@ def test_a_message_of_the_required_fields_alone_is_read(name: str) -> None:
     required = {field.encode_name for field in msgspec.structs.fields(type(EXAMPLES[name])) if field.required}
     found = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
     for field in msgspec.structs.fields(type(EXAMPLES[name])):
-        assert getattr(found, field.name) == (getattr(EXAMPLES[name], field.name) if field.required else default_of(field))
+        assert getattr(found, field.name) == (
+            getattr(EXAMPLES[name], field.name) if field.required else default_of(field)
+        )
 
 
 @pytest.mark.parametrize("tag", ["work/2", "Work", "", None])

@@ -1,4 +1,6 @@
-"""The fixtures of the version that an upgrade starts from are all still here, byte for byte: test_messages.py reads what it wrote."""
+"""The fixtures of the version that an upgrade starts from are all still here, byte for byte: test_messages.py reads
+what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from upgrade import released
 from sie_contracts import ipc
 
 FIXTURES = Path(__file__).parent / "fixtures"
-OTHER_PROTOCOL = re.compile(rf"ipc(?!{ipc.PROTOCOL}-)\d+-")  # between sidecar and adapter of one pod, which change together
+OTHER_PROTOCOL = re.compile(
+    rf"ipc(?!{ipc.PROTOCOL}-)\d+-"
+)  # between sidecar and adapter of one pod, which change together
 
 
 def test_no_fixture_of_the_old_version_is_missing_or_changed() -> None:

@@ -1,4 +1,6 @@
-"""Tests of the CUDA path: collected everywhere, skipped without a CUDA device. `--cuda-table FILE` writes the worst values there."""
+"""Tests of the CUDA path: collected everywhere, skipped without a CUDA device. `--cuda-table FILE` writes the worst
+values there.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def record(request: pytest.FixtureRequest) -> Iterator[Record]:
     if target := request.config.getoption("cuda_table", default=None):
         rows = [f"| {' | '.join(key)} | {cosine:.7f} |" for key, cosine in sorted(worst.items())]
         head = [
-            f"# Parity on CUDA\n\n{torch.cuda.get_device_name()}, torch {torch.__version__}, against float32 on a CPU.\n",
+            (
+                f"# Parity on CUDA\n\n{torch.cuda.get_device_name()}, torch {torch.__version__}, against float32 on a "
+                "CPU.\n"
+            ),
             "| output | attention | precision | worst cosine |\n|---|---|---|---|",
         ]
         Path(target).write_text("\n".join([*head, *rows, ""]))

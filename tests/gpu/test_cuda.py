@@ -29,7 +29,8 @@ from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")
 LEAST_COSINE = {torch.float32: 0.99999, torch.float16: 0.999, torch.bfloat16: 0.99}
-# Untrained weights lose more in 16 bit than trained ones, in any implementation: the mean is held, and the worst of 64 texts loosely.
+# Untrained weights lose more in 16 bit than trained ones, in any implementation: the mean is held, and the worst of 64
+# texts loosely.
 LEAST_VECTOR_COSINE = {"float32": 0.9999, "float16": 0.99, "bfloat16": 0.95}
 LEAST_MEAN_COSINE = {"float32": 0.9999, "float16": 0.999, "bfloat16": 0.995}
 PADDED = ("mpnet", "deberta-v2", "gemma2")
@@ -66,7 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def reference(folder: Callable[[str], Path]) -> Iterator[Callable[[str], Served]]:
     """The engine on the CPU in float32, which tests/parity holds against the public libraries."""
     engine = ParityEngine()
-    yield functools.cache(lambda name: engine.load(folder(name), "float32", width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS))
+    yield functools.cache(
+        lambda name: engine.load(folder(name), "float32", width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS)
+    )
     engine.stop()
 
 
@@ -79,7 +82,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
 
 @pytest.mark.parametrize("dtype", LEAST_COSINE, ids=str)
 @pytest.mark.parametrize("kind", toys.CONFIGS)
-def test_packed_states_on_cuda_equal_stock_states(kind: str, dtype: torch.dtype, tmp_path: Path, record: Record) -> None:
+def test_packed_states_on_cuda_equal_stock_states(
+    kind: str, dtype: torch.dtype, tmp_path: Path, record: Record
+) -> None:
     """W3, W4: every architecture and precision, ragged, one pass against one by one."""
     if OVERFLOWS in kind and dtype == torch.float16:
         pytest.skip("its activations overflow float16")
@@ -97,12 +102,21 @@ def test_packed_states_on_cuda_equal_stock_states(kind: str, dtype: torch.dtype,
 @pytest.mark.parametrize("precision", LEAST_VECTOR_COSINE)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_vectors_on_cuda_equal_those_of_a_cpu(
-    name: str, precision: str, engine: CudaEngine, folder: Callable[[str], Path], reference: Callable[[str], Served], record: Record
+    name: str,
+    precision: str,
+    engine: CudaEngine,
+    folder: Callable[[str], Path],
+    reference: Callable[[str], Served],
+    record: Record,
 ) -> None:
-    """W3, W4: windows, bidirectional decoders and rotary tables of the parity checkpoints, ragged, from sentence to vector."""
+    """W3, W4: windows, bidirectional decoders and rotary tables of the parity checkpoints, ragged, from sentence to
+    vector.
+    """
     if OVERFLOWS in name and precision == "float16":
         pytest.skip("its activations overflow float16")
-    served = engine.load(folder(name), cast(Precision, precision), width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS)
+    served = engine.load(
+        folder(name), cast(Precision, precision), width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS
+    )
     assert served.attention.endswith("padded") == (name in PADDED)
     given = texts()
     for pooling in ARCHITECTURES[name].poolings:
@@ -114,10 +128,14 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3 causal"])
-def test_two_threads_and_two_streams_do_not_mix_their_texts(name: str, precision: str, folder: Callable[[str], Path]) -> None:
+def test_two_threads_and_two_streams_do_not_mix_their_texts(
+    name: str, precision: str, folder: Callable[[str], Path]
+) -> None:
     """W2: the lanes of a second stream are not used today; nothing may depend on there being one."""
     engine = CudaEngine()
-    served = engine.load(folder(name), cast(Precision, precision), width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS)
+    served = engine.load(
+        folder(name), cast(Precision, precision), width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS
+    )
     batches = [texts(24, seed=seed) for seed in range(8)]
     alone = [served.encode(batch) for batch in batches]
 
@@ -150,6 +168,8 @@ def test_the_documented_default_precision_runs_on_cuda(folder: Callable[[str], P
         assert engine.describe().memory_total_bytes > 1 << 30
         del resident
         engine.residency.release("toy")
-        assert engine.describe().memory_used_bytes <= before + (256 << 20)  # the context, and the workspaces of its libraries
+        assert engine.describe().memory_used_bytes <= before + (
+            256 << 20
+        )  # the context, and the workspaces of its libraries
     finally:
         engine.stop(5)

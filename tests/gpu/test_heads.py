@@ -14,8 +14,22 @@ from oracle import cosines
 from parity import heads_checkpoints as checkpoints
 from parity.checkpoints import MAX_TOKENS, WIDTH, dense
 from parity.heads_engine import Array, HeadsEngine, HeadsModel
-from parity.score_checkpoints import QWEN3_ENTRY, Scoring, ScoringEngine, build_head, build_reranker, ragged_documents, tau
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, BertConfig, BertForMaskedLM
+from parity.score_checkpoints import (
+    QWEN3_ENTRY,
+    Scoring,
+    ScoringEngine,
+    build_head,
+    build_reranker,
+    ragged_documents,
+    tau,
+)
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+)
 
 from sie_adapter.engine import Engine
 from sie_adapter.heads import Head, States
@@ -66,7 +80,9 @@ def scores() -> Iterator[tuple[ScoringEngine, ScoringEngine]]:
         engine.stop()
 
 
-def both(heads: tuple[HeadsEngine, HeadsEngine], folder: Path, outputs: dict[str, int], precision: str, **entry: Any) -> list[HeadsModel]:
+def both(
+    heads: tuple[HeadsEngine, HeadsEngine], folder: Path, outputs: dict[str, int], precision: str, **entry: Any
+) -> list[HeadsModel]:
     """The model in float32 on the CPU, and in `precision` on CUDA."""
     return [
         engine.load(folder, outputs, max_tokens=MAX_TOKENS, precision=each, **entry)
@@ -85,19 +101,24 @@ def full(rows: list[dict[str, Array]], width: int) -> Array:
 
 @pytest.mark.parametrize("precision", LEAST_COSINE)
 @pytest.mark.parametrize("architecture", ["bert", "modernbert", "mpnet"])
-def test_sparse_vectors(architecture: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record) -> None:
+def test_sparse_vectors(
+    architecture: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record
+) -> None:
     """Short texts in blocks and those longer than a block, packed and padded."""
     folder = checkpoints.masked(tmp_path / "model", architecture)
     width = len(AutoTokenizer.from_pretrained(folder))
     expected, got = (
-        full(model.encode(checkpoints.texts(), "sparse"), width) for model in both(heads, folder, {"sparse": width}, precision)
+        full(model.encode(checkpoints.texts(), "sparse"), width)
+        for model in both(heads, folder, {"sparse": width}, precision)
     )
     found = cosines(got, expected)
     record(f"sparse {architecture}", "", precision, float(found.min()))
     assert found.min() >= LEAST_COSINE[precision]
 
 
-def test_queries_without_a_pass_score_documents_on_the_device(heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path) -> None:
+def test_queries_without_a_pass_score_documents_on_the_device(
+    heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path
+) -> None:
     """Their rows are made on the host, those of documents on the device."""
     folder = checkpoints.idf(checkpoints.masked(tmp_path / "model", "bert"))
     outputs = {"sparse": len(AutoTokenizer.from_pretrained(folder)), "score": 0}
@@ -110,25 +131,34 @@ def test_queries_without_a_pass_score_documents_on_the_device(heads: tuple[Heads
 
 MULTIVECTOR: dict[str, Callable[[Path], Path]] = {
     # 24 to 48 tokens of filling that are not seen; in local layers most of it is out of sight of every word
-    "expanded": lambda folder: checkpoints.pylate(folder, checkpoints.with_markers("bert"), [dense(WIDTH, OUT)], {"query_length": 48}),
+    "expanded": lambda folder: checkpoints.pylate(
+        folder, checkpoints.with_markers("bert"), [dense(WIDTH, OUT)], {"query_length": 48}
+    ),
     "attended": lambda folder: checkpoints.pylate(
-        folder, checkpoints.with_markers("bert"), [dense(WIDTH, OUT)], {"query_length": 48, "attend_to_expansion_tokens": True}
+        folder,
+        checkpoints.with_markers("bert"),
+        [dense(WIDTH, OUT)],
+        {"query_length": 48, "attend_to_expansion_tokens": True},
     ),
     "expanded windows": lambda folder: checkpoints.pylate(
         folder, checkpoints.with_markers("modernbert narrow"), [dense(WIDTH, OUT)], {"query_length": 64}
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("precision", LEAST_COSINE)
 @pytest.mark.parametrize("name", MULTIVECTOR)
-def test_late_interaction(name: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record) -> None:
+def test_late_interaction(
+    name: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record
+) -> None:
     """Token vectors of queries and documents, scores, MUVERA."""
     folder = MULTIVECTOR[name](tmp_path / "model")
     models = both(heads, folder, {"multivector": OUT}, precision)
     texts = checkpoints.texts(24)
     for is_query in (True, False):
-        found = [[row["multivector"] for row in model.encode(texts, "multivector", is_query=is_query)] for model in models]
+        found = [
+            [row["multivector"] for row in model.encode(texts, "multivector", is_query=is_query)] for model in models
+        ]
         assert [len(row) for row in found[0]] == [len(row) for row in found[1]]
         cosine = float(np.mean(cosines(np.concatenate(found[1]), np.concatenate(found[0]))))
         record(f"multivector {name}", "", precision, cosine)
@@ -145,7 +175,9 @@ def test_late_interaction(name: str, precision: str, heads: tuple[HeadsEngine, H
 def heads_on(device: torch.device, width: int) -> dict[str, Head]:
     """One of each kind, with the same weights on every device."""
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=50, hidden_size=width, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+    config = BertConfig(
+        vocab_size=50, hidden_size=width, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
+    )
     masked = TransformersHead(BertForMaskedLM(config).eval().to(device), in_float32=False)
     layer = torch.nn.Linear(width, 1).to(device)
     return {
@@ -190,7 +222,9 @@ def test_decoder_rerankers(precision: str, scores: tuple[ScoringEngine, ScoringE
     compare(scores, folder, "decoder-reranker", precision, **QWEN3_ENTRY)
 
 
-def compare(scores: tuple[ScoringEngine, ScoringEngine], folder: Path, family: str, precision: str, **entry: Any) -> None:
+def compare(
+    scores: tuple[ScoringEngine, ScoringEngine], folder: Path, family: str, precision: str, **entry: Any
+) -> None:
     documents = ragged_documents(40)
     models: list[Scoring] = [
         engine.load(folder, family, each, **entry) for engine, each in zip(scores, ("float32", precision), strict=True)

@@ -1,4 +1,6 @@
-"""Each kernel that serves CUDA against the definition of attention in float32 on a CPU: windows, causality, shared heads, hidden tokens."""
+"""Each kernel that serves CUDA against the definition of attention in float32 on a CPU: windows, causality, shared
+heads, hidden tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from sie_adapter.packing import Items, Packed, Positions, pack
 
 CUDA = torch.device("cuda")
 LENGTHS = (300, 1, 2, 7, 7, 16, 17, 63, 64, 65, 129, 7)
-PATTERNS = {"all": (FAR, FAR), "causal": (FAR, 0), "window": (16, 16), "causal window": (16, 0), "wide window": (64, 64)}
+PATTERNS = {
+    "all": (FAR, FAR),
+    "causal": (FAR, 0),
+    "window": (16, 16),
+    "causal window": (16, 0),
+    "wide window": (64, 64),
+}
 # of an output, whose values are within 5: half a step of the type, and the rounding of the shares
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 needs_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs the package flash-attn")
@@ -27,7 +35,9 @@ KERNELS = [
 
 def packed(visible: tuple[int, ...] | None = None) -> Packed:
     lengths = np.array(LENGTHS, np.int64)
-    batch = Items(lengths, np.zeros(int(lengths.sum()), np.int32), None, None if visible is None else np.array(visible, np.int64))
+    batch = Items(
+        lengths, np.zeros(int(lengths.sum()), np.int32), None, None if visible is None else np.array(visible, np.int64)
+    )
     return pack(batch, np.arange(len(lengths)), Positions())
 
 
@@ -39,7 +49,9 @@ def attend(kernel: Kernel, made: Packed, states: tuple[Tensor, ...], pattern: tu
         return torch.ops.sie.packed_attention(query, key, value, bounds, layout, query.shape[2] ** -0.5, *pattern)  # type: ignore[no-any-return]
 
 
-def check(kernel: Kernel, dtype: torch.dtype, made: Packed, pattern: tuple[int, int], heads: int, key_heads: int, width: int) -> None:
+def check(
+    kernel: Kernel, dtype: torch.dtype, made: Packed, pattern: tuple[int, int], heads: int, key_heads: int, width: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(len(made.ids), count, width) for count in (heads, key_heads, key_heads)]
     states = tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -53,22 +65,30 @@ def check(kernel: Kernel, dtype: torch.dtype, made: Packed, pattern: tuple[int, 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (4, 2, 64), (8, 1, 128)])
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
-def test_a_kernel_computes_the_definition(kernel: Kernel, dtype: torch.dtype, heads: int, key_heads: int, width: int, pattern: str) -> None:
+def test_a_kernel_computes_the_definition(
+    kernel: Kernel, dtype: torch.dtype, heads: int, key_heads: int, width: int, pattern: str
+) -> None:
     check(kernel, dtype, packed(), PATTERNS[pattern], heads, key_heads, width)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_hidden_tokens_are_not_attended_to(kernel: Kernel, dtype: torch.dtype, pattern: str) -> None:
-    """The filling of a late-interaction query: it sees, and is not seen, whatever the kernel of the other batches is."""
+    """The filling of a late-interaction query: it sees, and is not seen, whatever the kernel of the
+    other batches is.
+    """
     visible = tuple(max(1, length * 2 // 3) for length in LENGTHS)
     check(kernel, dtype, packed(visible), PATTERNS[pattern], 4, 4, 32)
 
 
 def test_a_sequence_does_not_depend_on_its_mates() -> None:
-    """The longest of a batch picks tiles and splits of the variable-length kernel: one sequence alone and among others."""
+    """The longest of a batch picks tiles and splits of the variable-length kernel: one sequence alone
+    and among others.
+    """
     made = packed()
-    states = tuple(torch.randn(len(made.ids), 4, 64, generator=torch.Generator().manual_seed(1)).half().to(CUDA) for _ in range(3))
+    states = tuple(
+        torch.randn(len(made.ids), 4, 64, generator=torch.Generator().manual_seed(1)).half().to(CUDA) for _ in range(3)
+    )
     together = attend(Kernel.VARLEN, made, states, PATTERNS["all"])
     for start, stop in zip(made.bounds[:-1].tolist(), made.bounds[1:].tolist(), strict=True):
         alone = pack(Items(np.array([stop - start]), np.zeros(stop - start, np.int32)), np.arange(1), Positions())

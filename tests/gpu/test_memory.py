@@ -1,4 +1,6 @@
-"""Real allocation failures on CUDA, under a fraction of the card: no client sees one, and what was learnt avoids the next."""
+"""Real allocation failures on CUDA, under a fraction of the card: no client sees one, and what was learnt avoids the
+next.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,14 @@ HEADROOM_BYTES = 3 * 3000 * WIDEST * 4
 def entry(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
     """A model of one layer whose activations are large beside its weights."""
     folder = toys.save(
-        tmp_path_factory.mktemp("wide") / "bert", "bert", hidden_size=WIDTH, intermediate_size=WIDEST, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=LONGEST,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("wide") / "bert",
+        "bert",
+        hidden_size=WIDTH,
+        intermediate_size=WIDEST,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+    )
     return toys.entry(folder, outputs={"dense": WIDTH}, max_tokens=LONGEST, load=LoadOptions(precision="float32"))
 
 
@@ -65,8 +72,12 @@ def encode(engine: Engine, lengths: list[int], seed: int) -> np.ndarray:
     return np.frombuffer(reply.block, np.float32).reshape(len(lengths), WIDTH)
 
 
-def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine(entry: ModelEntry, tmp_path: Path) -> None:
-    """O3. 1. what was learnt is doubted at every batch: real failures, every vector right; 2. a second engine believes it: hardly any."""
+def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine(
+    entry: ModelEntry, tmp_path: Path
+) -> None:
+    """O3. 1. what was learnt is doubted at every batch: real failures, every vector right; 2. a second engine believes
+    it: hardly any.
+    """
     settings = Settings(device="cuda", local_cache=str(tmp_path))
     engine = Engine(settings)
     now_s = time.time()

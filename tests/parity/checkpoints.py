@@ -1,9 +1,10 @@
 """Small random checkpoints of real architectures, laid out on disk as a hub repository is.
 
-    Architecture ──► build ──► config.json, model.safetensors, tokenizer files [+ modules.json, 1_Pooling/, 2_Dense/, ..]
+    Architecture ──► build ──► config.json, model.safetensors, tokenizer files [+ modules.json, 1_Pooling/, 2_Dense/,
+    ..]
 
-What a default initialisation leaves neutral is random here: biases are not 0, norm weights are not 1 (not 0 where a norm adds 1), the row
-of the pad token is not 0. So a dropped bias, norm or mask shows in the numbers.
+What a default initialisation leaves neutral is random here: biases are not 0, norm weights are not 1 (not 0 where a
+norm adds 1), the row of the pad token is not 0. So a dropped bias, norm or mask shows in the numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ MAX_TOKENS = 560
 ORIGINAL_TOKENS = 128  # of models whose rotary embedding was stretched after training
 WIDTH = 64
 _SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 600,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 600,
     "initializer_range": 0.15,
-}  # fmt: skip
+}
 _GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -50,27 +55,37 @@ NORMALIZE = Module("Normalize")
 def pooling(mode: Pooling, width: int = WIDTH) -> Module:
     """The pooling module in the form that published folders have."""
     flags = {
-        "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken",
+        "cls": "pooling_mode_cls_token",
+        "mean": "pooling_mode_mean_tokens",
+        "last": "pooling_mode_lasttoken",
         "weighted": "pooling_mode_weightedmean_tokens",
-    }  # fmt: skip
-    return Module("Pooling", {"word_embedding_dimension": width, **{flag: mode == name for name, flag in flags.items()}})
+    }
+    return Module(
+        "Pooling", {"word_embedding_dimension": width, **{flag: mode == name for name, flag in flags.items()}}
+    )
 
 
-def dense(width: int, output: int, *, bias: bool = False, activation: type[nn.Module] = nn.Identity, seed: int = 0) -> Module:
+def dense(
+    width: int, output: int, *, bias: bool = False, activation: type[nn.Module] = nn.Identity, seed: int = 0
+) -> Module:
     """A random linear module, [.., width] -> [.., output]."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {"linear.weight": torch.randn(output, width, generator=generator) * width**-0.5}
     if bias:
         tensors["linear.bias"] = torch.randn(output, generator=generator)
     name = f"{activation.__module__}.{activation.__qualname__}"
-    return Module("Dense", {"in_features": width, "out_features": output, "bias": bias, "activation_function": name}, tensors)
+    return Module(
+        "Dense", {"in_features": width, "out_features": output, "bias": bias, "activation_function": name}, tensors
+    )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model kind and the configuration that makes it hard. `config` is completed with the sizes and ids of `tokenizer`.
+    """A model kind and the configuration that makes it hard. `config` is completed with the sizes and ids of
+    `tokenizer`.
 
-    `poolings`: those that its published models use; the first is the one its folder stores. `causal`: a token sees no later one.
+    `poolings`: those that its published models use; the first is the one its folder stores. `causal`: a token sees no
+    later one.
     """
 
     model_type: str
@@ -103,36 +118,68 @@ def _rotary(architecture: Architecture, *, max_tokens: int = MAX_TOKENS, **scali
 _QWEN2 = _decoder("qwen2", recipes.QWEN)
 _QWEN3 = _decoder("qwen3", recipes.QWEN, head_dim=32, attention_bias=True)
 _MISTRAL = _decoder("mistral", recipes.MISTRAL, sliding_window=64)
-_LLAMA = replace(_decoder("llama", recipes.LLAMA, attention_bias=True, mlp_bias=True), poolings=("last", "mean", "weighted"))
+_LLAMA = replace(
+    _decoder("llama", recipes.LLAMA, attention_bias=True, mlp_bias=True), poolings=("last", "mean", "weighted")
+)
 _GEMMA3 = _decoder(
-    "gemma3_text", recipes.GEMMA, num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=24, sliding_window=64, attention_bias=True,
-    num_hidden_layers=4, layer_types=[_LOCAL, _LOCAL, _GLOBAL, _LOCAL],
-)  # fmt: skip
+    "gemma3_text",
+    recipes.GEMMA,
+    num_key_value_heads=1,
+    head_dim=32,
+    query_pre_attn_scalar=24,
+    sliding_window=64,
+    attention_bias=True,
+    num_hidden_layers=4,
+    layer_types=[_LOCAL, _LOCAL, _GLOBAL, _LOCAL],
+)
 _GEMMA3_BIDIRECTIONAL = replace(_bidirectional(_GEMMA3, use_bidirectional_attention=True), poolings=("mean", "last"))
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bert": Architecture("bert", recipes.BERT, _SIZES),
-    "bert with dense": Architecture("bert", recipes.BERT, _SIZES, ("cls",), behind=(dense(WIDTH, 40, bias=True, activation=nn.Tanh),)),
+    "bert with dense": Architecture(
+        "bert", recipes.BERT, _SIZES, ("cls",), behind=(dense(WIDTH, 40, bias=True, activation=nn.Tanh),)
+    ),
     "roberta": Architecture("roberta", recipes.ROBERTA, {**_SIZES, "type_vocab_size": 1}),
     "xlm-roberta": Architecture("xlm-roberta", recipes.XLM_ROBERTA, {**_SIZES, "type_vocab_size": 1}, ("cls", "mean")),
     "distilbert": Architecture(
-        "distilbert", recipes.DISTILBERT,
-        {"dim": WIDTH, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 600, "initializer_range": 0.15},
+        "distilbert",
+        recipes.DISTILBERT,
+        {
+            "dim": WIDTH,
+            "n_layers": 3,
+            "n_heads": 4,
+            "hidden_dim": 96,
+            "max_position_embeddings": 600,
+            "initializer_range": 0.15,
+        },
     ),
     "electra": Architecture("electra", recipes.BERT, {**_SIZES, "embedding_size": 32}),
     # global, local, local, global; a token of a local layer sees 64 to either side
     "modernbert": Architecture(
-        "modernbert", recipes.MODERNBERT,
+        "modernbert",
+        recipes.MODERNBERT,
         {
-            **_SIZES, "num_hidden_layers": 4, "local_attention": 128, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0,
-            "local_rope_theta": 10000.0, "attention_bias": True, "mlp_bias": True, "norm_bias": True,
+            **_SIZES,
+            "num_hidden_layers": 4,
+            "local_attention": 128,
+            "global_attn_every_n_layers": 3,
+            "global_rope_theta": 160000.0,
+            "local_rope_theta": 10000.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
         },
         ("cls", "mean"),
     ),
     "modernbert narrow": Architecture(
-        "modernbert", recipes.MODERNBERT,
+        "modernbert",
+        recipes.MODERNBERT,
         {
-            **_SIZES, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2, "global_rope_theta": 80000.0,
+            **_SIZES,
+            "num_hidden_layers": 4,
+            "local_attention": 16,
+            "global_attn_every_n_layers": 2,
+            "global_rope_theta": 80000.0,
             "local_rope_theta": 5000.0,
         },
     ),
@@ -140,16 +187,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         "nomic_bert", recipes.BERT, {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     ),
     "gte": Architecture(
-        "gte", recipes.XLM_ROBERTA, {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, ("cls", "mean")
+        "gte",
+        recipes.XLM_ROBERTA,
+        {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+        ("cls", "mean"),
     ),
     "jina_embeddings_v3": Architecture("jina_embeddings_v3", recipes.XLM_ROBERTA, _SIZES),
     "eurobert": Architecture("eurobert", recipes.MODERNBERT, _GROUPED),
     "gemma3 bidirectional": _GEMMA3_BIDIRECTIONAL,
     "gemma3 causal": _GEMMA3,
-    "embeddinggemma": replace(_GEMMA3_BIDIRECTIONAL, poolings=("mean",), behind=(dense(WIDTH, 96), dense(96, 48, seed=1))),
+    "embeddinggemma": replace(
+        _GEMMA3_BIDIRECTIONAL, poolings=("mean",), behind=(dense(WIDTH, 96), dense(96, 48, seed=1))
+    ),
     "gemma2": _decoder(
-        "gemma2", recipes.GEMMA, num_hidden_layers=4, head_dim=32, query_pre_attn_scalar=24, sliding_window=64, attention_bias=True,
-        attn_logit_softcapping=1.5, layer_types=[_LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
+        "gemma2",
+        recipes.GEMMA,
+        num_hidden_layers=4,
+        head_dim=32,
+        query_pre_attn_scalar=24,
+        sliding_window=64,
+        attention_bias=True,
+        attn_logit_softcapping=1.5,
+        layer_types=[_LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
     ),
     "qwen2 causal": _QWEN2,
     "qwen2 bidirectional": _bidirectional(_QWEN2),
@@ -170,19 +229,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         _LLAMA, rope_type="longrope", short_factor=[1.5] * 8, long_factor=[3.0] * 8, max_tokens=ORIGINAL_TOKENS
     ),
     "llama dynamic": _rotary(
-        replace(_LLAMA, config={**_LLAMA.config, "max_position_embeddings": ORIGINAL_TOKENS}), rope_type="dynamic",
+        replace(_LLAMA, config={**_LLAMA.config, "max_position_embeddings": ORIGINAL_TOKENS}),
+        rope_type="dynamic",
         max_tokens=ORIGINAL_TOKENS,
     ),
     "mpnet": Architecture("mpnet", recipes.MPNET, _SIZES),
     "deberta-v2": Architecture(
-        "deberta-v2", recipes.DEBERTA,
+        "deberta-v2",
+        recipes.DEBERTA,
         {
-            **_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 32, "norm_rel_ebd": "layer_norm",
-            "share_att_key": True, "type_vocab_size": 0, "position_biased_input": False,
+            **_SIZES,
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 32,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "type_vocab_size": 0,
+            "position_biased_input": False,
         },
         ("cls", "mean"),
     ),
-}  # fmt: skip
+}
 
 
 def modules_of(architecture: Architecture) -> list[Module]:
@@ -191,7 +258,9 @@ def modules_of(architecture: Architecture) -> list[Module]:
 
 
 def build(folder: Path, architecture: Architecture, *, head: Any = AutoModel, seed: int = 0, **config: Any) -> Path:
-    """Write a random model with its tokenizer to `folder`. `head`: the auto class that makes it; `config` overrides the architecture's."""
+    """Write a random model with its tokenizer to `folder`. `head`: the auto class that makes it; `config` overrides the
+    architecture's.
+    """
     vocabulary = architecture.tokenizer.save(folder, architecture.max_tokens)
     fields = {"vocab_size": vocabulary, **architecture.tokenizer.ids(), **architecture.config, **config}
     torch.manual_seed(seed)
@@ -211,12 +280,16 @@ def _disturb(model: nn.Module) -> None:
                 module.weight[module.padding_idx].normal_(std=float(module.weight.std()))
 
 
-def add_modules(folder: Path, modules: Sequence[Module], prompts: dict[str, str] | None = None, max_tokens: int = MAX_TOKENS) -> Path:
+def add_modules(
+    folder: Path, modules: Sequence[Module], prompts: dict[str, str] | None = None, max_tokens: int = MAX_TOKENS
+) -> Path:
     """Make `folder` a sentence-transformers folder whose transformer is followed by `modules`."""
     rows = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for number, module in enumerate(modules, 1):
         path = f"{number}_{module.kind}"
-        rows.append({"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{module.kind}"})
+        rows.append(
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{module.kind}"}
+        )
         (folder / path).mkdir()
         if module.config:
             _write_json(folder / path / "config.json", module.config)

@@ -1,4 +1,6 @@
-"""One engine, and each checkpoint built, loaded and encoded once a session. `--parity-table FILE` writes the worst values."""
+"""One engine, and each checkpoint built, loaded and encoded once a session. `--parity-table FILE` writes the worst
+values.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="session")
 def serve(folders: Folders) -> Iterator[Serve]:
-    """Loads an architecture in a precision through the adapter (`ParityEngine.load`); skips where this machine has no such precision."""
+    """Loads an architecture in a precision through the adapter (`ParityEngine.load`); skips where this machine has no
+    such precision.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a lane
     engine = ParityEngine()

@@ -49,7 +49,9 @@ class Served:
         return [found.ids for found in self.tokenizer.encode(texts, "END", 0)]
 
     def encode(self, texts: Sequence[str], *, pooling: str = "", normalize: bool = False) -> Vectors:
-        """One batch: float32 [texts, width]. `pooling` empty: the one that the folder stores. Fails unless every item succeeded."""
+        """One batch: float32 [texts, width]. `pooling` empty: the one that the folder stores. Fails unless every item
+        succeeded.
+        """
         return self.encode_ids(self.tokens(texts), pooling=pooling, normalize=normalize)
 
     def encode_ids(self, sequences: Sequence[Ids], *, pooling: str = "", normalize: bool = False) -> Vectors:
@@ -74,7 +76,9 @@ class Served:
         lengths = np.array([len(ids) for ids in sequences], "<i4")
         group = Group(0, len(sequences), RunOptions(normalize=normalize))
         ids = np.concatenate(sequences).astype("<i4")
-        return RunBatch("parity", self.resident.model, "encode", lengths.tobytes(), ids.tobytes(), (group,), pooling=pooling)
+        return RunBatch(
+            "parity", self.resident.model, "encode", lengths.tobytes(), ids.tobytes(), (group,), pooling=pooling
+        )
 
 
 class ParityEngine:
@@ -84,17 +88,32 @@ class ParityEngine:
         self._engine = Engine(Settings(device="cpu"))
 
     def load(
-        self, folder: Path, precision: Precision, *, width: int, max_tokens: int, padded: bool = False, causal: bool | None = None
+        self,
+        folder: Path,
+        precision: Precision,
+        *,
+        width: int,
+        max_tokens: int,
+        padded: bool = False,
+        causal: bool | None = None,
     ) -> Served:
-        """Load a folder. `padded` forces the path of models that cannot run packed; `causal` overrides its configuration.
+        """Load a folder. `padded` forces the path of models that cannot run packed; `causal` overrides its
+        configuration.
 
         Raises ModelLoadFailed.
         """
-        model = f"parity/{folder.name}-{max_tokens}-{precision}{'-padded' if padded else ''}{'' if causal is None else f'-causal-{causal}'}"
-        entry = parse_entry({
-            "id": model, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": width}, "max_tokens": max_tokens,
-            "load": {"precision": precision, "causal": causal},
-        })  # fmt: skip
+        forced = ("-padded" if padded else "") + ("" if causal is None else f"-causal-{causal}")
+        model = f"parity/{folder.name}-{max_tokens}-{precision}{forced}"
+        entry = parse_entry(
+            {
+                "id": model,
+                "weights": {"path": str(folder)},
+                "family": "text-encoder",
+                "outputs": {"dense": width},
+                "max_tokens": max_tokens,
+                "load": {"precision": precision, "causal": causal},
+            }
+        )
         resident, _ = self._engine.residency.ensure(model, entry, "default", ())
         if padded:
             force_padded(resident)

@@ -1,4 +1,5 @@
-"""Small random folders of GLiNER and GLiClass models, each of the package's real class, with small tokenizers of their kinds.
+"""Small random folders of GLiNER and GLiClass models, each of the package's real class, with small tokenizers of their
+kinds.
 
 Weights are scaled up from their initial values, so that scores differ from text to text and from label to label.
 """
@@ -34,10 +35,19 @@ _MARKS = ("[FLERT]", "<<ENT>>", "<<SEP>>")
 _CLASS_MARKS = ("<<LABEL>>", "<<SEP>>", "<<EXAMPLE>>")
 _BACKBONE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 DEBERTA = {
-    **_BACKBONE, "model_type": "deberta-v2", "relative_attention": True, "position_buckets": 16, "max_position_embeddings": 64,
-    "norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
-    "type_vocab_size": 0, "layer_norm_eps": 1e-7, "max_relative_positions": -1,
-}  # fmt: skip
+    **_BACKBONE,
+    "model_type": "deberta-v2",
+    "relative_attention": True,
+    "position_buckets": 16,
+    "max_position_embeddings": 64,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "layer_norm_eps": 1e-7,
+    "max_relative_positions": -1,
+}
 BERT = {**_BACKBONE, "model_type": "bert", "max_position_embeddings": 128}
 
 
@@ -53,7 +63,9 @@ def _tokenizer(algorithm: Literal["wordpiece", "unigram"]) -> Tokenizer:
     if algorithm == "wordpiece":
         pieces = [*_BERT_SPECIALS, *whole, *(first for first, _ in halves), *(f"##{second}" for _, second in halves)]
         pieces += [f"{mark}{character}" for character in characters for mark in ("", "##")]
-        tokenizer = Tokenizer(models.WordPiece({piece: number for number, piece in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]"))
+        tokenizer = Tokenizer(
+            models.WordPiece({piece: number for number, piece in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]")
+        )
         tokenizer.normalizer = normalizers.BertNormalizer()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     else:
@@ -64,12 +76,16 @@ def _tokenizer(algorithm: Literal["wordpiece", "unigram"]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+    )
     return tokenizer
 
 
 @functools.cache
-def _wrapped(algorithm: Literal["wordpiece", "unigram"], *marks: str, max_tokens: int = 100_000) -> PreTrainedTokenizerFast:
+def _wrapped(
+    algorithm: Literal["wordpiece", "unigram"], *marks: str, max_tokens: int = 100_000
+) -> PreTrainedTokenizerFast:
     names = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(algorithm), model_max_length=max_tokens, **names)
     tokenizer.add_tokens(list(marks), special_tokens=True)
@@ -81,16 +97,24 @@ def _shake(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed))
         scale = 0.05 if "prompt_rep_layer.3" in name else 0.1 if parameter.dim() < 2 else 0.25
-        parameter.data = noise * scale + (1.0 if parameter.dim() == 1 and "norm" in name.lower() and name.endswith("weight") else 0.0)
+        parameter.data = noise * scale + (
+            1.0 if parameter.dim() == 1 and "norm" in name.lower() and name.endswith("weight") else 0.0
+        )
 
 
 def gliner_folder(
-    folder: Path, kind: GlinerKind = "span", *, max_len: int = 384, described: bool = True, pickled: bool = False, wordpiece: bool = False
+    folder: Path,
+    kind: GlinerKind = "span",
+    *,
+    max_len: int = 384,
+    described: bool = True,
+    pickled: bool = False,
+    wordpiece: bool = False,
 ) -> Path:
     """A folder that the package loads too.
 
-    Not `described`: like the first checkpoints, without the backbone's configuration and tokenizer, which lie below it under the
-    backbone's name and know nothing of the package's marks.
+    Not `described`: like the first checkpoints, without the backbone's configuration and tokenizer, which lie below it
+    under the backbone's name and know nothing of the package's marks.
     """
     from gliner import GLiNER, GLiNERConfig
 
@@ -98,11 +122,21 @@ def gliner_folder(
     tokenizer = copy.deepcopy(_wrapped("wordpiece" if is_bi or wordpiece else "unigram", *(() if is_bi else _MARKS)))
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
-        "model_name": "no/backbone", "hidden_size": 24, "max_width": 4, "max_len": max_len, "dropout": 0.1, "num_rnn_layers": 1,
-        "span_mode": "token_level" if kind.endswith("token") else "markerV0", "vocab_size": len(tokenizer),
+        "model_name": "no/backbone",
+        "hidden_size": 24,
+        "max_width": 4,
+        "max_len": max_len,
+        "dropout": 0.1,
+        "num_rnn_layers": 1,
+        "span_mode": "token_level" if kind.endswith("token") else "markerV0",
+        "vocab_size": len(tokenizer),
         "class_token_index": tokenizer.convert_tokens_to_ids("<<ENT>>") if not is_bi else -2,
-        "encoder_config": {**(BERT if is_bi else DEBERTA), "vocab_size": len(tokenizer), "max_position_embeddings": 1024},
-    }  # fmt: skip
+        "encoder_config": {
+            **(BERT if is_bi else DEBERTA),
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 1024,
+        },
+    }
     if is_bi:
         labels = folder / "labels"
         label_tokenizer = _wrapped("wordpiece", max_tokens=64)
@@ -113,7 +147,9 @@ def gliner_folder(
     torch.manual_seed(0)
     plain = GLiNERConfig(**copy.deepcopy(config))
     kind_class = GLiNER._get_gliner_class(plain)
-    model = kind_class(kind_class.config_class(**copy.deepcopy(config)), tokenizer=tokenizer, backbone_from_pretrained=False)
+    model = kind_class(
+        kind_class.config_class(**copy.deepcopy(config)), tokenizer=tokenizer, backbone_from_pretrained=False
+    )
     _shake(model.model, _SEEDS[kind])
     model.save_pretrained(folder, safe_serialization=not pickled)
     if not described:
@@ -132,11 +168,18 @@ def gliclass_folder(folder: Path, *, prompt_first: bool = True) -> Path:
     from gliclass import GLiClassModel, GLiClassModelConfig
 
     tokenizer = _wrapped("unigram", *_CLASS_MARKS)
-    marks = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(("class", "text", "example"), _CLASS_MARKS, strict=True)}
+    marks = {
+        name: tokenizer.convert_tokens_to_ids(mark)
+        for name, mark in zip(("class", "text", "example"), _CLASS_MARKS, strict=True)
+    }
     config = GLiClassModelConfig(
-        encoder_config={**DEBERTA, "vocab_size": len(tokenizer)}, encoder_model="no/backbone", hidden_size=32, vocab_size=len(tokenizer),
-        prompt_first=prompt_first, **{f"{name}_token_index": number for name, number in marks.items()},
-    )  # fmt: skip
+        encoder_config={**DEBERTA, "vocab_size": len(tokenizer)},
+        encoder_model="no/backbone",
+        hidden_size=32,
+        vocab_size=len(tokenizer),
+        prompt_first=prompt_first,
+        **{f"{name}_token_index": number for name, number in marks.items()},
+    )
     torch.manual_seed(0)
     model = GLiClassModel(config)
     _shake(model, seed=2)
@@ -145,11 +188,19 @@ def gliclass_folder(folder: Path, *, prompt_first: bool = True) -> Path:
     return folder
 
 
-def entry_of(folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None) -> ModelEntry:
+def entry_of(
+    folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None
+) -> ModelEntry:
     """A catalogue entry for a folder."""
     output = "entities" if family == "gliner" else "classifications"
     run = {"parameters": parameters} if parameters else {}
-    raw = {"id": f"test/{folder.name}", "weights": {"path": str(folder)}, "family": family, "outputs": {output: 0}, "run": run}
+    raw = {
+        "id": f"test/{folder.name}",
+        "weights": {"path": str(folder)},
+        "family": family,
+        "outputs": {output: 0},
+        "run": run,
+    }
     return parse_entry({**raw, "max_tokens": max_tokens})
 
 

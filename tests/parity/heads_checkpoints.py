@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from oracle import WORDS
-from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, Architecture, Module, add_modules, build, pooling
+from parity.checkpoints import (
+    ARCHITECTURES,
+    MAX_TOKENS,
+    NORMALIZE,
+    WIDTH,
+    Architecture,
+    Module,
+    add_modules,
+    build,
+    pooling,
+)
 from parity.tokenizer_recipes import TokenizerRecipe
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SparseEncoder
@@ -62,7 +72,9 @@ def splade(folder: Path, source: Path, activation: str = "relu") -> Path:
 
 
 def inference_free(folder: Path, source: Path, *, beside: bool) -> Path:
-    """`source` for documents and a table of weights for queries. `beside`: the transformer lies in the root, as in published folders."""
+    """`source` for documents and a table of weights for queries. `beside`: the transformer lies in the root, as in
+    published folders.
+    """
     tokenizer = AutoTokenizer.from_pretrained(source)
     weights = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(0)) + 0.1
     weights[::7] = 0
@@ -81,12 +93,16 @@ def idf(folder: Path) -> Path:
     """idf.json, as OpenSearch has it, beside the masked LM of `folder`; every seventh token is left out."""
     vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
     rng = random.Random(1)
-    (folder / "idf.json").write_text(json.dumps({token: 0.1 + rng.random() for token, number in vocabulary.items() if number % 7}))
+    (folder / "idf.json").write_text(
+        json.dumps({token: 0.1 + rng.random() for token, number in vocabulary.items() if number % 7})
+    )
     return folder
 
 
 def stanford(folder: Path, width: int, metadata: dict[str, Any] | None) -> Path:
-    """A BERT with its projection beside its weights, as colbert-ir publishes it. `metadata` None: without artifact.metadata."""
+    """A BERT with its projection beside its weights, as colbert-ir publishes it. `metadata` None: without
+    artifact.metadata.
+    """
     build(folder, ARCHITECTURES["bert"])
     tensors = {f"bert.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     projection = torch.randn(width, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -106,7 +122,9 @@ def with_markers(name: str, markers: Sequence[str] = ("[Q] ", "[D] ")) -> Archit
 
 
 def pylate(folder: Path, architecture: Architecture, projections: Sequence[Module], config: dict[str, Any]) -> Path:
-    """A folder as PyLate saves it: Transformer and Dense modules, everything else in config_sentence_transformers.json."""
+    """A folder as PyLate saves it: Transformer and Dense modules, everything else in
+    config_sentence_transformers.json.
+    """
     build(folder, architecture)
     rows = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for number, module in enumerate(projections, 1):
@@ -116,7 +134,9 @@ def pylate(folder: Path, architecture: Architecture, projections: Sequence[Modul
         save_file(module.tensors, place / "model.safetensors", {"format": "pt"})
         rows.append({"idx": number, "name": str(number), "path": place.name, "type": "pylate.models.Dense.Dense"})
     (folder / "modules.json").write_text(json.dumps(rows))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": MAX_TOKENS, "do_lower_case": False}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": MAX_TOKENS, "do_lower_case": False})
+    )
     defaults = {"model_type": "ColBERT", "query_prefix": "[Q] ", "document_prefix": "[D] "}
     (folder / "config_sentence_transformers.json").write_text(json.dumps({**defaults, **config}))
     return folder
@@ -127,7 +147,9 @@ def residual(module: Module, seed: int = 9) -> Module:
     width, output = module.config["in_features"], module.config["out_features"]
     tensors = dict(module.tensors)
     if width != output:
-        tensors["residual.weight"] = torch.randn(output, width, generator=torch.Generator().manual_seed(seed)) * width**-0.5
+        tensors["residual.weight"] = (
+            torch.randn(output, width, generator=torch.Generator().manual_seed(seed)) * width**-0.5
+        )
     return replace(module, config={**module.config, "use_residual": True}, tensors=tensors)
 
 
@@ -152,17 +174,22 @@ M3_TOKENS = 64
 
 
 def bge_m3(folder: Path, behind: Sequence[Module] = ()) -> Path:
-    """As BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is the same in any environment.
+    """As BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is the same in any
+    environment.
 
     `behind`: modules between its pooling and its normalisation.
     """
     large = ARCHITECTURES["xlm-roberta"]
-    recipe = _FixedUnigram(**{field.name: getattr(large.tokenizer, field.name) for field in fields(large.tokenizer) if field.init})
+    recipe = _FixedUnigram(
+        **{field.name: getattr(large.tokenizer, field.name) for field in fields(large.tokenizer) if field.init}
+    )
     small = {"hidden_size": M3_WIDTH, "max_position_embeddings": M3_TOKENS + 2}
     build(folder, replace(large, tokenizer=recipe, config={**large.config, **small}))
     rng = np.random.default_rng(7)
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: _drawn(rng, tensors[name]) for name in sorted(tensors)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: _drawn(rng, tensors[name]) for name in sorted(tensors)}, folder / "model.safetensors", {"format": "pt"}
+    )
     for name, width in (("sparse", 1), ("colbert", M3_WIDTH)):
         layer = torch.nn.Linear(M3_WIDTH, width).state_dict()
         torch.save({key: _drawn(rng, layer[key]) for key in sorted(layer)}, folder / f"{name}_linear.pt")

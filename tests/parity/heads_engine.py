@@ -1,6 +1,7 @@
 """A folder with heads through the sidecar's rows and the adapter's engine: texts in, outputs of every kind out.
 
-texts + options ──► rows.make ──► RunBatch ──► Engine.execute ──► {"dense", "sparse", "multivector"} of each text, or scores
+texts + options ──► rows.make ──► RunBatch ──► Engine.execute ──► {"dense", "sparse", "multivector"} of each text, or
+scores
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from sie_sidecar.tokens import ModelTokenizer
 Array = NDArray[Any]
 MIN_COSINE = 0.9999  # float32
 MAX_DIFFERENCE = 1e-5  # float32, of a component, in units of the vector's norm
-# bfloat16: of the mean distance of the public library's own bfloat16, untrained weights being far from float32 in any implementation
+# bfloat16: of the mean distance of the public library's own bfloat16, untrained weights being far from float32 in any
+# implementation
 MAX_MEAN_OF_STOCK = 1.5
 MAX_MEAN_DISTANCE = 1e-3
 
@@ -50,10 +52,14 @@ class HeadsModel:
         return path_of(self.encoder.attention)
 
     def encode(self, texts: Sequence[str], *outputs: str, **options: Any) -> list[dict[str, Array]]:
-        """One batch of one work item: the arrays of each text by name, sparse ones as `sparse.indices` and `sparse.values`."""
+        """One batch of one work item: the arrays of each text by name, sparse ones as `sparse.indices` and
+        `sparse.values`.
+        """
         return self.encode_items([(texts, RunOptions(outputs=outputs, **options))])[0]
 
-    def encode_at_once(self, batches: Sequence[Sequence[str]], *outputs: str, **options: Any) -> list[list[dict[str, Array]]]:
+    def encode_at_once(
+        self, batches: Sequence[Sequence[str]], *outputs: str, **options: Any
+    ) -> list[list[dict[str, Array]]]:
         """Each batch as `encode`, on two threads."""
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(lambda texts: self.encode(texts, *outputs, **options), batches))
@@ -82,7 +88,9 @@ class HeadsModel:
             stop += len(each.rows)
         ids = [row.ids for each in made for row in each.rows]
         lengths = np.array([len(row) for row in ids], "<i4")
-        message = RunBatch("heads", self.name, operation, lengths.tobytes(), np.concatenate(ids).astype("<i4").tobytes(), tuple(groups))
+        message = RunBatch(
+            "heads", self.name, operation, lengths.tobytes(), np.concatenate(ids).astype("<i4").tobytes(), tuple(groups)
+        )
         with torch.inference_mode():
             reply = self.engine.execute(message)
         assert isinstance(reply, BatchDone), reply
@@ -96,14 +104,28 @@ class HeadsEngine:
         self._engine = Engine(Settings(device="cpu"))
 
     def load(
-        self, folder: Path, outputs: dict[str, int], *, max_tokens: int, precision: str = "float32", padded: bool = False, **entry: Any
+        self,
+        folder: Path,
+        outputs: dict[str, int],
+        *,
+        max_tokens: int,
+        precision: str = "float32",
+        padded: bool = False,
+        **entry: Any,
     ) -> HeadsModel:
         """Load a folder; `entry` has more of the catalogue entry, `padded` forces that path. Raises ModelLoadFailed."""
         name = f"heads/{folder.name}-{precision}-{len(self._engine.residency.describe())}"
-        parsed = parse_entry({
-            "id": name, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": outputs, "max_tokens": max_tokens,
-            "load": {"precision": precision}, **entry,
-        })  # fmt: skip
+        parsed = parse_entry(
+            {
+                "id": name,
+                "weights": {"path": str(folder)},
+                "family": "text-encoder",
+                "outputs": outputs,
+                "max_tokens": max_tokens,
+                "load": {"precision": precision},
+                **entry,
+            }
+        )
         resident, _ = self._engine.residency.ensure(name, parsed, "default", ())
         assert isinstance(resident.weights, TextEncoder)
         if padded:
@@ -115,8 +137,12 @@ class HeadsEngine:
         assert self._engine.stop(10)
 
 
-def check(table: ParityTable, name: str, model: HeadsModel, got: Array, expected: Array, stock: Array | None = None) -> None:
-    """Vectors [.., width] against the float32 oracle's; `stock` are its own in the model's precision. Records what it found."""
+def check(
+    table: ParityTable, name: str, model: HeadsModel, got: Array, expected: Array, stock: Array | None = None
+) -> None:
+    """Vectors [.., width] against the float32 oracle's; `stock` are its own in the model's precision. Records what it
+    found.
+    """
     found, precision = Agreement.of(got, expected), model.encoder.precision
     table.record(name, model.path, precision, found)
     if stock is None:

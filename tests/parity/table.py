@@ -45,8 +45,9 @@ class Worst(Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far vectors are from the reference: the lowest cosine, the largest difference of a component in units of the reference vector's
-    norm, and the mean of 1 - cosine."""
+    """How far vectors are from the reference: the lowest cosine, the largest difference of a component in units of the
+    reference vector's norm, and the mean of 1 - cosine.
+    """
 
     cosine: float
     difference: float
@@ -63,7 +64,9 @@ class Agreement:
     def worst(self, other: Agreement) -> Agreement:
         """The worse of each."""
         return Agreement(
-            min(self.cosine, other.cosine), max(self.difference, other.difference), max(self.mean_distance, other.mean_distance)
+            min(self.cosine, other.cosine),
+            max(self.difference, other.difference),
+            max(self.mean_distance, other.mean_distance),
         )
 
     def __str__(self) -> str:
@@ -98,17 +101,24 @@ class ParityTable:
     cells: dict[tuple[str, str, str], Worst] = field(default_factory=dict)
 
     def record(self, kind: str, path: str, precision: str, found: Worst) -> None:
-        """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, or stock, which is the oracle's own in that
-        precision."""
+        """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, or stock, which is the oracle's
+        own in that precision.
+        """
         key = (kind, path, precision)
         self.cells[key] = self.cells[key].worst(found) if key in self.cells else found
 
     def markdown(self, unproven: Mapping[str, str]) -> str:
-        """The page: a row for each kind, a dash where nothing was measured, and the catalogue entries that have a reason to be unproven."""
-        rows = ["| kind | " + " | ".join(f"{path} {_PRECISIONS[precision]}" for path, precision in _COLUMNS) + " | oracle |"]
+        """The page: a row for each kind, a dash where nothing was measured, and the catalogue entries that have a
+        reason to be unproven.
+        """
+        rows = [
+            "| kind | " + " | ".join(f"{path} {_PRECISIONS[precision]}" for path, precision in _COLUMNS) + " | oracle |"
+        ]
         rows.append("|---" * (len(_COLUMNS) + 2) + "|")
         groups = list(ORACLES)
-        for kind in sorted(dict.fromkeys(kind for kind, *_ in self.cells), key=lambda kind: groups.index(kind.split()[0])):
+        for kind in sorted(
+            dict.fromkeys(kind for kind, *_ in self.cells), key=lambda kind: groups.index(kind.split()[0])
+        ):
             found = [str(self.cells.get((kind, *column), "-")) for column in _COLUMNS]
             rows.append(f"| {kind} | " + " | ".join(found) + f" | {ORACLES[kind.split()[0]]} |")
         reasons = [f"| {model} | {reason} |" for model, reason in sorted(unproven.items())]
@@ -117,7 +127,8 @@ class ParityTable:
 
 _UNPROVEN = """## Unproven
 
-Entries of the catalogue whose numbers could not be compared with their oracle. They are refused unless `load.accept_unproven` is set.
+Entries of the catalogue whose numbers could not be compared with their oracle. They are refused unless
+`load.accept_unproven` is set.
 
 | model | reason |
 |---|---|"""
@@ -127,16 +138,18 @@ def _introduction() -> str:
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
     return f"""# Parity
 
-Each cell is the worst of ragged batches of 1 to 64 texts (up to 560 tokens, past every attention window), in every pooling, output and
-parameter that is tested for the kind. The other side is the oracle of the row on the same folder in float32, as a rule one text at a time;
-`stock bf16` is that oracle itself in bfloat16. `cos`: the lowest cosine. `Δ`: the largest difference, of one component in units of the
-vector's norm, or of a score (in units of the largest score where that is above 1). `tau`: Kendall's, of 50 documents. Spans and labels are
-equal wherever scores are compared.
+Each cell is the worst of ragged batches of 1 to 64 texts (up to 560 tokens, past every attention window), in every
+pooling, output and parameter that is tested for the kind. The other side is the oracle of the row on the same folder
+in float32, as a rule one text at a time; `stock bf16` is that oracle itself in bfloat16. `cos`: the lowest cosine.
+`Δ`: the largest difference, of one component in units of the vector's norm, or of a score (in units of the largest
+score where that is above 1). `tau`: Kendall's, of 50 documents. Spans and labels are equal wherever scores are
+compared.
 
-The models are small, random and adversarial (`tests/parity/*checkpoints.py`). The bounds are 0.9999 in float32 and 0.999 in bfloat16;
-untrained weights lose more than that in bfloat16 by any implementation, so what is below 0.999 is held to stock bfloat16: at most 1.5 times
-its mean distance, and for dense vectors 3 times its worst. Scores differ by 1e-5 at most in float32; in bfloat16 they rank with a tau of
-0.98, or of the oracle's own less 0.01. BGE-M3 in bfloat16 is held to 0.995. A kind without a packed value runs padded.
+The models are small, random and adversarial (`tests/parity/*checkpoints.py`). The bounds are 0.9999 in float32 and
+0.999 in bfloat16; untrained weights lose more than that in bfloat16 by any implementation, so what is below 0.999 is
+held to stock bfloat16: at most 1.5 times its mean distance, and for dense vectors 3 times its worst. Scores differ by
+1e-5 at most in float32; in bfloat16 they rank with a tau of 0.98, or of the oracle's own less 0.01. BGE-M3 in
+bfloat16 is held to 0.995. A kind without a packed value runs padded.
 
     python -m pytest tests/parity --parity-table docs/parity.md
 

@@ -1,4 +1,6 @@
-"""BGE-M3's three outputs and four scores equal FlagEmbedding's, from one pass. The oracle's numbers are golden/bge_m3.json."""
+"""BGE-M3's three outputs and four scores equal FlagEmbedding's, from one pass. The oracle's numbers are
+golden/bge_m3.json.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ def engine() -> Iterator[HeadsEngine]:
 
 
 def load(engine: HeadsEngine, folder: Path, precision: str = "float32", width: int = M3_WIDTH) -> HeadsModel:
-    outputs = {"dense": width, "sparse": len(AutoTokenizer.from_pretrained(folder)), "multivector": M3_WIDTH, "score": 0}
+    outputs = {
+        "dense": width,
+        "sparse": len(AutoTokenizer.from_pretrained(folder)),
+        "multivector": M3_WIDTH,
+        "score": 0,
+    }
     return engine.load(folder, outputs, max_tokens=M3_TOKENS, precision=precision)
 
 
@@ -70,7 +77,9 @@ def assert_equals_golden(row: dict[str, Any], expected: dict[str, Any], toleranc
     np.testing.assert_allclose(row["multivector"], expected["multivector"], atol=tolerance)
     assert row["multivector"].shape == (len(expected["ids"]) - 1, M3_WIDTH)
     weights = dict(zip(row["sparse.indices"].tolist(), row["sparse.values"].tolist(), strict=True))
-    assert weights == pytest.approx({int(number): weight for number, weight in expected["sparse"].items()}, abs=tolerance)
+    assert weights == pytest.approx(
+        {int(number): weight for number, weight in expected["sparse"].items()}, abs=tolerance
+    )
 
 
 def full(size: int, indices: Sequence[int], values: Sequence[float]) -> Array:
@@ -96,10 +105,14 @@ def record(table: ParityTable, model: HeadsModel, rows: Sequence[dict[str, Any]]
 
 
 def test_texts_become_the_oracle_s_ids(model: HeadsModel) -> None:
-    assert [row.ids.tolist() for row in model.tokenizer.encode(TEXTS, "END", 0)] == [row["ids"] for row in GOLDEN["texts"]]
+    assert [row.ids.tolist() for row in model.tokenizer.encode(TEXTS, "END", 0)] == [
+        row["ids"] for row in GOLDEN["texts"]
+    ]
 
 
-def test_three_outputs_of_one_pass_equal_the_oracle(model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable) -> None:
+def test_three_outputs_of_one_pass_equal_the_oracle(
+    model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable
+) -> None:
     passes = count_passes(monkeypatch)
     rows = model.encode(TEXTS, *ALL)
     record(table, model, rows)
@@ -110,7 +123,10 @@ def test_three_outputs_of_one_pass_equal_the_oracle(model: HeadsModel, monkeypat
 
 def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets what it asked for and nothing else, alone or not."""
-    items = [(TEXTS[place::4], RunOptions(outputs=outputs)) for place, outputs in enumerate([*((name,) for name in ALL), ALL])]
+    items = [
+        (TEXTS[place::4], RunOptions(outputs=outputs))
+        for place, outputs in enumerate([*((name,) for name in ALL), ALL])
+    ]
     passes = count_passes(monkeypatch)
     found = model.encode_items(items)
     assert passes == [len(TEXTS)]
@@ -123,18 +139,29 @@ def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, mo
 
 
 @pytest.mark.parametrize("mode", SCORE_MODES)
-def test_scores_equal_the_oracle(mode: str, model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable) -> None:
+def test_scores_equal_the_oracle(
+    mode: str, model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable
+) -> None:
     """Dense, sparse, colbert and the three weighted .4, .2, .4; the query is encoded once."""
     passes = count_passes(monkeypatch)
     for expected in GOLDEN["scores"]:
         scores = model.score(expected["query"], TEXTS, *SCORE_MODES[mode])
-        table.record(f"bge-m3 score, {mode}", model.path, model.encoder.precision, Scores(float(np.abs(scores - expected[mode]).max())))
+        table.record(
+            f"bge-m3 score, {mode}",
+            model.path,
+            model.encoder.precision,
+            Scores(float(np.abs(scores - expected[mode]).max())),
+        )
         np.testing.assert_allclose(scores, expected[mode], atol=TOLERANCE)
     assert passes == [1 + len(TEXTS)] * len(GOLDEN["scores"])
 
 
-def test_a_dense_module_changes_the_dense_vectors_alone(engine: HeadsEngine, tmp_path: Path, table: ParityTable) -> None:
-    """The vectors of sentence-transformers on the folder; the two heads as FlagEmbedding computes them, from states before the module."""
+def test_a_dense_module_changes_the_dense_vectors_alone(
+    engine: HeadsEngine, tmp_path: Path, table: ParityTable
+) -> None:
+    """The vectors of sentence-transformers on the folder; the two heads as FlagEmbedding computes them, from states
+    before the module.
+    """
     folder = bge_m3(tmp_path / "projected", [dense(M3_WIDTH, PROJECTED, bias=True, activation=torch.nn.Tanh)])
     entry = inspect(folder, "test/m3", {"path": str(folder)}).entry
     assert (entry["outputs"]["dense"], entry["outputs"]["multivector"]) == (PROJECTED, M3_WIDTH)

@@ -64,7 +64,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @functools.cache
     def folder(kind: str, labels: int = 1) -> Path:
         name, config = KINDS[kind]
-        return build_head(root / f"{kind.replace(' ', '-')}-{labels}", name, AutoModelForSequenceClassification, labels, **config)
+        return build_head(
+            root / f"{kind.replace(' ', '-')}-{labels}", name, AutoModelForSequenceClassification, labels, **config
+        )
 
     return folder
 
@@ -103,7 +105,9 @@ def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders, tab
         query, documents = sentence(rng, rng.randint(0, 12)), texts[start : start + count]
         start += count
         expected = oracle(folders(kind), [(query, text) for text in documents], activation_fn=IDENTITY)
-        difference = np.abs(np.array(scoring.scores(query, documents)) - expected).max() / max(1.0, float(np.abs(expected).max()))
+        difference = np.abs(np.array(scoring.scores(query, documents)) - expected).max() / max(
+            1.0, float(np.abs(expected).max())
+        )
         scoring.record(table, f"cross-encoder {kind}", difference)
         assert difference <= MAX_DIFFERENCE
 
@@ -116,15 +120,23 @@ def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders, tabl
     ours, stock, errors = [], [], []
     for query in ("search engine", "river", "winter music history"):
         pairs = [(query, text) for text in documents]
-        exact, library = (oracle(folders(kind), pairs, precision, activation_fn=IDENTITY) for precision in ("float32", "bfloat16"))
+        exact, library = (
+            oracle(folders(kind), pairs, precision, activation_fn=IDENTITY) for precision in ("float32", "bfloat16")
+        )
         got = np.array(scoring.scores(query, documents))
         ours.append(tau(got, exact))
         stock.append(tau(library, exact))
         errors.append((np.abs(got - exact).mean(), np.abs(library - exact).mean()))
         scale = max(1.0, float(np.abs(exact).max()))
         scoring.record(table, f"cross-encoder {kind}", np.abs(got - exact).max() / scale, ours[-1])
-        table.record(f"cross-encoder {kind}", "stock", "bfloat16", Scores(float(np.abs(library - exact).max() / scale), stock[-1]))
-    # an untrained model spreads its scores over little more than the rounding: none is asked to rank them better than the library does
+        table.record(
+            f"cross-encoder {kind}",
+            "stock",
+            "bfloat16",
+            Scores(float(np.abs(library - exact).max() / scale), stock[-1]),
+        )
+    # an untrained model spreads its scores over little more than the rounding: none is asked to rank them better than
+    # the library does
     assert np.mean(ours) >= min(TAU, np.mean(stock) - 0.01)
     own, theirs = np.mean(errors, axis=0)
     assert own <= 1.5 * theirs
@@ -136,7 +148,9 @@ def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
     documents = ragged_documents(24, seed=5)
     alone = [scoring.scores("river bank", [text])[0] for text in documents]
     together = scoring.scores("river bank", documents)
-    others = scoring.run([Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")])
+    others = scoring.run(
+        [Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")]
+    )
     np.testing.assert_allclose(together, alone, rtol=0, atol=2e-6)
     np.testing.assert_allclose([score_of(each) for each in others[1]][::-1], alone, rtol=0, atol=2e-6)
 
@@ -155,7 +169,9 @@ def test_rows_are_those_of_the_tokenizer(kind: str, load: Load, folders: Folders
             assert row.ids.tolist() == expected["input_ids"][0]
             assert row.truncated == (len(tokenizer([query], [text])["input_ids"][0]) > MAX_TOKENS)
             if "token_type_ids" in expected:
-                assert ([0] * len(row.ids) if row.types is None else row.types.tolist()) == expected["token_type_ids"][0]
+                assert ([0] * len(row.ids) if row.types is None else row.types.tolist()) == expected["token_type_ids"][
+                    0
+                ]
     assert rows[-1].truncated
 
 
@@ -163,7 +179,9 @@ def test_token_types_matter(load: Load, folders: Folders, tmp_path: Path) -> Non
     """The BERT checkpoint would score differently without them, so the tests above would notice."""
     folder = copied(folders("bert"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
-    tensors["bert.embeddings.token_type_embeddings.weight"][1] = tensors["bert.embeddings.token_type_embeddings.weight"][0]
+    tensors["bert.embeddings.token_type_embeddings.weight"][1] = tensors[
+        "bert.embeddings.token_type_embeddings.weight"
+    ][0]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     pairs = [("search", text) for text in ragged_documents(8)]
     difference = oracle(folder, pairs, activation_fn=IDENTITY) - oracle(folders("bert"), pairs, activation_fn=IDENTITY)
@@ -183,11 +201,13 @@ NAMED = {
         "config_sentence_transformers.json": {"activation_fn": "torch.nn.modules.linear.Identity"},
         "config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("named", NAMED)
-def test_the_activation_is_the_one_that_the_folder_names(named: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+def test_the_activation_is_the_one_that_the_folder_names(
+    named: str, engine: ScoringEngine, folders: Folders, tmp_path: Path
+) -> None:
     if "own file" in named or named == "sigmoid":  # the library reads it where it wrote the folder
         CrossEncoder(str(folders("bert")), device="cpu", local_files_only=True).save_pretrained(str(tmp_path))
         folder = tmp_path
@@ -241,8 +261,12 @@ def test_two_labels_score_as_the_share_of_the_second(kind: str, engine: ScoringE
     np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
 
 
-@pytest.mark.parametrize(("labels", "activation"), [(2, None), (2, "sigmoid"), (2, "identity"), (3, "softmax"), (1, "softmax")])
-def test_labels_that_are_no_score_are_refused(labels: int, activation: str | None, engine: ScoringEngine, folders: Folders) -> None:
+@pytest.mark.parametrize(
+    ("labels", "activation"), [(2, None), (2, "sigmoid"), (2, "identity"), (3, "softmax"), (1, "softmax")]
+)
+def test_labels_that_are_no_score_are_refused(
+    labels: int, activation: str | None, engine: ScoringEngine, folders: Folders
+) -> None:
     with pytest.raises(ModelLoadFailed, match=f"{labels} labels"):
         engine.load(folders("bert", labels), "cross-encoder", head={"activation": activation} if activation else {})
 
@@ -265,7 +289,9 @@ def test_labels_that_are_no_score_are_refused(labels: int, activation: str | Non
         ("qwen2", "score.weight"),
     ],
 )
-def test_a_head_that_is_not_whole_is_refused(kind: str, tensor: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+def test_a_head_that_is_not_whole_is_refused(
+    kind: str, tensor: str, engine: ScoringEngine, folders: Folders, tmp_path: Path
+) -> None:
     folder = without(folders(kind), tensor, tmp_path)
     with pytest.raises(ModelLoadFailed, match=tensor):
         engine.load(folder, "cross-encoder")
@@ -275,17 +301,26 @@ def test_a_backbone_alone_is_refused(engine: ScoringEngine, folders: Folders, tm
     """What a library fills with a random head."""
     folder = copied(folders("bert"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: each for name, each in tensors.items() if "classifier" not in name}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: each for name, each in tensors.items() if "classifier" not in name},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(ModelLoadFailed, match="2 missing keys"):
         engine.load(folder, "cross-encoder")
 
 
-def test_a_pooler_that_the_class_does_not_have_is_no_fault(engine: ScoringEngine, folders: Folders, load: Load, tmp_path: Path) -> None:
+def test_a_pooler_that_the_class_does_not_have_is_no_fault(
+    engine: ScoringEngine, folders: Folders, load: Load, tmp_path: Path
+) -> None:
     """RoBERTa classifiers of older versions were saved with one; nothing reads it."""
     folder = copied(folders("roberta"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     width = tensors["classifier.dense.weight"].shape[0]
-    tensors |= {"roberta.pooler.dense.weight": torch.randn(width, width), "roberta.pooler.dense.bias": torch.randn(width)}
+    tensors |= {
+        "roberta.pooler.dense.weight": torch.randn(width, width),
+        "roberta.pooler.dense.bias": torch.randn(width),
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     documents = ragged_documents(5)
     scores = engine.load(folder, "cross-encoder", head={"activation": "identity"}).scores("search", documents)

@@ -1,4 +1,6 @@
-"""Decoders that answer yes or no against the computation of their model cards, written out here with plain transformers."""
+"""Decoders that answer yes or no against the computation of their model cards, written out here with plain
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama causal", {}),
     "gemma3": ("gemma3 causal", {"final_logit_softcapping": 2.0}),
 }
-PAIRS: list[tuple[str, Kind]] = [("qwen3", "qwen3"), ("qwen2", "mxbai"), ("qwen2", "qwen3"), ("llama", "qwen3"), ("gemma3", "mxbai")]
+PAIRS: list[tuple[str, Kind]] = [
+    ("qwen3", "qwen3"),
+    ("qwen2", "mxbai"),
+    ("qwen2", "qwen3"),
+    ("llama", "qwen3"),
+    ("gemma3", "mxbai"),
+]
 ENTRIES: dict[Kind, dict[str, Any]] = {"qwen3": QWEN3_ENTRY, "mxbai": MXBAI_ENTRY}
 MAX_DIFFERENCE = 1e-5
 
@@ -87,7 +95,9 @@ class Card:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision, attn_implementation="eager").eval()
 
     def ids(self, query: str, document: str, instruction: str = "", limit: int = 0) -> list[int]:
-        return {"qwen3": self._qwen3, "mxbai": self._mxbai}[self.kind](query, document, instruction, limit or self.max_tokens)
+        return {"qwen3": self._qwen3, "mxbai": self._mxbai}[self.kind](
+            query, document, instruction, limit or self.max_tokens
+        )
 
     def _plain(self, text: str, limit: int | None = None) -> list[int]:
         cut = {} if limit is None else {"truncation": True, "max_length": limit}
@@ -98,11 +108,15 @@ class Card:
         prefix = self.tokenizer.encode(QWEN3_PIECES[0], add_special_tokens=False)
         suffix = self.tokenizer.encode(QWEN3_PIECES[-1], add_special_tokens=False)
         text = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-        middle = self.tokenizer(text, truncation="longest_first", max_length=limit - len(prefix) - len(suffix))["input_ids"]
+        middle = self.tokenizer(text, truncation="longest_first", max_length=limit - len(prefix) - len(suffix))[
+            "input_ids"
+        ]
         return [*prefix, *middle, *suffix]
 
     def _mxbai(self, query: str, document: str, instruction: str, limit: int) -> list[int]:
-        """The library mxbai-rerank: every piece by itself, the query at most three quarters, the document what is left."""
+        """The library mxbai-rerank: every piece by itself, the query at most three quarters, the
+        document what is left.
+        """
         prefix, task, suffix = (self._plain(MXBAI_PIECES[index]) for index in (0, 5, 6))
         separator = self._plain("\n")
         asked = f"instruction: {instruction}\nquery: {query}" if instruction else f"query: {query}"
@@ -149,7 +163,9 @@ def test_scores_equal_the_model_card(name: str, kind: Kind, load: Load, folders:
 def test_rows_are_those_of_the_model_card(name: str, kind: Kind, load: Load, folders: Folders) -> None:
     """Up to the limit and past it: the end of the document goes, what stands after it stays."""
     scoring, card = load(name, kind), Card(folders(name), kind)
-    suffix = scoring.tokenizer.contents([QWEN3_PIECES[-1] if kind == "qwen3" else MXBAI_PIECES[-1]], 100, "NONE")[0].ids.tolist()
+    suffix = scoring.tokenizer.contents([QWEN3_PIECES[-1] if kind == "qwen3" else MXBAI_PIECES[-1]], 100, "NONE")[
+        0
+    ].ids.tolist()
     rng = random.Random(2)
     words = sentence(rng, 700).split()  # a token each
     room = MAX_TOKENS - len(card.ids("river", ""))
@@ -167,7 +183,9 @@ def test_rows_are_those_of_the_model_card(name: str, kind: Kind, load: Load, fol
 def test_a_long_query_keeps_three_quarters_and_leaves_room_for_the_document(load: Load, folders: Folders) -> None:
     query = sentence(random.Random(3), 900)
     card = Card(folders("qwen2"), "mxbai", max_tokens=1024)
-    (rows,) = load("qwen2", "mxbai", max_tokens=1024).rows([Asked(["river bank", sentence(random.Random(4), 900)], query)])
+    (rows,) = load("qwen2", "mxbai", max_tokens=1024).rows(
+        [Asked(["river bank", sentence(random.Random(4), 900)], query)]
+    )
     for row, text in zip(rows, ["river bank", sentence(random.Random(4), 900)], strict=True):
         assert row.ids.tolist() == card.ids(query, text)
         assert row.truncated
@@ -204,7 +222,9 @@ def test_a_pair_scores_the_same_in_any_company(name: str, kind: Kind, load: Load
     scoring = load(name, kind)
     documents = ragged_documents(16, seed=5, longest=100)
     alone = [scoring.scores("river bank", [text])[0] for text in documents]
-    mixed = scoring.run([Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")])
+    mixed = scoring.run(
+        [Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")]
+    )
     np.testing.assert_allclose(scoring.scores("river bank", documents), alone, rtol=0, atol=5e-6)
     np.testing.assert_allclose([score_of(each) for each in mixed[1]][::-1], alone, rtol=0, atol=5e-6)
 
@@ -227,12 +247,17 @@ def test_an_instruction_is_tokenised_with_the_query(engine: ScoringEngine, folde
     card = Card(folders("qwen2"), "mxbai")
     for query in ("river", sentence(random.Random(0), 600)):
         (rows,) = scoring.rows([Asked(["music", "paper " * 900], query, {"instruction": "find ships!"})])
-        assert [row.ids.tolist() for row in rows] == [card.ids(query, text, "find ships!") for text in ("music", "paper " * 900)]
+        assert [row.ids.tolist() for row in rows] == [
+            card.ids(query, text, "find ships!") for text in ("music", "paper " * 900)
+        ]
 
 
 def test_requests_with_different_instructions_share_a_batch(load: Load) -> None:
     scoring = load("qwen3", "qwen3")
-    asked = [Asked(ragged_documents(4), "river", {"instruction": text} if text else {}) for text in ("", "find ships", "find {query}")]
+    asked = [
+        Asked(ragged_documents(4), "river", {"instruction": text} if text else {})
+        for text in ("", "find ships", "find {query}")
+    ]
     together = [[score_of(each) for each in outcomes] for outcomes in scoring.run(asked)]
     for each, scores in zip(asked, together, strict=True):
         np.testing.assert_allclose(scores, scoring.scores("river", each.texts, **each.parameters), rtol=0, atol=2e-6)
@@ -308,7 +333,9 @@ def test_a_sequence_classifier_is_refused(engine: ScoringEngine, folders: Folder
         {"head": QWEN3_ENTRY["head"]},
     ],
 )
-def test_an_entry_without_answers_or_template_is_refused(entry: dict[str, Any], engine: ScoringEngine, folders: Folders) -> None:
+def test_an_entry_without_answers_or_template_is_refused(
+    entry: dict[str, Any], engine: ScoringEngine, folders: Folders
+) -> None:
     with pytest.raises(ModelLoadFailed, match=r"answer|yes_token"):
         engine.load(folders("qwen3"), "decoder-reranker", **entry)
 

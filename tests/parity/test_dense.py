@@ -1,4 +1,6 @@
-"""Dense vectors of every text architecture equal sentence-transformers' on the same folder, packed and padded, in any company."""
+"""Dense vectors of every text architecture equal sentence-transformers' on the same folder, packed and padded, in any
+company.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +29,40 @@ ATTENTION = {
 PRECISIONS = ("float32", "bfloat16")
 MAX_DIFFERENCE = {"float32": 1e-5, "bfloat16": 0.05}  # of a component, in units of the vector's norm
 MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
-# The worst of 64 random texts is noise, their mean is not: one text moves by a factor of 2 when nothing but the order of a sum changes.
+# The worst of 64 random texts is noise, their mean is not: one text moves by a factor of 2 when nothing but the order
+# of a sum changes.
 MAX_MEAN_OF_STOCK = 1.5
 MAX_WORST_OF_STOCK = 3.0
 
 _EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 130, 255, 500)
 _ODD = (
-    "", "Zürich, 東京 and 😀", "שלום עולם, مرحبا", "tab\tline\nthe end", "UPPER naïve it's (a) 3.14", "unsearchable" * 9,
-    "one " * MAX_TOKENS + "past the limit", "  spaces around \n",
-    "a\u0000b \u200bc", "<pad>[PAD]<|endoftext|> <pad> river", "a </s> [SEP] <eos>",
-)  # fmt: skip
+    "",
+    "Zürich, 東京 and 😀",
+    "שלום עולם, مرحبا",
+    "tab\tline\nthe end",
+    "UPPER naïve it's (a) 3.14",
+    "unsearchable" * 9,
+    "one " * MAX_TOKENS + "past the limit",
+    "  spaces around \n",
+    "a\u0000b \u200bc",
+    "<pad>[PAD]<|endoftext|> <pad> river",
+    "a </s> [SEP] <eos>",
+)
 
 
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 
 
 def ragged(served: Served) -> list[str]:
-    """64 texts of mixed lengths in mixed order: the shortest that there are, both sides of every window, equal lengths, odd texts."""
+    """64 texts of mixed lengths in mixed order: the shortest that there are, both sides of every window, equal lengths,
+    odd texts.
+    """
     special, limit = len(served.tokens([""])[0]), served.tokenizer.max_tokens
     rng = random.Random(0)
     lengths = [*range(special, special + 10), *(edge for edge in _EDGES if edge < limit), limit]
-    lengths += [int(min(limit - 8, 200, rng.lognormvariate(3.2, 1.0))) + special for _ in range(64 - len(lengths) - len(_ODD))]
+    lengths += [
+        int(min(limit - 8, 200, rng.lognormvariate(3.2, 1.0))) + special for _ in range(64 - len(lengths) - len(_ODD))
+    ]
     texts = [" ".join(rng.choices(WORDS, k=length - special)) for length in lengths]
     assert [len(ids) for ids in served.tokens(texts)] == lengths
     texts += _ODD
@@ -76,14 +91,18 @@ def check(name: str, precision: str, served: Served, references: References, tab
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
+def test_vectors_equal_the_reference(
+    name: str, precision: str, serve: Serve, references: References, table: ParityTable
+) -> None:
     """W3, W4."""
     check(name, precision, serve(name, precision), references, table)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", PACKED)
-def test_padded_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
+def test_padded_vectors_equal_the_reference(
+    name: str, precision: str, serve: Serve, references: References, table: ParityTable
+) -> None:
     """What any of them falls back to is right too."""
     served = serve(name, precision, padded=True)
     assert served.attention.endswith("padded")
@@ -169,7 +188,9 @@ def test_an_entry_may_turn_the_direction(name: str, causal: bool, serve: Serve, 
     texts, architecture = ragged(serve(name, "float32"))[:16], ARCHITECTURES[name]
     turned = serve(name, "float32", causal=causal).encode(texts, pooling="mean")
     as_if = Reference(build(tmp_path / "other", architecture, is_causal=causal), "float32")
-    assert Agreement.of(turned, as_if.pooled(texts, architecture.poolings)["mean"]).difference <= MAX_DIFFERENCE["float32"]
+    assert (
+        Agreement.of(turned, as_if.pooled(texts, architecture.poolings)["mean"]).difference <= MAX_DIFFERENCE["float32"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +209,9 @@ def test_a_direction_that_the_class_does_not_take_is_refused(name: str, message:
 
 
 def test_a_folder_whose_texts_would_depend_on_their_mates_is_refused(tmp_path: Path) -> None:
-    """W4. config.json of an encoder says is_causal: stock sdpa follows that where nothing is padded, and the entry is silent."""
+    """W4. config.json of an encoder says is_causal: stock sdpa follows that where nothing is padded, and the entry is
+    silent.
+    """
     architecture, engine = ARCHITECTURES["bert"], ParityEngine()
     folder = add_modules(build(tmp_path / "causal", architecture, is_causal=True), modules_of(architecture))
     with pytest.raises(ModelLoadFailed, match="for a text alone and not beside a longer one"):
@@ -236,12 +259,17 @@ def test_a_rotary_embedding_that_changes_with_the_longest_text_is_refused(name: 
 def test_a_setting_that_is_ignored_would_show(
     name: str, change: dict[str, Any], serve: Serve, references: References, tmp_path: Path
 ) -> None:
-    """The same weights with the setting changed are 10 times further from the reference than the bound, so the tests above notice it."""
+    """The same weights with the setting changed are 10 times further from the reference than the bound, so the tests
+    above notice it.
+    """
     architecture = ARCHITECTURES[name]
     texts = [" ".join(random.Random(seed).choices(WORDS, k=length)) for seed, length in enumerate((40, 80, 150, 500))]
     other = Reference(build(tmp_path / "other", architecture, **change), "float32").pooled(texts, architecture.poolings)
     same = references(name, "float32").pooled(texts, architecture.poolings)
-    assert max(Agreement.of(other[pooling], same[pooling]).difference for pooling in architecture.poolings) > 10 * MAX_DIFFERENCE["float32"]
+    assert (
+        max(Agreement.of(other[pooling], same[pooling]).difference for pooling in architecture.poolings)
+        > 10 * MAX_DIFFERENCE["float32"]
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

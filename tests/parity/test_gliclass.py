@@ -40,12 +40,18 @@ def load(folder: Path) -> GliclassModel:
     return GliclassModel(folder, entry, entry.load, on_cpu())
 
 
-def oracle(folder: Path, texts: list[str], labels: tuple[str, ...], *, multi_label: bool = False) -> list[dict[str, float]]:
+def oracle(
+    folder: Path, texts: list[str], labels: tuple[str, ...], *, multi_label: bool = False
+) -> list[dict[str, float]]:
     """All scores, which the package gives in its hierarchical form alone."""
     pipeline = ZeroShotClassificationPipeline(
-        GLiClassModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), max_length=MAX_TOKENS, device="cpu",
-        classification_type="multi-label" if multi_label else "single-label", progress_bar=False,
-    )  # fmt: skip
+        GLiClassModel.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+        max_length=MAX_TOKENS,
+        device="cpu",
+        classification_type="multi-label" if multi_label else "single-label",
+        progress_bar=False,
+    )
     return pipeline(texts, list(labels), batch_size=1, return_hierarchical=True)  # type: ignore[no-any-return]
 
 
@@ -61,7 +67,9 @@ def failed(result: Any, kind: type[SIEError]) -> SIEError:
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_scores_equal_those_of_the_package(model: GliclassModel, folder: Path, multi_label: bool, table: ParityTable) -> None:
+def test_scores_equal_those_of_the_package(
+    model: GliclassModel, folder: Path, multi_label: bool, table: ParityTable
+) -> None:
     texts = [*ragged_texts(20, seed=1, longest=40), "  Zürich, the harbour (search): 👍 e-mail 3.14!\n"]
     ours = model.extract(texts, [ExtractOptions(LABELS, None, {"multi_label": multi_label})] * len(texts))
     theirs = oracle(folder, texts, LABELS, multi_label=multi_label)
@@ -102,7 +110,10 @@ def test_the_threshold_drops_labels(model: GliclassModel) -> None:
     [every] = model.extract(["search index queue"], [ExtractOptions(LABELS)])
     ranked = every["classifications"]  # type: ignore[index]
     assert len(ranked) == len(LABELS)
-    for options in (ExtractOptions(LABELS, ranked[1]["score"]), ExtractOptions(LABELS, None, {"threshold": ranked[1]["score"]})):
+    for options in (
+        ExtractOptions(LABELS, ranked[1]["score"]),
+        ExtractOptions(LABELS, None, {"threshold": ranked[1]["score"]}),
+    ):
         [some] = model.extract(["search index queue"], [options])
         assert some == {"classifications": ranked[:2]}
 
@@ -146,7 +157,12 @@ def test_what_cannot_be_scored_fails_alone(model: GliclassModel) -> None:
     wanted = [ExtractOptions(labels) for labels in (LABELS, (), ("<<SEP>>",), LABELS, many, LABELS)]
     good, none, reserved, injected, long, other = model.extract(texts, wanted)
     assert scores(good) == pytest.approx(scores(other), abs=1e-6)
-    for result, text in ((none, "at least one"), (reserved, "reserves"), (injected, "reserves"), (long, f"of {MAX_TOKENS} tokens")):
+    for result, text in (
+        (none, "at least one"),
+        (reserved, "reserves"),
+        (injected, "reserves"),
+        (long, f"of {MAX_TOKENS} tokens"),
+    ):
         assert text in failed(result, InvalidInput).message
 
 
@@ -186,14 +202,19 @@ def test_a_batch_that_fails_is_tried_again_text_by_text(model: GliclassModel) ->
 
 def test_two_threads_give_what_one_gives(model: GliclassModel) -> None:
     texts = ragged_texts(12, seed=5, longest=60)
-    expected = [[scores(result) for result in model.extract(texts, [ExtractOptions(order)] * 12)] for order in (LABELS, LABELS[::-1])]
+    expected = [
+        [scores(result) for result in model.extract(texts, [ExtractOptions(order)] * 12)]
+        for order in (LABELS, LABELS[::-1])
+    ]
     found: list[list[Any]] = [[], []]
 
     def work(number: int, order: tuple[str, ...]) -> None:
         for _ in range(6):
             found[number].append(model.extract(texts, [ExtractOptions(order)] * 12))
 
-    threads = [threading.Thread(target=work, args=(number, order)) for number, order in enumerate((LABELS, LABELS[::-1]))]
+    threads = [
+        threading.Thread(target=work, args=(number, order)) for number, order in enumerate((LABELS, LABELS[::-1]))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -208,7 +229,10 @@ def test_two_threads_give_what_one_gives(model: GliclassModel) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop("model.text_projector.linear_1.bias"), "1 missing keys: model.text_projector.linear_1.bias"),
+        (
+            lambda weights: weights.pop("model.text_projector.linear_1.bias"),
+            "1 missing keys: model.text_projector.linear_1.bias",
+        ),
         (lambda weights: weights.update(extra=torch.zeros(1)), "1 unexpected keys: extra"),
         (lambda weights: weights.update({"model.text_projector.linear_1.bias": torch.zeros(3)}), "1 mismatched keys: "),
     ],

@@ -55,7 +55,9 @@ def load(folder: Path, **kwargs: Any) -> GlinerModel:
     return GlinerModel(folder, entry, entry.load, on_cpu())
 
 
-def options(kind: str, labels: tuple[str, ...] = LABELS, threshold: float | None = None, **parameters: Any) -> ExtractOptions:
+def options(
+    kind: str, labels: tuple[str, ...] = LABELS, threshold: float | None = None, **parameters: Any
+) -> ExtractOptions:
     return ExtractOptions(labels, THRESHOLD[kind] if threshold is None else threshold, parameters)
 
 
@@ -77,9 +79,17 @@ def failed(result: Any, kind: type[SIEError]) -> SIEError:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parameters", [{}, {"flat_ner": False}, {"flat_ner": False, "multi_label": True}])
 def test_entities_equal_those_of_the_package(
-    models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind, parameters: dict[str, bool], table: ParityTable
+    models: dict[str, GlinerModel],
+    oracles: dict[str, Any],
+    kind: GlinerKind,
+    parameters: dict[str, bool],
+    table: ParityTable,
 ) -> None:
-    texts = [*ragged_texts(24, seed=3), "Zürich, the harbour (search): e-mail to an_index_of 3.14!", "  queue\n\tstream  "]
+    texts = [
+        *ragged_texts(24, seed=3),
+        "Zürich, the harbour (search): e-mail to an_index_of 3.14!",
+        "  queue\n\tstream  ",
+    ]
     ours = extract(models[kind], texts, options(kind, **parameters))
     rows = 1 if "token" in kind else 5  # the package takes the padding of a token-level batch for words
     theirs = oracles[kind].inference(texts, list(LABELS), threshold=THRESHOLD[kind], batch_size=rows, **parameters)
@@ -87,13 +97,17 @@ def test_entities_equal_those_of_the_package(
     for text, found, expected in zip(texts, ours, theirs, strict=True):
         assert_equal(found, expected)
         assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
-        difference = max((abs(one["score"] - other["score"]) for one, other in zip(found, expected, strict=True)), default=0.0)
+        difference = max(
+            (abs(one["score"] - other["score"]) for one, other in zip(found, expected, strict=True)), default=0.0
+        )
         table.record(f"gliner {kind}", path_of(models[kind].attention), models[kind].precision, Scores(difference))
 
 
 @pytest.mark.parametrize("kind", ["span", "token", "bi", "bi-token"])
 def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
-    """With nothing left to tokenise on the lane; texts that were not prepared, and those whose labels fail, as before."""
+    """With nothing left to tokenise on the lane; texts that were not prepared, and those whose labels
+    fail, as before.
+    """
     texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
     wanted = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
     preparation = models[kind].prepare(texts, wanted)
@@ -110,7 +124,9 @@ def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerM
 
 @pytest.mark.parametrize("kind", ["token", "bi-token"])
 def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind) -> None:
-    """Rows of one pass, whatever lengths go together elsewhere: with a threshold of 0 the package fails for what it finds behind a row."""
+    """Rows of one pass, whatever lengths go together elsewhere: with a threshold of 0 the package fails for what it
+    finds behind a row.
+    """
     texts = ["queue worker", "queue", "queue worker stream search index engine"]
     with pytest.raises(IndexError):
         oracles[kind].inference(texts, list(LABELS), threshold=0.0)
@@ -128,11 +144,15 @@ def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict
         assert [span[3] for span in row] == pytest.approx([one["score"] for one in expected], abs=1e-5)
 
 
-def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
+def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(
+    models: dict[str, GlinerModel], oracles: dict[str, Any]
+) -> None:
     texts = ragged_texts(6, seed=4)
     for parameters, threshold in (({}, 0.5), ({"threshold": 0.2}, 0.2)):
         [*ours] = models["span"].extract(texts, [ExtractOptions(LABELS, None, parameters)] * 6)
-        for result, expected in zip(ours, oracles["span"].inference(texts, list(LABELS), threshold=threshold), strict=True):
+        for result, expected in zip(
+            ours, oracles["span"].inference(texts, list(LABELS), threshold=threshold), strict=True
+        ):
             assert_equal(result["entities"], expected)  # type: ignore[index]
 
 
@@ -154,7 +174,9 @@ def test_labels_keep_the_order_and_the_case_of_the_client(
     """The prompt of one encoder depends on the order; the vectors of two do not."""
     text = ragged_texts(1, seed=6)[0]
     orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
-    results = [result["entities"] for result in models[kind].extract([text] * 3, [options(kind, order) for order in orders])]  # type: ignore[index]
+    results = [
+        result["entities"] for result in models[kind].extract([text] * 3, [options(kind, order) for order in orders])
+    ]  # type: ignore[index]
     for order, found in zip(orders, results, strict=True):
         assert_equal(found, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
     if kind == "bi":
@@ -164,8 +186,11 @@ def test_labels_keep_the_order_and_the_case_of_the_client(
         assert results[0] != results[2]
 
 
-def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
-    """600 words, 384 in a window, 48 shared: entities from word 360 on are those of a second window that begins at word 336.
+def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(
+    models: dict[str, GlinerModel], oracles: dict[str, Any]
+) -> None:
+    """600 words, 384 in a window, 48 shared: entities from word 360 on are those of a second window that begins at word
+    336.
 
     One of up to 4 words that begins before may reach over that border, so the comparison leaves these words out.
     """
@@ -180,7 +205,9 @@ def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(models: dict
     assert expected[-1]["start"] > len("  ".join(words[:384]))
     assert_equal([entity for entity in found if entity["start"] >= clear], expected)
     first = oracles["span"].inference(["  ".join(words[:384])], list(LABELS), threshold=THRESHOLD["span"])[0]
-    assert_equal([entity for entity in found if entity["end"] < middle], [entity for entity in first if entity["end"] < middle])
+    assert_equal(
+        [entity for entity in found if entity["end"] < middle], [entity for entity in first if entity["end"] < middle]
+    )
 
 
 @pytest.mark.parametrize("kind", ["span", "token"])
@@ -205,7 +232,9 @@ def test_where_two_windows_disagree_the_better_span_stays(models: dict[str, Glin
     assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (14, 17, "a", 0.75), (20, 21, "b", 0.5)]
 
 
-def test_windows_also_end_where_the_encoder_has_no_more_positions(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
+def test_windows_also_end_where_the_encoder_has_no_more_positions(
+    models: dict[str, GlinerModel], oracles: dict[str, Any]
+) -> None:
     """The package reads past the position table here: 384 words of these are more than 1024 tokens."""
     rng = random.Random(8)
     text = " ".join("".join(rng.choices("acdeghiklmnoprstu", k=9)) for _ in range(400))
@@ -225,9 +254,27 @@ def test_a_text_without_words_has_no_entities(models: dict[str, GlinerModel], ki
     assert extract(models[kind], ["", " \n\t ", "queue"], options(kind, threshold=0.0))[:2] == [[], []]
 
 
-def test_characters_without_tokens_do_not_shift_offsets(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
-    """Joiners, direction marks and variation selectors are words of the splitter for which the tokenizer has nothing."""
-    parts = ["👍🏽", "search", "\u200f", "שלום", "queue", "❤\ufe0f", "\u200d", "index", "مدينة", "\u202e", "engine", "東京", "Zürich"]
+def test_characters_without_tokens_do_not_shift_offsets(
+    models: dict[str, GlinerModel], oracles: dict[str, Any]
+) -> None:
+    """Joiners, direction marks and variation selectors are words of the splitter for which the tokenizer
+    has nothing.
+    """
+    parts = [
+        "👍🏽",
+        "search",
+        "\u200f",
+        "שלום",
+        "queue",
+        "❤\ufe0f",
+        "\u200d",
+        "index",
+        "مدينة",
+        "\u202e",
+        "engine",
+        "東京",
+        "Zürich",
+    ]
     text, plain = " ".join(parts), " ".join(part.strip("\u200f\ufe0f\u200d\u202e") for part in parts)
     [found] = extract(models["bi"], [text], options("bi", threshold=0.05))
     theirs = oracles["bi"].inference([plain], list(LABELS), threshold=0.05)[0]
@@ -262,10 +309,12 @@ def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(models: dic
 
 def test_neighbours_of_one_label_are_merged_on_request(models: dict[str, GlinerModel]) -> None:
     entities = [
-        {"label": "a", "score": 0.5, "start": 0, "end": 4}, {"label": "a", "score": 0.9, "start": 5, "end": 8},
-        {"label": "a", "score": 0.6, "start": 8, "end": 9}, {"label": "b", "score": 0.7, "start": 10, "end": 12},
+        {"label": "a", "score": 0.5, "start": 0, "end": 4},
+        {"label": "a", "score": 0.9, "start": 5, "end": 8},
+        {"label": "a", "score": 0.6, "start": 8, "end": 9},
+        {"label": "b", "score": 0.7, "start": 10, "end": 12},
         {"label": "a", "score": 0.4, "start": 14, "end": 15},
-    ]  # fmt: skip
+    ]
     merged = [(entity["label"], entity["score"], entity["start"], entity["end"]) for entity in family._merged(entities)]
     assert merged == [("a", 0.9, 0, 9), ("b", 0.7, 10, 12), ("a", 0.4, 14, 15)]
     texts = ragged_texts(8, seed=9)
@@ -310,7 +359,13 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
 
 def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, GlinerModel]) -> None:
     many = tuple(f"label number {number}" for number in range(600))
-    wanted = [options("span"), options("span", ()), options("span", ("<<ENT>>",)), options("span", many), options("span", LABELS)]
+    wanted = [
+        options("span"),
+        options("span", ()),
+        options("span", ("<<ENT>>",)),
+        options("span", many),
+        options("span", LABELS),
+    ]
     good, empty, reserved, long, other = models["span"].extract(["search index queue"] * 5, wanted)
     assert isinstance(good, dict)
     assert isinstance(other, dict)
@@ -348,7 +403,9 @@ def test_scores_that_are_not_finite_fail_their_item_alone(models: dict[str, Glin
         assert_equal(result["entities"], entities)  # type: ignore[index]
 
 
-def test_a_batch_that_fails_is_tried_again_text_by_text(models: dict[str, GlinerModel], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_fails_is_tried_again_text_by_text(
+    models: dict[str, GlinerModel], caplog: pytest.LogCaptureFixture
+) -> None:
     texts = ["queue", "queue worker stream", "queue worker"]
     expected = extract(models["span"], texts, options("span"))
 
@@ -409,19 +466,25 @@ def test_16_bit_weights_give_near_scores(folders: dict[str, Path], oracles: dict
         oracles["span"].inference(texts, list(LABELS), threshold=0.05, **free),
         strict=True,
     ):
-        ours, theirs = ({(one["start"], one["end"], one["label"]): one["score"] for one in some} for some in (found, expected))
+        ours, theirs = (
+            {(one["start"], one["end"], one["label"]): one["score"] for one in some} for some in (found, expected)
+        )
         differences += [abs(ours[span] - theirs[span]) for span in ours.keys() & theirs.keys()]
         spans += len(theirs)
     assert len(differences) > 0.8 * spans > 200
     assert 0 < statistics.median(differences) < 0.02
 
 
-def test_folders_without_a_description_of_their_backbone_take_it_from_below(models: dict[str, GlinerModel], tmp_path: Path) -> None:
+def test_folders_without_a_description_of_their_backbone_take_it_from_below(
+    models: dict[str, GlinerModel], tmp_path: Path
+) -> None:
     texts = ragged_texts(4, seed=13)
     for pickled in (False, True):
         folder = gliner_folder(tmp_path / f"old-{pickled}", described=False, pickled=pickled)
         model = load(folder)
-        for ours, same in zip(extract(model, texts, options("span")), extract(models["span"], texts, options("span")), strict=True):
+        for ours, same in zip(
+            extract(model, texts, options("span")), extract(models["span"], texts, options("span")), strict=True
+        ):
             assert_equal(ours, same)
         assert model.tokenizer == models["span"].tokenizer
     shutil.rmtree(folder / "no")
@@ -439,10 +502,15 @@ def test_the_entry_may_set_the_words_of_a_window(folders: dict[str, Path]) -> No
     [
         (lambda weights: weights.pop("prompt_rep_layer.0.bias"), "1 missing keys: prompt_rep_layer.0.bias"),
         (lambda weights: weights.update(extra=torch.zeros(1)), "1 unexpected keys: extra"),
-        (lambda weights: weights.update({"prompt_rep_layer.0.bias": torch.zeros(3)}), "1 mismatched keys: prompt_rep_layer.0.bias"),
+        (
+            lambda weights: weights.update({"prompt_rep_layer.0.bias": torch.zeros(3)}),
+            "1 mismatched keys: prompt_rep_layer.0.bias",
+        ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: Path, change: Any, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(
+    folders: dict[str, Path], tmp_path: Path, change: Any, message: str
+) -> None:
     folder = shutil.copytree(folders["span"], tmp_path / "copy")
     edit_weights(folder, change)
     with pytest.raises(ModelLoadFailed, match=message) as caught:
@@ -481,7 +549,10 @@ def test_neither_weights_nor_configurations_run_code(folders: dict[str, Path], t
 def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders["span"], tmp_path / "copy")
     config = json.loads((folder / "gliner_config.json").read_text())
-    for change, message in (({"relations_layer": "dot"}, "relations"), ({"encoder_config": {"model_type": "none"}}, "no encoder none")):
+    for change, message in (
+        ({"relations_layer": "dot"}, "relations"),
+        ({"encoder_config": {"model_type": "none"}}, "no encoder none"),
+    ):
         (folder / "gliner_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ModelLoadFailed, match=message):
             load(folder)

@@ -1,4 +1,6 @@
-"""Token ids, given vectors and token states through rows and engine: against the texts they stand for, a naive MaxSim, and transformers."""
+"""Token ids, given vectors and token states through rows and engine: against the texts they stand for, a naive MaxSim,
+and transformers.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Loaded:
 
     def rows(self, texts: Sequence[str], **options: Any) -> list[Array]:
         """Token vectors of texts."""
-        return [found["multivector"] for found in self.encode([Input(text) for text in texts], "multivector", **options)]
+        return [
+            found["multivector"] for found in self.encode([Input(text) for text in texts], "multivector", **options)
+        ]
 
     def score(self, query: Input, inputs: Sequence[Input], *outputs: str) -> Array:
         return np.array(self.run("score", Work(inputs, query, RunOptions(outputs or ("multivector",)))))
@@ -111,10 +115,16 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
     @functools.cache
     def loaded(name: str) -> Loaded:
         made = {"late": late, "stanford": stanford, "m3": m3}.get(name, of_architecture)(root / name)
-        entry = parse_entry({
-            "id": f"test/{name.replace(' ', '-')}", "weights": {"path": str(root / name)}, "family": "text-encoder",
-            "max_tokens": MAX_TOKENS, "load": {"precision": "float32"}, **made,
-        })  # fmt: skip
+        entry = parse_entry(
+            {
+                "id": f"test/{name.replace(' ', '-')}",
+                "weights": {"path": str(root / name)},
+                "family": "text-encoder",
+                "max_tokens": MAX_TOKENS,
+                "load": {"precision": "float32"},
+                **made,
+            }
+        )
         resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
         return Loaded(engine, entry, resident.weights, ModelTokenizer(resident.weights.tokenizer, entry.max_tokens))
 
@@ -132,8 +142,12 @@ def folder_of(model: Loaded) -> str:
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("truncate", ["END", "START"])
-def test_the_ids_of_texts_give_the_bits_of_their_vectors(name: str, truncate: str, load: Callable[[str], Loaded]) -> None:
-    """By the tokenizer of transformers, with its special tokens and without; ragged, longer than the model reads, and none at all."""
+def test_the_ids_of_texts_give_the_bits_of_their_vectors(
+    name: str, truncate: str, load: Callable[[str], Loaded]
+) -> None:
+    """By the tokenizer of transformers, with its special tokens and without; ragged, longer than the model reads, and
+    none at all.
+    """
     model = load(name)
     library = AutoTokenizer.from_pretrained(folder_of(model))
     texts = [*ragged_documents(16), "river mountain " * 400]
@@ -148,7 +162,9 @@ def test_ids_of_a_query_have_its_marker_and_its_filling(load: Callable[[str], Lo
     model, text = load("late"), "search paper of the river"
     ids = tuple(AutoTokenizer.from_pretrained(folder_of(model))(text)["input_ids"])
     for is_query in (True, False):
-        by_text, by_ids = (model.encode([given], "multivector", is_query=is_query)[0] for given in (Input(text), Input(tokens=ids)))
+        by_text, by_ids = (
+            model.encode([given], "multivector", is_query=is_query)[0] for given in (Input(text), Input(tokens=ids))
+        )
         np.testing.assert_array_equal(by_ids["multivector"], by_text["multivector"])
 
 
@@ -157,7 +173,9 @@ def test_ids_of_a_query_have_its_marker_and_its_filling(load: Callable[[str], Lo
 
 def maxsim(query: Array, document: Array) -> float:
     """One pair of vectors after the other, in float64."""
-    return sum(max((float(np.dot(q, d)) for d in document.astype(np.float64)), default=0.0) for q in query.astype(np.float64))
+    return sum(
+        max((float(np.dot(q, d)) for d in document.astype(np.float64)), default=0.0) for q in query.astype(np.float64)
+    )
 
 
 def given(rows: Array) -> Input:
@@ -172,14 +190,19 @@ def test_either_side_may_be_what_encode_gave(name: str, load: Callable[[str], Lo
     (query_rows,), document_rows = model.rows([query], is_query=True), model.rows(texts)
     shares = len(query_rows) if name == "m3" else 1
     expected = np.array([maxsim(query_rows, rows) for rows in document_rows]) / shares
-    mixed = [given(rows) if index % 3 else Input(text) for index, (text, rows) in enumerate(zip(texts, document_rows, strict=True))]
+    mixed = [
+        given(rows) if index % 3 else Input(text)
+        for index, (text, rows) in enumerate(zip(texts, document_rows, strict=True))
+    ]
     as_texts, as_vectors = [Input(text) for text in texts], [given(rows) for rows in document_rows]
     for asked in (Input(query), given(query_rows)):
         for documents in (as_texts, as_vectors, mixed):
             np.testing.assert_allclose(model.score(asked, documents), expected, rtol=CLOSE, atol=CLOSE)
 
 
-def test_what_is_given_needs_no_pass_and_is_used_as_it_is(load: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_needs_no_pass_and_is_used_as_it_is(
+    load: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither normalised nor read with the text beside it; none at all score 0."""
     model, rng = load("late"), np.random.default_rng(5)
     query = (3 * rng.normal(size=(4, OUT))).astype(np.float32)
@@ -214,27 +237,38 @@ def test_given_rows_are_the_same_beside_other_work(load: Callable[[str], Loaded]
         Muvera(4, 3, 8, 96, 7, True, True),
     ],
 )
-def test_a_given_matrix_has_the_encoding_of_its_text(is_query: bool, parameters: Muvera, load: Callable[[str], Loaded]) -> None:
+def test_a_given_matrix_has_the_encoding_of_its_text(
+    is_query: bool, parameters: Muvera, load: Callable[[str], Loaded]
+) -> None:
     """And that of the naive form, whatever the length of its rows."""
     model, texts = load("late"), ragged_documents(8)
     options = {"is_query": is_query, "muvera": parameters}
     rows = model.rows(texts, is_query=is_query)
     by_text = model.encode([Input(text) for text in texts], "dense", **options)
-    mixed = [given(each) if index % 2 else Input(text) for index, (text, each) in enumerate(zip(texts, rows, strict=True))]
+    mixed = [
+        given(each) if index % 2 else Input(text) for index, (text, each) in enumerate(zip(texts, rows, strict=True))
+    ]
     for inputs in ([given(each) for each in rows], mixed):
         for found, expected, matrix in zip(model.encode(inputs, "dense", **options), by_text, rows, strict=True):
             np.testing.assert_allclose(found["dense"], expected["dense"], atol=CLOSE)
-            np.testing.assert_allclose(found["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), atol=CLOSE)
+            np.testing.assert_allclose(
+                found["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), atol=CLOSE
+            )
     long = [5 * np.random.default_rng(3).normal(size=(count, OUT)).astype(np.float32) for count in (9, 0)]
     for found, matrix in zip(model.encode([given(each) for each in long], "dense", **options), long, strict=True):
-        np.testing.assert_allclose(found["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            found["dense"], muvera_naive.encode(matrix, parameters, is_query=is_query), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_given_matrix_comes_back_beside_its_encoding_and_is_cut_as_a_text(load: Callable[[str], Loaded]) -> None:
     model = load("late")
     (rows,) = model.rows(["river mountain paper"])
     options: dict[str, Any] = {"muvera": Muvera(4, 3, None, None), "dimensions": 8}
-    by_text, by_rows = (model.encode([each], "dense", "multivector", **options)[0] for each in (Input("river mountain paper"), given(rows)))
+    by_text, by_rows = (
+        model.encode([each], "dense", "multivector", **options)[0]
+        for each in (Input("river mountain paper"), given(rows))
+    )
     for name in ("dense", "multivector"):
         assert by_rows[name].shape == by_text[name].shape
         np.testing.assert_allclose(by_rows[name], by_text[name], atol=CLOSE)
@@ -243,7 +277,9 @@ def test_a_given_matrix_comes_back_beside_its_encoding_and_is_cut_as_a_text(load
 def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Callable[[str], Loaded]) -> None:
     bad = np.full((2, OUT), np.nan, np.float32)
     good = np.ones((2, OUT), np.float32)
-    found = load("late").run("score", Work([given(good), given(bad), Input("a")], given(good), RunOptions(("multivector",))))
+    found = load("late").run(
+        "score", Work([given(good), given(bad), Input("a")], given(good), RunOptions(("multivector",)))
+    )
     assert [isinstance(each, float) for each in found] == [True, False, True]
     assert (found[1].code, found[1].param) == ("INVALID_INPUT", "multivector")
 
@@ -253,14 +289,18 @@ def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Calla
 
 @pytest.mark.parametrize("name", STATES)
 def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str], Loaded]) -> None:
-    """A row for each token, special ones too, without the layers behind the pooling; in one batch, and beside dense vectors."""
+    """A row for each token, special ones too, without the layers behind the pooling; in one batch, and beside dense
+    vectors.
+    """
     model = load(name)
     texts = [*ragged_documents(12), "river mountain " * 400]
     library = AutoTokenizer.from_pretrained(folder_of(model))
     stock = AutoModel.from_pretrained(folder_of(model), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         expected = [
-            stock(**library(text, return_tensors="pt", truncation=True, max_length=MAX_TOKENS)).last_hidden_state[0].numpy()
+            stock(**library(text, return_tensors="pt", truncation=True, max_length=MAX_TOKENS))
+            .last_hidden_state[0]
+            .numpy()
             for text in texts
         ]
     resolved = Catalogue({model.entry.id: model.entry}).resolve(model.entry.id)
@@ -270,7 +310,9 @@ def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str]
     for states, stock_states in zip(found, expected, strict=True):
         assert list(states) == [TOKEN_STATES]
         assert (states[TOKEN_STATES].dtype, states[TOKEN_STATES].shape) == (np.float32, stock_states.shape)
-        np.testing.assert_allclose(states[TOKEN_STATES], stock_states, rtol=0, atol=2e-5 * max(1.0, np.abs(stock_states).max()))
+        np.testing.assert_allclose(
+            states[TOKEN_STATES], stock_states, rtol=0, atol=2e-5 * max(1.0, np.abs(stock_states).max())
+        )
 
 
 def test_no_request_names_token_states_and_only_dense_encoders_have_them(load: Callable[[str], Loaded]) -> None:

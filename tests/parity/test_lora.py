@@ -1,7 +1,8 @@
 """LoRAs through the adapter against PEFT on the same base: random matrices, saved by `save_pretrained`.
 
 build ──► base folder ──► get_peft_model, random A and B ──► LoRA folder ──► Engine.ensure_lora, RunBatch(lora=)
-                                                                     └────► PeftModel.from_pretrained, one text at a time
+                                                                     └────► PeftModel.from_pretrained, one text at a
+                                                                     time
 """
 
 from __future__ import annotations
@@ -135,18 +136,32 @@ def engine(root: Path) -> Iterator[Engine]:
 
 
 def serve(engine: Engine, folder: Path, precision: str = "float32", **changes: Any) -> Served:
-    fields: dict[str, Any] = {"family": "text-encoder", "outputs": {"dense": WIDTH}, "run": {"pooling": "mean"}, **changes}
-    entry = parse_entry({
-        "id": f"lora/{folder.name}-{precision}", "weights": {"path": str(folder)}, "max_tokens": MAX_TOKENS,
-        "load": {"precision": precision}, **fields,
-    })  # fmt: skip
+    fields: dict[str, Any] = {
+        "family": "text-encoder",
+        "outputs": {"dense": WIDTH},
+        "run": {"pooling": "mean"},
+        **changes,
+    }
+    entry = parse_entry(
+        {
+            "id": f"lora/{folder.name}-{precision}",
+            "weights": {"path": str(folder)},
+            "max_tokens": MAX_TOKENS,
+            "load": {"precision": precision},
+            **fields,
+        }
+    )
     engine.residency.ensure(entry.id, entry, "default", ())
     return Served(engine, entry)
 
 
-def trained(folder: Path, target: Path, targets: list[str], *, seed: int = 0, auto: Any = AutoModel, **config: Any) -> Path:
+def trained(
+    folder: Path, target: Path, targets: list[str], *, seed: int = 0, auto: Any = AutoModel, **config: Any
+) -> Path:
     """A LoRA of the model in `folder` with random matrices, as PEFT saves it."""
-    model = get_peft_model(auto.from_pretrained(folder), LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 8, **config}))
+    model = get_peft_model(
+        auto.from_pretrained(folder), LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 8, **config})
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -158,7 +173,9 @@ def trained(folder: Path, target: Path, targets: list[str], *, seed: int = 0, au
 
 
 def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
-    """What PEFT gives on the stock model in float32, one text at a time: the mean of the last states, or sigmoid of the logit."""
+    """What PEFT gives on the stock model in float32, one text at a time: the mean of the last states, or sigmoid of the
+    logit.
+    """
     from transformers import AutoTokenizer
 
     model: PreTrainedModel = PeftModel.from_pretrained(auto.from_pretrained(folder), str(lora)).eval()
@@ -179,7 +196,9 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
 def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
     kind: str, part: str, engine: Engine, base: Folders, root: Path, table: ParityTable
 ) -> None:
-    """W15: also where query, key and value are one layer, and where the model runs padded. The base's bytes never change."""
+    """W15: also where query, key and value are one layer, and where the model runs padded. The base's bytes never
+    change.
+    """
     attention, mlp = LAYERS[kind]
     targets = {"attention": attention, "mlp": mlp, "both": attention + mlp}[part]
     folder = base(kind)
@@ -199,19 +218,32 @@ def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
 
 @pytest.mark.parametrize(
     "config",
-    [{"lora_alpha": 2}, {"lora_alpha": 32}, {"r": 9}, {"use_rslora": True}, {"rank_pattern": {"query": 7}}, {"layers_to_transform": [1]}],
+    [
+        {"lora_alpha": 2},
+        {"lora_alpha": 32},
+        {"r": 9},
+        {"use_rslora": True},
+        {"rank_pattern": {"query": 7}},
+        {"layers_to_transform": [1]},
+    ],
     ids=str,
 )
-def test_scaling_rank_and_layers_are_those_of_its_configuration(config: dict[str, Any], engine: Engine, base: Folders, root: Path) -> None:
+def test_scaling_rank_and_layers_are_those_of_its_configuration(
+    config: dict[str, Any], engine: Engine, base: Folders, root: Path
+) -> None:
     folder = base("bert")
     served = serve(engine, folder)
-    lora = trained(folder, root / f"scaled-{'-'.join(config)}-{random.Random(str(config)).random()}", LAYERS["bert"][0], **config)
+    lora = trained(
+        folder, root / f"scaled-{'-'.join(config)}-{random.Random(str(config)).random()}", LAYERS["bert"][0], **config
+    )
     got, wanted = served.answers(served.load(lora)), expected(folder, lora)
     assert np.abs(got - wanted).max() <= MAX_DIFFERENCE * max(1.0, np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3 causal"])
-def test_in_bfloat16_a_lora_is_near_peft_in_float32(kind: str, engine: Engine, base: Folders, root: Path, table: ParityTable) -> None:
+def test_in_bfloat16_a_lora_is_near_peft_in_float32(
+    kind: str, engine: Engine, base: Folders, root: Path, table: ParityTable
+) -> None:
     folder = base(kind)
     served = serve(engine, folder, "bfloat16")
     if served.weights.precision != "bfloat16":
@@ -251,7 +283,9 @@ def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path) -
 
 
 def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Folders, root: Path) -> None:
-    """W15: each answer has the bytes of its own LoRA alone, whatever runs beside it and whatever is loaded meanwhile."""
+    """W15: each answer has the bytes of its own LoRA alone, whatever runs beside it and whatever is
+    loaded meanwhile.
+    """
     folder = base("bert")
     served = serve(engine, shutil.copytree(folder, root / "shared"))
     loras = [trained(folder, root / f"shared-{seed}", LAYERS["bert"][seed % 2], seed=seed) for seed in range(5)]
@@ -279,11 +313,15 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Fol
         assert served.answers(name).tobytes() == wanted
 
 
-def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(engine: Engine, base: Folders, root: Path) -> None:
+def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
+    engine: Engine, base: Folders, root: Path
+) -> None:
     """W12: by content, whatever the folder is called."""
     served = serve(engine, base("bert"))
     lora = trained(base("bert"), root / "digest", ["query"])
-    twice = edited(lora, root / "digest-scaled", lambda config, tensors: config.update(lora_alpha=2 * config["lora_alpha"]))
+    twice = edited(
+        lora, root / "digest-scaled", lambda config, tensors: config.update(lora_alpha=2 * config["lora_alpha"])
+    )
     other = edited(lora, root / "digest-other", lambda config, tensors: tensors[_first(tensors, "lora_B")].mul_(2))
     same = shutil.copytree(lora, root / "digest-same")
     found = [engine.ensure_lora(served.entry.id, str(folder)) for folder in (lora, lora, same, twice, other)]
@@ -292,7 +330,9 @@ def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(engi
     assert all(len(digest) == 64 for digest in found)
 
 
-def test_the_least_recently_used_goes_and_a_batch_that_waits_for_it_is_told(engine: Engine, base: Folders, root: Path) -> None:
+def test_the_least_recently_used_goes_and_a_batch_that_waits_for_it_is_told(
+    engine: Engine, base: Folders, root: Path
+) -> None:
     folder = base("bert")
     served = serve(engine, shutil.copytree(folder, root / "crowded"))
     loras = [trained(folder, root / f"crowded-{seed}", ["query"], seed=seed) for seed in range(KEPT + 1)]
@@ -314,7 +354,10 @@ def test_the_least_recently_used_goes_and_a_batch_that_waits_for_it_is_told(engi
 def edited(lora: Path, target: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
     """A copy of a LoRA with another configuration, or other tensors."""
     shutil.copytree(lora, target)
-    config, tensors = json.loads((target / "adapter_config.json").read_text()), load_file(target / "adapter_model.safetensors")
+    config, tensors = (
+        json.loads((target / "adapter_config.json").read_text()),
+        load_file(target / "adapter_model.safetensors"),
+    )
     change(config, tensors)
     (target / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, target / "adapter_model.safetensors")
@@ -422,7 +465,9 @@ def test_kinds_of_lora_that_are_more_than_two_matrices(
     folder = base("bert")
     served = serve(engine, folder)
     targets = config.pop("target_modules", ["query"])
-    lora = trained(folder, root / f"kind-{random.Random(text + str(config) + str(targets)).random()}", targets, **config)
+    lora = trained(
+        folder, root / f"kind-{random.Random(text + str(config) + str(targets)).random()}", targets, **config
+    )
     with pytest.raises(LoraLoadFailed, match=text):
         served.load(lora)
 
@@ -448,17 +493,27 @@ def test_files_that_are_not_a_lora(engine: Engine, base: Folders, root: Path) ->
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("/etc", "SIE_MODELS_DIR"), ("{root}/../outside", "SIE_MODELS_DIR"), ("./{base}", "SIE_MODELS_DIR"),
-        ("{root}/link", "SIE_MODELS_DIR"), ("../../etc", "SIE_MODELS_DIR"), ("~/lora", "hub repository"), ("a/b/c", "hub repository"),
-        ("org/none", "SIE_HF_FALLBACK"), ("{root}/\0", "null byte"),
+        ("/etc", "SIE_MODELS_DIR"),
+        ("{root}/../outside", "SIE_MODELS_DIR"),
+        ("./{base}", "SIE_MODELS_DIR"),
+        ("{root}/link", "SIE_MODELS_DIR"),
+        ("../../etc", "SIE_MODELS_DIR"),
+        ("~/lora", "hub repository"),
+        ("a/b/c", "hub repository"),
+        ("org/none", "SIE_HF_FALLBACK"),
+        ("{root}/\0", "null byte"),
     ],
-)  # fmt: skip
-def test_names_of_clients_reach_nothing_outside_the_models_folder(name: str, text: str, base: Folders, root: Path, tmp_path: Path) -> None:
+)
+def test_names_of_clients_reach_nothing_outside_the_models_folder(
+    name: str, text: str, base: Folders, root: Path, tmp_path: Path
+) -> None:
     folder = base("bert")
     (tmp_path / "models").mkdir()
     trained(folder, tmp_path / "outside", ["query"])
     (tmp_path / "models" / "link").symlink_to(tmp_path / "outside")
-    engine = Engine(Settings(device="cpu", models_dir=str(tmp_path / "models"), local_cache=str(tmp_path), hf_fallback=False))
+    engine = Engine(
+        Settings(device="cpu", models_dir=str(tmp_path / "models"), local_cache=str(tmp_path), hf_fallback=False)
+    )
     served = serve(engine, folder)
     with pytest.raises(LoraLoadFailed, match=text):
         served.load(name.format(root=tmp_path / "models", base=folder.name))

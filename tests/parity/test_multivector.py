@@ -1,4 +1,6 @@
-"""Late interaction equals MultiVectorEncoder on the same folder, of Stanford and of PyLate: markers, expansion, skip lists, MaxSim."""
+"""Late interaction equals MultiVectorEncoder on the same folder, of Stanford and of PyLate: markers, expansion, skip
+lists, MaxSim.
+"""
 
 from __future__ import annotations
 
@@ -43,25 +45,37 @@ def _pylate(architecture: str, config: dict[str, Any], *projections: Any) -> Cal
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "stanford defaults": _stanford(None),
-    "stanford": _stanford({
-        "query_maxlen": 24, "doc_maxlen": 90, "query_token_id": "[unused1]", "doc_token_id": "[unused0]", "mask_punctuation": True,
-        "attend_to_mask_tokens": False,
-    }),
+    "stanford": _stanford(
+        {
+            "query_maxlen": 24,
+            "doc_maxlen": 90,
+            "query_token_id": "[unused1]",
+            "doc_token_id": "[unused0]",
+            "mask_punctuation": True,
+            "attend_to_mask_tokens": False,
+        }
+    ),
     "stanford attended": _stanford({"query_maxlen": 40, "attend_to_mask_tokens": True, "mask_punctuation": False}),
     "pylate defaults": _pylate("bert", {}),
     "pylate bert": _pylate("bert", {"query_length": 48, "document_length": 180, "attend_to_expansion_tokens": False}),
-    "pylate attended": _pylate("bert", {"query_length": 48, "attend_to_expansion_tokens": True, "skiplist_words": [".", "river"]}),
+    "pylate attended": _pylate(
+        "bert", {"query_length": 48, "attend_to_expansion_tokens": True, "skiplist_words": [".", "river"]}
+    ),
     "pylate unexpanded": _pylate("bert", {"query_length": 12, "do_query_expansion": False, "skiplist_words": []}),
-    "pylate xlm-roberta": _pylate("xlm-roberta", {"query_length": 32, "document_length": 300, "attend_to_expansion_tokens": True}),
+    "pylate xlm-roberta": _pylate(
+        "xlm-roberta", {"query_length": 32, "document_length": 300, "attend_to_expansion_tokens": True}
+    ),
     "pylate modernbert": _pylate(
-        "modernbert", {"query_length": 32, "document_length": 300, "do_query_expansion": True},
-        residual(dense(WIDTH, 96, activation=torch.nn.GELU)), residual(dense(96, 96, bias=True, activation=torch.nn.Tanh, seed=1)),
+        "modernbert",
+        {"query_length": 32, "document_length": 300, "do_query_expansion": True},
+        residual(dense(WIDTH, 96, activation=torch.nn.GELU)),
+        residual(dense(96, 96, bias=True, activation=torch.nn.Tanh, seed=1)),
         dense(96, OUT, seed=2),
     ),
     "pylate modernbert attended": _pylate("modernbert", {"query_length": 140, "attend_to_expansion_tokens": True}),
     # 8 tokens to either side: most of the filling is out of sight of every word in the local layers
     "pylate modernbert narrow": _pylate("modernbert narrow", {"query_length": 64}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +94,12 @@ def engine() -> Iterator[HeadsEngine]:
     torch.set_num_threads(threads)
 
 
-def load(engine: HeadsEngine, folder: Path, precision: str = "float32", prompts: dict[str, str] | None = None, **head: Any) -> HeadsModel:
-    found = engine.load(folder, {"multivector": OUT}, max_tokens=MAX_TOKENS, precision=precision, head=head, prompts=prompts or {})
+def load(
+    engine: HeadsEngine, folder: Path, precision: str = "float32", prompts: dict[str, str] | None = None, **head: Any
+) -> HeadsModel:
+    found = engine.load(
+        folder, {"multivector": OUT}, max_tokens=MAX_TOKENS, precision=precision, head=head, prompts=prompts or {}
+    )
     if found.encoder.precision != precision:
         pytest.skip(f"this CPU does not compute in {precision}")
     return found
@@ -114,7 +132,9 @@ def assert_equal(model: HeadsModel, got: Rows, expected: Rows, table: ParityTabl
 
 @pytest.mark.parametrize("is_query", [True, False], ids=["queries", "documents"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_rows_equal_the_oracle(name: str, is_query: bool, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
+def test_rows_equal_the_oracle(
+    name: str, is_query: bool, folder: Folder, engine: HeadsEngine, table: ParityTable
+) -> None:
     """In batches of 64, and of 1, 2, 5 and 56."""
     model, texts = load(engine, folder(name)), checkpoints.texts()
     assert model.encoder.attention == "sdpa"
@@ -127,7 +147,10 @@ def test_rows_equal_the_oracle(name: str, is_query: bool, folder: Folder, engine
 @pytest.mark.parametrize("name", ["stanford", "stanford attended", "pylate xlm-roberta", "pylate modernbert narrow"])
 def test_padded_rows_equal_the_oracle(name: str, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
     """What any of them falls back to is right too, in a batch of queries and documents."""
-    model, texts = engine.load(folder(name), {"multivector": OUT}, max_tokens=MAX_TOKENS, padded=True), checkpoints.texts(32)
+    model, texts = (
+        engine.load(folder(name), {"multivector": OUT}, max_tokens=MAX_TOKENS, padded=True),
+        checkpoints.texts(32),
+    )
     assert model.path == "padded"
     options = [RunOptions(outputs=("multivector",), is_query=is_query) for is_query in (True, False)]
     for found, option in zip(model.encode_items([(texts, option) for option in options]), options, strict=True):
@@ -135,7 +158,9 @@ def test_padded_rows_equal_the_oracle(name: str, folder: Folder, engine: HeadsEn
 
 
 @pytest.mark.parametrize("name", ["stanford", "pylate modernbert", "pylate modernbert narrow"])
-def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(name: str, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
+def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(
+    name: str, folder: Folder, engine: HeadsEngine, table: ParityTable
+) -> None:
     model, texts = load(engine, folder(name), "bfloat16"), checkpoints.texts(32)
     for is_query in (True, False):
         expected = oracle(reference(folder(name)), texts, is_query=is_query)
@@ -150,7 +175,9 @@ def test_two_threads_at_once_give_what_one_gives(folder: Folder, engine: HeadsEn
     for is_query in (True, False):
         at_once = model.encode_at_once(batches, "multivector", is_query=is_query)
         for found, batch in zip(at_once, batches, strict=True):
-            for row, expected in zip(rows(found), rows(model.encode(batch, "multivector", is_query=is_query)), strict=True):
+            for row, expected in zip(
+                rows(found), rows(model.encode(batch, "multivector", is_query=is_query)), strict=True
+            ):
                 np.testing.assert_array_equal(row, expected)
 
 
@@ -158,7 +185,8 @@ def test_queries_and_documents_share_a_batch(folder: Folder, engine: HeadsEngine
     """Each as alone, and in any order."""
     model, texts = load(engine, folder("pylate modernbert narrow")), checkpoints.texts(24)
     alone = {
-        is_query: [row for text in texts for row in rows(model.encode([text], "multivector", is_query=is_query))] for is_query in (0, 1)
+        is_query: [row for text in texts for row in rows(model.encode([text], "multivector", is_query=is_query))]
+        for is_query in (0, 1)
     }
     options = [RunOptions(outputs=("multivector",), is_query=is_query) for is_query in (True, False)]
     queries, documents = model.encode_items([(texts, options[0]), (texts[::-1], options[1])])
@@ -170,10 +198,14 @@ def test_queries_and_documents_share_a_batch(folder: Folder, engine: HeadsEngine
 def test_scores_are_the_oracle_s_maxsim(name: str, folder: Folder, engine: HeadsEngine) -> None:
     model, texts, stock = load(engine, folder(name)), checkpoints.texts(50, seed=4), reference(folder(name))
     for query in ("river engine (winter)", "", texts[7]):
-        expected = stock.similarity(stock.encode_query([query]), stock.encode_document(texts, show_progress_bar=False))[0].numpy()
+        expected = stock.similarity(stock.encode_query([query]), stock.encode_document(texts, show_progress_bar=False))[
+            0
+        ].numpy()
         scores = model.score(query, texts, "multivector")
         np.testing.assert_allclose(scores, expected, atol=1e-4)
-        left, right = (np.sign(side[:, None] - side[None, :])[np.triu_indices(len(texts), 1)] for side in (scores, expected))
+        left, right = (
+            np.sign(side[:, None] - side[None, :])[np.triu_indices(len(texts), 1)] for side in (scores, expected)
+        )
         assert (left * right).mean() >= MIN_TAU
 
 
@@ -198,14 +230,21 @@ def test_the_entry_wins_over_the_files(folder: Folder, engine: HeadsEngine, tmp_
     bare = load(engine, place, query_expansion=False, query_marker="", skip_punctuation=False)
     for is_query, found in ((True, ["river"]), (False, ["river, river"])):
         tokens = len(bare.tokenizer.encode(found, "END", 0)[0].ids)
-        assert [len(row) for row in rows(bare.encode(found, "multivector", is_query=is_query))] == [tokens + (not is_query)]
+        assert [len(row) for row in rows(bare.encode(found, "multivector", is_query=is_query))] == [
+            tokens + (not is_query)
+        ]
 
 
 @pytest.mark.parametrize("strategy", ["fixed", "min"])
 def test_a_native_folder_is_followed(strategy: str, folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
     """As sentence-transformers saves it: the markers are prompts, which the entry has."""
     stock = reference(folder("pylate xlm-roberta"))
-    stock[0].query_expansion = {"strategy": strategy, "attend": False, "length": 20, "token": "</s>" if strategy == "min" else None}
+    stock[0].query_expansion = {
+        "strategy": strategy,
+        "attend": False,
+        "length": 20,
+        "token": "</s>" if strategy == "min" else None,
+    }
     stock.save_pretrained(str(tmp_path / "native"), create_model_card=False)
     prompts = {"query": "[Q] {text}", "document": "[D] {text}"}
     model, saved = load(engine, tmp_path / "native", prompts=prompts), reference(tmp_path / "native")
@@ -213,14 +252,22 @@ def test_a_native_folder_is_followed(strategy: str, folder: Folder, engine: Head
     for is_query, prefix in ((True, "[Q] "), (False, "[D] ")):
         expected = oracle(saved, texts, is_query=is_query)
         assert difference(expected, oracle(stock, texts, is_query=is_query)) <= 1e-6
-        assert difference(rows(model.encode(texts, "multivector", is_query=is_query, prefix=prefix)), expected) <= MAX_DIFFERENCE
+        assert (
+            difference(rows(model.encode(texts, "multivector", is_query=is_query, prefix=prefix)), expected)
+            <= MAX_DIFFERENCE
+        )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [({"query_prefix": "query: "}, "marker 'query: ' is not one token"), ({"query_length": MAX_TOKENS + 1}, "filled up to 561 tokens")],
+    [
+        ({"query_prefix": "query: "}, "marker 'query: ' is not one token"),
+        ({"query_length": MAX_TOKENS + 1}, "filled up to 561 tokens"),
+    ],
 )
-def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str, engine: HeadsEngine, tmp_path: Path) -> None:
+def test_what_would_be_wrong_is_refused(
+    config: dict[str, Any], message: str, engine: HeadsEngine, tmp_path: Path
+) -> None:
     place = _pylate("bert", config)(tmp_path / "refused")
     with pytest.raises(ModelLoadFailed, match=message):
         load(engine, place)
@@ -235,7 +282,13 @@ def test_a_mask_of_another_kind_is_refused(folder: Folder, engine: HeadsEngine, 
 
 
 @pytest.mark.parametrize(
-    "change", [{"attend_to_expansion_tokens": True}, {"query_length": 33}, {"query_prefix": "[D] "}, {"do_query_expansion": False}]
+    "change",
+    [
+        {"attend_to_expansion_tokens": True},
+        {"query_length": 33},
+        {"query_prefix": "[D] "},
+        {"do_query_expansion": False},
+    ],
 )
 def test_a_setting_that_is_ignored_would_show(change: dict[str, Any], folder: Folder, tmp_path: Path) -> None:
     """The same weights with the setting changed give other rows, so the tests above notice it."""
@@ -243,7 +296,8 @@ def test_a_setting_that_is_ignored_would_show(change: dict[str, Any], folder: Fo
     config = tmp_path / "other" / "config_sentence_transformers.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     one, other = (
-        oracle(reference(place), ["river (winter)"], is_query=True)[0] for place in (folder("pylate defaults"), tmp_path / "other")
+        oracle(reference(place), ["river (winter)"], is_query=True)[0]
+        for place in (folder("pylate defaults"), tmp_path / "other")
     )
     assert one.shape != other.shape or np.abs(one - other).max() > 100 * MAX_DIFFERENCE
 

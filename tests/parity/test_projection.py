@@ -1,4 +1,6 @@
-"""Dense vectors through the Dense modules of a folder equal SentenceTransformer's: as stella, as embeddinggemma, and less usual ones."""
+"""Dense vectors through the Dense modules of a folder equal SentenceTransformer's: as stella, as embeddinggemma, and
+less usual ones.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, Module, Pooling, add_modules, build, dense, pooling
+from parity.checkpoints import (
+    ARCHITECTURES,
+    MAX_TOKENS,
+    NORMALIZE,
+    WIDTH,
+    Module,
+    Pooling,
+    add_modules,
+    build,
+    dense,
+    pooling,
+)
 from parity.heads_checkpoints import residual, texts
 from parity.heads_engine import MAX_DIFFERENCE, HeadsEngine
 from parity.table import Agreement, ParityTable
@@ -21,7 +34,11 @@ from sie_contracts.errors import ModelLoadFailed
 
 def _unnamed(module: Module) -> Module:
     """Without a word on the activation, which then is the module's own default."""
-    return Module(module.kind, {key: value for key, value in module.config.items() if key != "activation_function"}, module.tensors)
+    return Module(
+        module.kind,
+        {key: value for key, value in module.config.items() if key != "activation_function"},
+        module.tensors,
+    )
 
 
 FOLDERS: dict[str, tuple[str, Pooling, Sequence[Module]]] = {
@@ -29,7 +46,11 @@ FOLDERS: dict[str, tuple[str, Pooling, Sequence[Module]]] = {
     "stella 1.5B": ("qwen2 bidirectional", "mean", [dense(WIDTH, 48, bias=True)]),
     "embeddinggemma": ("gemma3 bidirectional", "mean", [dense(WIDTH, 96), dense(96, 40, seed=1)]),
     "tanh": ("bert", "cls", [_unnamed(dense(WIDTH, 32, bias=True))]),
-    "residual": ("bert", "mean", [residual(dense(WIDTH, WIDTH, activation=torch.nn.GELU)), residual(dense(WIDTH, 32, bias=True))]),
+    "residual": (
+        "bert",
+        "mean",
+        [residual(dense(WIDTH, WIDTH, activation=torch.nn.GELU)), residual(dense(WIDTH, 32, bias=True))],
+    ),
 }
 
 
@@ -42,7 +63,9 @@ def test_projected_vectors_equal_the_oracle(name: str, tmp_path: Path, table: Pa
     engine = HeadsEngine()
     width = layers[-1].config["out_features"]
     model, given = engine.load(folder, {"dense": width}, max_tokens=MAX_TOKENS), texts(32)
-    stock = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs={"attn_implementation": "eager"})
+    stock = SentenceTransformer(
+        str(folder), device="cpu", local_files_only=True, model_kwargs={"attn_implementation": "eager"}
+    )
     bare = SentenceTransformer(modules=list(stock)[:-1], device="cpu")  # before Normalize
     for normalize, oracle in ((True, stock), (False, bare)):
         expected = oracle.encode(given, batch_size=1, show_progress_bar=False)
@@ -64,7 +87,9 @@ def _list(folder: Path, layers: Sequence[Module]) -> None:
         (place / "config.json").write_text(json.dumps(layer.config))
         save_file(layer.tensors, place / "model.safetensors", {"format": "pt"})
         rows.insert(number, {"path": place.name, "type": "sentence_transformers.models.Dense"})
-    (folder / "modules.json").write_text(json.dumps([{**row, "idx": number, "name": str(number)} for number, row in enumerate(rows)]))
+    (folder / "modules.json").write_text(
+        json.dumps([{**row, "idx": number, "name": str(number)} for number, row in enumerate(rows)])
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Learned sparse vectors equal SparseEncoder's on the same folder: SPLADE of every masked LM, inference-free queries, in bounded memory."""
+"""Learned sparse vectors equal SparseEncoder's on the same folder: SPLADE of every masked LM, inference-free queries,
+in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def vocabulary(folder: Path) -> int:
     return len(AutoTokenizer.from_pretrained(folder))
 
 
-def load(engine: HeadsEngine, folder: Path, precision: str = "float32", tokenizer: Path | None = None, **head: Any) -> HeadsModel:
+def load(
+    engine: HeadsEngine, folder: Path, precision: str = "float32", tokenizer: Path | None = None, **head: Any
+) -> HeadsModel:
     size = vocabulary(tokenizer or folder)
     found = engine.load(folder, {"sparse": size}, max_tokens=MAX_TOKENS, precision=precision, head=head)
     if found.encoder.precision != precision:
@@ -90,14 +94,19 @@ def full(rows: Sequence[dict[str, Array]], size: int) -> Vectors:
 def oracle(folder: Path, texts: Sequence[str], *, task: str = "document", precision: str = "float32") -> Vectors:
     """SparseEncoder, one text at a time, so that no padding enters its numbers."""
     model = SparseEncoder(
-        str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": precision, "attn_implementation": "eager"}
+        str(folder),
+        device="cpu",
+        local_files_only=True,
+        model_kwargs={"dtype": precision, "attn_implementation": "eager"},
     )
     encode = model.encode_query if task == "query" else model.encode_document
     options = {"batch_size": 1, "convert_to_sparse_tensor": False, "show_progress_bar": False}
     return encode(list(texts), **options).float().numpy()  # type: ignore[no-any-return]
 
 
-def assert_equal(model: HeadsModel, got: Vectors, expected: Vectors, table: ParityTable | None = None, name: str = "") -> None:
+def assert_equal(
+    model: HeadsModel, got: Vectors, expected: Vectors, table: ParityTable | None = None, name: str = ""
+) -> None:
     assert (expected > 0).any(1).all()
     assert 0.005 < (expected > 0).mean() < 0.95  # neither dense nor empty
     check(table or ParityTable(), name, model, got, expected)
@@ -114,7 +123,9 @@ def test_vectors_equal_the_oracle(architecture: str, folder: Folder, engine: Hea
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(architecture: str, folder: Folder, engine: HeadsEngine, table: ParityTable) -> None:
+def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(
+    architecture: str, folder: Folder, engine: HeadsEngine, table: ParityTable
+) -> None:
     """Weights near 0 come and go with rounding, so vectors are compared, not ids."""
     place, texts = folder(architecture), checkpoints.texts()
     model = load(engine, place, "bfloat16")
@@ -170,8 +181,12 @@ def test_a_vector_does_not_depend_on_its_mates(folder: Folder, engine: HeadsEngi
 
 
 @pytest.mark.parametrize("routes", ["folders", "beside"])
-def test_queries_of_a_router_need_no_pass(routes: str, folder: Folder, engine: HeadsEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of queries and documents; the queries, which are looked up, are those of SparseStaticEmbedding exactly."""
+def test_queries_of_a_router_need_no_pass(
+    routes: str, folder: Folder, engine: HeadsEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of queries and documents; the queries, which are looked up, are those of
+    SparseStaticEmbedding exactly.
+    """
     place, texts = folder("distilbert", routes=routes), checkpoints.texts(24)
     model = load(engine, place, tokenizer=folder("distilbert"))
     queries, documents = oracle(place, texts, task="query"), oracle(place, texts)
@@ -195,7 +210,9 @@ def test_queries_are_looked_up_in_idf_json(folder: Folder, engine: HeadsEngine, 
     rows = load(engine, place, query_encoder="idf").encode(texts, "sparse", is_query=True)
     for text, row in zip(texts, rows, strict=True):
         ids = set(tokenizer(text, add_special_tokens=False, truncation=True)["input_ids"])
-        known = {number: weights[token] for number in ids if (token := tokenizer.convert_ids_to_tokens(number)) in weights}
+        known = {
+            number: weights[token] for number in ids if (token := tokenizer.convert_ids_to_tokens(number)) in weights
+        }
         assert row["sparse.indices"].tolist() == sorted(known)
         np.testing.assert_allclose(row["sparse.values"], [known[number] for number in sorted(known)], rtol=1e-6)
     model = load(engine, place)
@@ -206,11 +223,18 @@ def test_queries_are_looked_up_in_idf_json(folder: Folder, engine: HeadsEngine, 
     "change",
     [
         {"structure": {"query": ["query_0_SparseStaticEmbedding"], "document": ["document_0_Transformer"]}},
-        {"structure": {"query": ["document_0_Transformer", "document_1_SpladePooling"], "document": ["query_0_SparseStaticEmbedding"]}},
+        {
+            "structure": {
+                "query": ["document_0_Transformer", "document_1_SpladePooling"],
+                "document": ["query_0_SparseStaticEmbedding"],
+            }
+        },
         {"parameters": {"route_mappings": {"('query', 'text')": "document"}}},
     ],
 )
-def test_any_other_router_is_refused(change: dict[str, Any], folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
+def test_any_other_router_is_refused(
+    change: dict[str, Any], folder: Folder, engine: HeadsEngine, tmp_path: Path
+) -> None:
     place = checkpoints.inference_free(tmp_path / "router", folder("distilbert"), beside=False)
     config = place / "router_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
@@ -249,17 +273,26 @@ def sequences(lengths: Sequence[int], size: int) -> Packed:
     return pack(Items(counts, ids), np.arange(len(counts)), Positions())
 
 
-@pytest.mark.parametrize(("size", "longest", "dtype"), [
-    (30522, 130, torch.float32), pytest.param(30522, 130, torch.bfloat16, marks=needs_bfloat16), (250002, 6, torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "longest", "dtype"),
+    [
+        (30522, 130, torch.float32),
+        pytest.param(30522, 130, torch.bfloat16, marks=needs_bfloat16),
+        (250002, 6, torch.float32),
+    ],
+)
 def test_the_masked_head_holds_no_large_tensor(size: int, longest: int, dtype: torch.dtype) -> None:
     """512 sequences of which one is long, every logit positive: the most entries that there can be."""
-    config = BertConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+    config = BertConfig(
+        vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
+    )
     model = BertForMaskedLM(config).eval().requires_grad_(False).to(dtype)
     model.get_output_embeddings().bias.fill_(9.0)
     packed = sequences([*np.linspace(2, longest, 511).astype(int), 512], size)
     states = States(torch.randn(len(packed.ids), 16, dtype=dtype), packed, np.zeros(512, bool))
-    head = MaskedLanguageHead(TransformersHead(model, in_float32=False), size, torch.device("cpu"), twice=False, dropped=frozenset({0}))
+    head = MaskedLanguageHead(
+        TransformersHead(model, in_float32=False), size, torch.device("cpu"), twice=False, dropped=frozenset({0})
+    )
     with torch.inference_mode(), Largest() as largest:
         found = head.reduce(states, np.arange(512))
     assert [len(ids) for ids, _ in found.rows] == [size - 1] * 512

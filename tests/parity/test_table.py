@@ -37,6 +37,10 @@ def test_the_page_has_every_architecture_and_every_kind(page: str) -> None:
 
 def test_the_page_lists_every_entry_that_is_unproven_with_its_reason(page: str) -> None:
     """Regenerate it: python -m pytest tests/parity --parity-table docs/parity.md."""
-    unproven = {f"| {model} | {entry.unproven} |" for model, entry in packaged_catalogue().entries.items() if entry.unproven}
+    unproven = {
+        f"| {model} | {entry.unproven} |" for model, entry in packaged_catalogue().entries.items() if entry.unproven
+    }
     assert unproven
-    assert {line for line in page.partition("## Unproven")[2].splitlines() if line.startswith("| ")} - {"| model | reason |"} == unproven
+    assert {line for line in page.partition("## Unproven")[2].splitlines() if line.startswith("| ")} - {
+        "| model | reason |"
+    } == unproven

@@ -44,7 +44,9 @@ def bert(engine: ScoringEngine, folders: Folders) -> Scoring:
 
 def oracle(folder: Path) -> Callable[..., list[list[dict[str, Any]]]]:
     """All classes of each text, best first, one text at a time so that no padding enters."""
-    return functools.partial(pipeline("text-classification", model=str(folder), device="cpu"), top_k=None, truncation=True)
+    return functools.partial(
+        pipeline("text-classification", model=str(folder), device="cpu"), top_k=None, truncation=True
+    )
 
 
 def shares(found: dict[str, Any]) -> dict[str, float]:
@@ -64,7 +66,9 @@ def check(found: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_class_has_the_score_of_the_pipeline(name: str, engine: ScoringEngine, folders: Folders, table: ParityTable) -> None:
+def test_every_class_has_the_score_of_the_pipeline(
+    name: str, engine: ScoringEngine, folders: Folders, table: ParityTable
+) -> None:
     """Ragged texts in one batch, one longer than the model reads; and as they are, without the activation."""
     folder = folders(name)
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
@@ -80,16 +84,27 @@ def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngin
     folder = folders(name)
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
     lefts = ragged_documents(10, longest=60)
-    rights = [text or "winter" for text in ragged_documents(10, seed=1, longest=60)]  # transformers takes an empty one for none
+    rights = [
+        text or "winter" for text in ragged_documents(10, seed=1, longest=60)
+    ]  # transformers takes an empty one for none
     pairs = [Input(left, pair=right) for left, right in zip(lefts, rights, strict=True)]
     found = scoring.found([*pairs, *lefts])
-    check(found[: len(pairs)], reference([{"text": left, "text_pair": right} for left, right in zip(lefts, rights, strict=True)]))
+    check(
+        found[: len(pairs)],
+        reference([{"text": left, "text_pair": right} for left, right in zip(lefts, rights, strict=True)]),
+    )
     check(found[len(pairs) :], reference(lefts))
 
 
 @pytest.mark.parametrize(
     ("labels", "problem_type"),
-    [(("good",), None), (("good", "bad"), None), (NAMES, "multi_label_classification"), (("stars",), "regression"), (NAMES, "regression")],
+    [
+        (("good",), None),
+        (("good", "bad"), None),
+        (NAMES, "multi_label_classification"),
+        (("stars",), "regression"),
+        (NAMES, "regression"),
+    ],
 )
 def test_the_activation_is_the_one_that_the_model_names(
     labels: tuple[str, ...], problem_type: str | None, engine: ScoringEngine, folders: Folders
@@ -97,7 +112,10 @@ def test_the_activation_is_the_one_that_the_model_names(
     folder = folders("bert", labels, problem_type)
     texts = ragged_documents(6)
     check(engine.load(folder, FAMILY).found(texts), oracle(folder)(texts))
-    check(engine.load(folder, FAMILY, head={"activation": "identity"}).found(texts), oracle(folder)(texts, function_to_apply="none"))
+    check(
+        engine.load(folder, FAMILY, head={"activation": "identity"}).found(texts),
+        oracle(folder)(texts, function_to_apply="none"),
+    )
 
 
 def test_a_text_has_the_same_scores_in_any_company(bert: Scoring) -> None:
@@ -112,16 +130,20 @@ def test_a_request_chooses_classes_and_how_many_without_its_mates(bert: Scoring)
     everything = bert.found(texts)
     least = float(np.median([share for found in everything for share in shares(found).values()]))
     asked = [
-        Asked(texts, None, {"labels": ["joy", "calm"]}), Asked(texts, None, {"threshold": least}), Asked(texts[:1], None, {}),
+        Asked(texts, None, {"labels": ["joy", "calm"]}),
+        Asked(texts, None, {"threshold": least}),
+        Asked(texts[:1], None, {}),
         Asked(texts[:2], None, {"labels": ["joy", "sorrow"]}),
-    ]  # fmt: skip
+    ]
     chosen, above, plain, unknown = bert.run(asked)
     for all_classes, few, best in zip(everything, chosen, above, strict=True):
         assert isinstance(few, Ok)
         assert isinstance(best, Ok)
         expected = {label: pytest.approx(share, abs=2e-6) for label, share in shares(all_classes).items()}
         assert shares(few.data or {}) == {label: expected[label] for label in expected if label in ("joy", "calm")}
-        assert shares(best.data or {}) == {label: expected[label] for label, share in shares(all_classes).items() if share >= least}
+        assert shares(best.data or {}) == {
+            label: expected[label] for label, share in shares(all_classes).items() if share >= least
+        }
     assert isinstance(plain[0], Ok)
     for outcome in unknown:
         assert isinstance(outcome, Failed)

@@ -1,4 +1,6 @@
-"""Token classification through the adapter against transformers' pipeline with aggregation "simple" on the same folder."""
+"""Token classification through the adapter against transformers' pipeline with aggregation "simple" on
+the same folder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, edit_json, ragged_documents, without
+from parity.score_checkpoints import (
+    Asked,
+    Scoring,
+    ScoringEngine,
+    build_head,
+    copied,
+    edit_json,
+    ragged_documents,
+    without,
+)
 from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
@@ -31,7 +42,7 @@ ODD = [
     "",
     "😀",
     "[SEP] search [CLS]",
-]  # fmt: skip
+]
 
 Folders = Callable[..., Path]
 Entities = list[dict[str, Any]]
@@ -52,7 +63,12 @@ def balanced(folder: Path) -> Path:
     """A random classifier has a favourite label; this one gives each its share of the tokens."""
     model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[0] for text in [*ODD, *ragged_documents(24, longest=80)]])
+        logits = torch.cat(
+            [
+                model(**tokenizer(text, return_tensors="pt")).logits[0]
+                for text in [*ODD, *ragged_documents(24, longest=80)]
+            ]
+        )
         spread = 1.5 / logits.std(0)
         model.classifier.weight.mul_(spread[:, None])
         model.classifier.bias.sub_(logits.mean(0)).mul_(spread)
@@ -61,18 +77,23 @@ def balanced(folder: Path) -> Path:
 
 
 def expected_entities(folder: Path, texts: list[str]) -> list[Entities]:
-    """Of each text, with the text that its offsets cover; the pipeline's own `word` is what the tokenizer makes of the ids."""
+    """Of each text, with the text that its offsets cover; the pipeline's own `word` is what the tokenizer makes of the
+    ids.
+    """
     reference = pipeline("token-classification", model=str(folder), aggregation_strategy="simple", device="cpu")
     return [
         [
             {
-                "text": text[found["start"] : found["end"]], "label": found["entity_group"], "score": float(found["score"]),
-                "start": found["start"], "end": found["end"],
+                "text": text[found["start"] : found["end"]],
+                "label": found["entity_group"],
+                "score": float(found["score"]),
+                "start": found["start"],
+                "end": found["end"],
             }
             for found in reference(text)
         ]
         for text in texts
-    ]  # fmt: skip
+    ]
 
 
 def assert_equal(found: list[Entities], expected: list[Entities]) -> None:
@@ -90,7 +111,9 @@ def entities(scoring: Scoring, texts: list[str], **parameters: Any) -> list[Enti
 def test_entities_equal_the_pipeline(
     name: str, labels: tuple[str, ...], engine: ScoringEngine, folders: Folders, table: ParityTable
 ) -> None:
-    """Kinds, scores and offsets in code points, of texts with several bytes a character and several characters a grapheme."""
+    """Kinds, scores and offsets in code points, of texts with several bytes a character and several characters a
+    grapheme.
+    """
     folder = folders(name, labels)
     scoring = engine.load(folder, FAMILY)
     texts = [*ODD, *ragged_documents(24, longest=120)]
@@ -100,7 +123,9 @@ def test_entities_equal_the_pipeline(
     got = entities(scoring, texts)
     assert_equal(got, expected)
     pairs = [pair for both in zip(got, expected, strict=True) for pair in zip(*both, strict=True)]
-    scoring.record(table, f"token-classifier {name}", max(abs(ours["score"] - theirs["score"]) for ours, theirs in pairs))
+    scoring.record(
+        table, f"token-classifier {name}", max(abs(ours["score"] - theirs["score"]) for ours, theirs in pairs)
+    )
 
 
 def test_a_text_past_the_limit_is_cut_as_the_pipeline_cuts_it(engine: ScoringEngine, folders: Folders) -> None:
@@ -140,7 +165,9 @@ def test_shuffled_names_stay_with_their_numbers(engine: ScoringEngine, folders: 
 
 
 def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    """BIOES: what the pipeline takes for kinds of their own. The same weights with B- and I- in their place give the same entities."""
+    """BIOES: what the pipeline takes for kinds of their own. The same weights with B- and I- in their place give the
+    same entities.
+    """
     five, plain = ("O", "B-PER", "I-PER", "E-PER", "S-PER"), ("O", "B-PER", "I-PER", "I-PER", "B-PER")
     texts = ragged_documents(12)
     as_bio = copied(folders("bert", five), tmp_path / "bio")

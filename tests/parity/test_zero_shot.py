@@ -24,7 +24,8 @@ from sie_contracts.messages import Ok
 FAMILY = "zero-shot-classifier"
 TEMPLATE = "This text is about {}."
 LABELS = ["music", "Winter Garden", "physics", "the harbour of a planet"]
-# the names as checkpoints have them, in orders that the pipeline reads right: the opposite is first, or last if entailment is first
+# the names as checkpoints have them, in orders that the pipeline reads right: the opposite is first, or last if
+# entailment is first
 NAMES: dict[str, tuple[str, ...]] = {
     "three": ("contradiction", "entailment", "neutral"),
     "mnli": ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
@@ -91,9 +92,15 @@ def test_one_label_is_not_the_sigmoid_of_its_logit(engine: ScoringEngine, folder
     assert abs(shares(found)["music"] - float(torch.sigmoid(logits[0]))) > 1e-3
 
 
-@pytest.mark.parametrize("names", [("neutral", "contradiction", "entailment"), ("Entailment", "contradiction", "neutral")])
-def test_labels_are_found_by_name_wherever_they_stand(names: tuple[str, ...], engine: ScoringEngine, folders: Folders) -> None:
-    """Also in orders in which the pipeline takes neutral for the opposite: the weights are those of an order that it reads right."""
+@pytest.mark.parametrize(
+    "names", [("neutral", "contradiction", "entailment"), ("Entailment", "contradiction", "neutral")]
+)
+def test_labels_are_found_by_name_wherever_they_stand(
+    names: tuple[str, ...], engine: ScoringEngine, folders: Folders
+) -> None:
+    """Also in orders in which the pipeline takes neutral for the opposite: the weights are those of an order that it
+    reads right.
+    """
     usual = ("contradiction", "entailment", "neutral")
     folder, reference = folders("bert", names), folders("bert", usual)
     order = [[name.lower() for name in names].index(name) for name in usual]
@@ -104,13 +111,21 @@ def test_labels_are_found_by_name_wherever_they_stand(names: tuple[str, ...], en
     texts = ["search engine", "a river in winter"]
     for multi_label in (False, True):
         found = engine.load(folder, FAMILY).found(texts, labels=LABELS, multi_label=multi_label)
-        expected = oracle(reference)(texts, candidate_labels=LABELS, hypothesis_template=TEMPLATE, multi_label=multi_label)
+        expected = oracle(reference)(
+            texts, candidate_labels=LABELS, hypothesis_template=TEMPLATE, multi_label=multi_label
+        )
         for ours, theirs in zip(found, expected, strict=True):
-            assert shares(ours) == pytest.approx(dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE)
+            assert shares(ours) == pytest.approx(
+                dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE
+            )
 
 
-@pytest.mark.parametrize("labels", [("LABEL_0", "LABEL_1", "LABEL_2"), ("entailment", "neutral"), ("positive", "negative")])
-def test_a_model_that_does_not_name_its_classes_is_refused(labels: tuple[str, ...], engine: ScoringEngine, folders: Folders) -> None:
+@pytest.mark.parametrize(
+    "labels", [("LABEL_0", "LABEL_1", "LABEL_2"), ("entailment", "neutral"), ("positive", "negative")]
+)
+def test_a_model_that_does_not_name_its_classes_is_refused(
+    labels: tuple[str, ...], engine: ScoringEngine, folders: Folders
+) -> None:
     with pytest.raises(ModelLoadFailed, match="entailment"):
         engine.load(folders("bert", labels), FAMILY)
 
@@ -130,8 +145,12 @@ def test_a_template_and_odd_labels_are_text(bert: Scoring, folders: Folders) -> 
     labels = ["a {label} of braces", "{}", "東京", "music", "music "]
     template = "About {}, in winter?"
     (found,) = bert.found(["search engine"], labels=labels, hypothesis_template=template)
-    expected = oracle(folders("bert", NAMES["reversed"]))("search engine", candidate_labels=labels, hypothesis_template=template)
-    assert shares(found) == pytest.approx(dict(zip(expected["labels"], expected["scores"], strict=True)), abs=MAX_DIFFERENCE)
+    expected = oracle(folders("bert", NAMES["reversed"]))(
+        "search engine", candidate_labels=labels, hypothesis_template=template
+    )
+    assert shares(found) == pytest.approx(
+        dict(zip(expected["labels"], expected["scores"], strict=True)), abs=MAX_DIFFERENCE
+    )
     with pytest.raises(InvalidInput, match="hypothesis_template"):
         bert.found(["search"], labels=labels, hypothesis_template="no place")
 

@@ -2,7 +2,8 @@
 
     TokenizerRecipe ──► train ──► tokenizers.Tokenizer ──► save: tokenizer.json and tokenizer_config.json
 
-The special tokens get the ids 0, 1, .. in the order in which a recipe lists them, so a recipe decides where the pad id lies.
+The special tokens get the ids 0, 1, .. in the order in which a recipe lists them, so a recipe decides where the pad id
+lies.
 """
 
 from __future__ import annotations
@@ -70,11 +71,17 @@ class TokenizerRecipe:
 
 @functools.cache
 def corpus() -> tuple[str, ...]:
-    """Lines of the words of the tests, each at the start of a line as well as inside one, with other scripts, digits and marks between."""
+    """Lines of the words of the tests, each at the start of a line as well as inside one, with other scripts, digits
+    and marks between.
+    """
     rng = random.Random(0)
     rare = ("Zürich", "東京", "naïve", "mañana", "2026", "3.14", "it's", "(a)", "e-mail", "ÅNGSTRÖM")
     lines = [" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(400)]
-    lines += [f"{word} {rng.choice(rare)}, {rng.choice(WORDS)}s and un{rng.choice(WORDS)}able." for word in WORDS for _ in range(4)]
+    lines += [
+        f"{word} {rng.choice(rare)}, {rng.choice(WORDS)}s and un{rng.choice(WORDS)}able."
+        for word in WORDS
+        for _ in range(4)
+    ]
     return tuple(lines)
 
 
@@ -96,10 +103,15 @@ def _wordpiece(recipe: TokenizerRecipe) -> Tokenizer:
 def _byte_level(recipe: TokenizerRecipe) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_WORDS_WITH_SPACE), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=list(recipe.specials), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=900,
+        special_tokens=list(recipe.specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     return tokenizer
@@ -138,17 +150,42 @@ def _decoder(algorithm: Algorithm, *specials: str, single: str, **roles: str) ->
     return TokenizerRecipe(algorithm, specials, roles, single, single.replace("$A", "$A $B"), padding_side="left")
 
 
-BERT = _bert_like("wordpiece", "[UNK]", "[unused0]", "[unused1]", "[MASK]", "[CLS]", "[PAD]", "[SEP]", token_types=True)  # pad 5
+BERT = _bert_like(
+    "wordpiece", "[UNK]", "[unused0]", "[unused1]", "[MASK]", "[CLS]", "[PAD]", "[SEP]", token_types=True
+)  # pad 5
 DISTILBERT = _bert_like("wordpiece", "[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")  # pad 3
 MODERNBERT = _bert_like("byte-level", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # pad 3
 DEBERTA = _bert_like("unigram", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", token_types=True)  # pad 3
-ROBERTA = _roberta_like("byte-level", "<s>", "<unk>", "</s>", "<mask>", "<unused>", "<pad>")  # pad 5: positions start at 6
+ROBERTA = _roberta_like(
+    "byte-level", "<s>", "<unk>", "</s>", "<mask>", "<unused>", "<pad>"
+)  # pad 5: positions start at 6
 XLM_ROBERTA = _roberta_like("unigram", "<s>", "<pad>", "</s>", "<unk>", "<mask>")  # pad 1
 MPNET = _roberta_like("wordpiece", "<s>", "<pad>", "</s>", "[UNK]", "<mask>", unk="[UNK]")  # pad 1
 # As in Qwen3-Embedding: one token ends every text and pads it.
 QWEN = _decoder(
-    "byte-level", "<|im_start|>", "<|im_end|>", "<|endoftext|>", single="$A <|endoftext|>", eos="<|endoftext|>", pad="<|endoftext|>"
+    "byte-level",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    single="$A <|endoftext|>",
+    eos="<|endoftext|>",
+    pad="<|endoftext|>",
 )
-MISTRAL = _decoder("unigram", "<unk>", "<s>", "</s>", "<pad>", single="<s> $A </s>", unk="<unk>", bos="<s>", eos="</s>", pad="<pad>")
-LLAMA = _decoder("unigram", "<unk>", "<s>", "</s>", "<pad>", single="<s> $A", unk="<unk>", bos="<s>", eos="</s>", pad="<pad>")
-GEMMA = _decoder("unigram", "<unk>", "<eos>", "<bos>", "<pad>", single="<bos> $A <eos>", unk="<unk>", bos="<bos>", eos="<eos>", pad="<pad>")
+MISTRAL = _decoder(
+    "unigram", "<unk>", "<s>", "</s>", "<pad>", single="<s> $A </s>", unk="<unk>", bos="<s>", eos="</s>", pad="<pad>"
+)
+LLAMA = _decoder(
+    "unigram", "<unk>", "<s>", "</s>", "<pad>", single="<s> $A", unk="<unk>", bos="<s>", eos="</s>", pad="<pad>"
+)
+GEMMA = _decoder(
+    "unigram",
+    "<unk>",
+    "<eos>",
+    "<bos>",
+    "<pad>",
+    single="<bos> $A <eos>",
+    unk="<unk>",
+    bos="<bos>",
+    eos="<eos>",
+    pad="<pad>",
+)

@@ -1,6 +1,8 @@
-"""The adapter of a simulation: the frames of `sie_contracts.ipc`, time by a cost model, memory for so many models, and every way to fail.
+"""The adapter of a simulation: the frames of `sie_contracts.ipc`, time by a cost model, memory for so many models, and
+every way to fail.
 
-A vector is a function of its token ids and its LoRA (`fake_adapter.vector_of`), so the right answer of every input is known.
+A vector is a function of its token ids and its LoRA (`fake_adapter.vector_of`), so the right answer of every input is
+known.
 """
 
 from __future__ import annotations
@@ -44,19 +46,33 @@ class Faults:
 
 
 class Adapter:
-    """One adapter process after the other at `path`. `log(kind, text)` tells of what happens; `on_batch` of each batch that comes,
-    `on_alone` of the rows of each that ended with one work item in it."""
+    """One adapter process after the other at `path`. `log(kind, text)` tells of what happens; `on_batch` of each batch
+    that comes, `on_alone` of the rows of each that ended with one work item in it.
+    """
 
     def __init__(
-        self, loop: VirtualLoop, path: str, name: str, *, lanes: int, room: int, costs: Costs, faults: Faults, seed: int,
-        log: Callable[[str, str], None], on_batch: Callable[[Adapter, ipc.RunBatch], None], on_alone: Callable[[set[bytes]], None],
-    ) -> None:  # fmt: skip
+        self,
+        loop: VirtualLoop,
+        path: str,
+        name: str,
+        *,
+        lanes: int,
+        room: int,
+        costs: Costs,
+        faults: Faults,
+        seed: int,
+        log: Callable[[str, str], None],
+        on_batch: Callable[[Adapter, ipc.RunBatch], None],
+        on_alone: Callable[[set[bytes]], None],
+    ) -> None:
         self.path, self.name = path, name
         self.lanes, self.room, self.costs, self.faults = lanes, room, costs, faults
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loras: dict[str, list[str]] = {}
         self.running: dict[str, tuple[ipc.RunBatch, asyncio.StreamWriter]] = {}
-        self.suspects: set[bytes] = set()  # rows that ran when the process died, by their ids, and not alone since, here or elsewhere
+        self.suspects: set[bytes] = (
+            set()
+        )  # rows that ran when the process died, by their ids, and not alone since, here or elsewhere
         self.deaths = 0
         self.frozen = False
         self.fails_next = False  # the load that is under way
@@ -95,7 +111,9 @@ class Adapter:
         self._listening = self._loop._listening[self.path]
 
     def die(self) -> None:
-        """The process ends in whatever it does; what the device had is under suspicion. A spare takes over after RESTART_S."""
+        """The process ends in whatever it does; what the device had is under suspicion. A spare takes over after
+        RESTART_S.
+        """
         if self._listening is None:
             return
         self._log("adapter dies", f"{self.name} with {len(self.running)} batches, {len(self.loaded)} models")
@@ -157,7 +175,9 @@ class Adapter:
                 return ipc.Pong(1)
             case ipc.Describe():
                 models = tuple(self.loaded.values())
-                return ipc.Description(ipc.PROTOCOL, 1, "simulated", "0", self.lanes, "", len(models) << 20, self.room << 20, models)
+                return ipc.Description(
+                    ipc.PROTOCOL, 1, "simulated", "0", self.lanes, "", len(models) << 20, self.room << 20, models
+                )
             case ipc.Release(model):
                 self._unload(model)
         return ipc.Done()
@@ -192,7 +212,9 @@ class Adapter:
             outcome.set_result(reply)
             if isinstance(reply, ipc.Refused):
                 return reply
-        return ipc.Ready(self.loaded[name], TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.costs.load_s, evicted)
+        return ipc.Ready(
+            self.loaded[name], TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.costs.load_s, evicted
+        )
 
     async def _loaded(self, request: ipc.EnsureReady, entry: Any) -> ipc.Reply:
         name = request.model
@@ -207,7 +229,9 @@ class Adapter:
             self.fails_next = False
             return _refused("the simulation wants it to fail", "NETWORK")
         resolved = Catalogue.resolve_profile(entry, request.profile, name)
-        made = ipc.LoadedModel(name, entry.revision, fingerprint(entry, resolved.load, "float32"), "float32", "toy", 1 << 20)
+        made = ipc.LoadedModel(
+            name, entry.revision, fingerprint(entry, resolved.load, "float32"), "float32", "toy", 1 << 20
+        )
         self.loaded[name] = made
         return ipc.Ready(made, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, took_s)
 
@@ -256,6 +280,8 @@ def rows_of(batch: ipc.RunBatch) -> list[bytes]:
 
 def _computed(batch: ipc.RunBatch) -> ipc.BatchDone:
     rows = rows_of(batch)
-    outcomes = tuple(Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, len(row) // 4) for number, row in enumerate(rows))
+    outcomes = tuple(
+        Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, len(row) // 4) for number, row in enumerate(rows)
+    )
     block = b"".join(vector_of(np.frombuffer(row, "<i4"), batch.lora).tobytes() for row in rows)
     return ipc.BatchDone(batch.batch, outcomes, block, 1.0)

@@ -33,7 +33,9 @@ class Bug(NamedTuple):
     finds: str  # a part of what is reported
 
 
-def _around(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
+def _around(
+    owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> AbstractContextManager[Any]:
     return mock.patch.object(owner, name, change(getattr(owner, name)))
 
 
@@ -107,7 +109,9 @@ def _together() -> AbstractContextManager[Any]:
 
 def _slots_reversed() -> AbstractContextManager[Any]:
     def change(placed: Any) -> Any:
-        return lambda count, results, places: placed(count, results, [list(reversed(positions)) for positions in places])
+        return lambda count, results, places: placed(
+            count, results, [list(reversed(positions)) for positions in places]
+        )
 
     return _around(sie_gateway.reply, "placed", change)
 

@@ -27,8 +27,11 @@ IDLE_S = 0.05  # how long a device may have nothing to do while work is past its
 MOST_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
 MOST_HELD = 512  # entries of any map or queue of a process
 FIXED = {("Ledger", "_free")}  # of one size from the start
-# What may keep a patient request from its answer: refusals that say so at once, and what the plan of the seed breaks for good.
-REFUSED = frozenset({"QUEUE_FULL", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN", "PROVISIONING", "MODEL_LOADING", "LORA_LOADING"})
+# What may keep a patient request from its answer: refusals that say so at once, and what the plan of the seed breaks
+# for good.
+REFUSED = frozenset(
+    {"QUEUE_FULL", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN", "PROVISIONING", "MODEL_LOADING", "LORA_LOADING"}
+)
 
 
 class Checks:
@@ -55,7 +58,11 @@ class Checks:
         poisoned = bool(world.faults.poison) and any(world.ids(text) in world.faults.poison for text in asked.texts)
         if answer.status != 200:
             # of several kinds of failure there is one entry for each input
-            mixed = answer.body["errors"] if answer.code == "ALL_ITEMS_FAILED" else [answer.body.get("error", {"code": answer.code})]
+            mixed = (
+                answer.body["errors"]
+                if answer.code == "ALL_ITEMS_FAILED"
+                else [answer.body.get("error", {"code": answer.code})]
+            )
             for error in mixed:
                 self._check_error(index, asked, error["code"], str(error.get("reason", "")), poisoned)
             return
@@ -98,14 +105,20 @@ class Checks:
         if worker is None:
             return
         settings, tokens = worker.settings, len(batch.ids) // 4
-        world.log("batch", f"{batch.batch} at {adapter.name}: {batch.model} {batch.lora} {len(batch.groups)} items, {tokens} tokens")
+        world.log(
+            "batch",
+            f"{batch.batch} at {adapter.name}: {batch.model} {batch.lora} {len(batch.groups)} items, {tokens} tokens",
+        )
         if len(batch.groups) > 1:
             if tokens > settings.max_batch_cost:
                 world.violate(f"batch {batch.batch} has {tokens} tokens, the budget is {settings.max_batch_cost}")
             if adapter.suspects.intersection(rows_of(batch)):
                 world.violate(f"batch {batch.batch} has an input that was in a batch that ended an adapter, and others")
         if len(batch.groups) > settings.batcher_max_batch_requests:
-            world.violate(f"batch {batch.batch} has {len(batch.groups)} work items, the limit is {settings.batcher_max_batch_requests}")
+            world.violate(
+                f"batch {batch.batch} has {len(batch.groups)} work items, the limit is "
+                f"{settings.batcher_max_batch_requests}"
+            )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -135,7 +148,10 @@ class Checks:
         else:
             self._overtakes[id(waiting)] += 1
             if most and self._overtakes[id(waiting)] > most:
-                world.violate(f"{worker.scope.name}: bulk work was overtaken {self._overtakes[id(waiting)]} times, the limit is {most}")
+                world.violate(
+                    f"{worker.scope.name}: bulk work was overtaken {self._overtakes[id(waiting)]} times, the limit is "
+                    f"{most}"
+                )
         newest_s = min(job.arrived_s for job in batch.jobs)
         for job in left:
             if job.bulk == first.bulk and job.arrived_s < newest_s:
@@ -146,7 +162,9 @@ class Checks:
     # waiting
 
     def on_jump(self) -> None:
-        """Nothing is left to do at this moment: work that is due and a device that is free must not be there together."""
+        """Nothing is left to do at this moment: work that is due and a device that is free must not be
+        there together.
+        """
         world, now_s = self._world, self._world.loop.now_s
         for process in world.workers:
             worker, adapter = process.part, process.adapter
@@ -158,7 +176,9 @@ class Checks:
                 continue
             link = worker._link
             bound_s = process.settings.batcher_coalesce_ms / 1000
-            is_free = link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
+            is_free = (
+                link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
+            )
             if is_free and now_s > min(job.arrived_s for job in waiting) + bound_s:
                 since_s = self._idle_s.setdefault(process.scope.name, now_s)
                 if now_s > since_s + IDLE_S:
@@ -173,8 +193,16 @@ class Checks:
         """What is still in somebody's hands, or nothing."""
         world = self._world
         streams = world.network.server.streams.items()
-        found = [f"{len(stream.messages)} messages in {name}" for name, stream in streams if name.startswith("WORK_") and stream.messages]
-        found += [f"{len(process.part.leases)} leases of {process.scope.name}" for process in world.workers if len(process.part.leases)]
+        found = [
+            f"{len(stream.messages)} messages in {name}"
+            for name, stream in streams
+            if name.startswith("WORK_") and stream.messages
+        ]
+        found += [
+            f"{len(process.part.leases)} leases of {process.scope.name}"
+            for process in world.workers
+            if len(process.part.leases)
+        ]
         found += [
             f"{process.part.inference.in_progress} requests of {process.scope.name}"
             for process in world.gateways
@@ -216,10 +244,17 @@ class Checks:
                 values = found.values() if hasattr(found, "values") else found
                 open_ += [(f"{path}[]", value) for value in values]
             elif type(found).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(found, "__dict__"):
-                open_ += [(f"{path}.{name}", value) for name, value in vars(found).items() if (type(found).__name__, name) not in FIXED]
+                open_ += [
+                    (f"{path}.{name}", value)
+                    for name, value in vars(found).items()
+                    if (type(found).__name__, name) not in FIXED
+                ]
 
     def on_end(self, process: Process) -> None:
         """After its `serve` returned nothing of a process may go on."""
         running = [task for task in self._world.loop.of(process.scope) if task is not process.task]
         if running:
-            self._world.violate(f"{process.scope.name} has ended and still runs {[task.get_coro().__qualname__ for task in running][:5]}")
+            self._world.violate(
+                f"{process.scope.name} has ended and still runs "
+                f"{[task.get_coro().__qualname__ for task in running][:5]}"
+            )

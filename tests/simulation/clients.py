@@ -16,7 +16,9 @@ Mode = Literal["interactive", "bulk"]
 
 @dataclass(frozen=True)
 class Asked:
-    """`patient`: its deadline is so late that nothing but a refusal may keep it from its answer. `leaves_s`: when the client goes away."""
+    """`patient`: its deadline is so late that nothing but a refusal may keep it from its answer. `leaves_s`: when the
+    client goes away.
+    """
 
     at_s: float
     texts: list[str]
@@ -79,20 +81,34 @@ class Client:
     def _scope(self) -> dict[str, Any]:
         asked = self._asked
         headers = {
-            "content-type": "application/json", "authorization": f"Bearer {asked.key}", "x-sie-priority": asked.mode,
+            "content-type": "application/json",
+            "authorization": f"Bearer {asked.key}",
+            "x-sie-priority": asked.mode,
             "x-sie-timeout-ms": str(int(asked.budget_s * 1000)),
-        }  # fmt: skip
+        }
         return {
-            "type": "http", "method": "POST", "path": f"/v1/encode/{asked.model}", "raw_path": b"", "query_string": b"", "scheme": "http",
-            "http_version": "1.1", "headers": [(name.encode(), value.encode()) for name, value in headers.items()], "root_path": "",
-            "client": ("sim", 1), "server": ("sim", 1),
-        }  # fmt: skip
+            "type": "http",
+            "method": "POST",
+            "path": f"/v1/encode/{asked.model}",
+            "raw_path": b"",
+            "query_string": b"",
+            "scheme": "http",
+            "http_version": "1.1",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "root_path": "",
+            "client": ("sim", 1),
+            "server": ("sim", 1),
+        }
 
     async def _receive(self) -> dict[str, Any]:
         if not self._body_read:
             self._body_read = True
             params = {"lora_id": self._asked.lora} if self._asked.lora else {}
-            return {"type": "http.request", "body": orjson.dumps({"items": self._asked.texts, "params": params}), "more_body": False}
+            return {
+                "type": "http.request",
+                "body": orjson.dumps({"items": self._asked.texts, "params": params}),
+                "more_body": False,
+            }
         await self._gone.wait()
         return {"type": "http.disconnect"}
 

@@ -1,7 +1,8 @@
-"""A connection to the memory broker on which everything can go wrong that goes wrong on a network, and the record of who holds what.
+"""A connection to the memory broker on which everything can go wrong that goes wrong on a network, and the record of
+who holds what.
 
-Every operation takes time. By the rates of `Rates` it is lost on its way, done without an answer, done twice, or late. Deliveries and
-settlements travel too, so they overtake each other.
+Every operation takes time. By the rates of `Rates` it is lost on its way, done without an answer, done twice, or late.
+Deliveries and settlements travel too, so they overtake each other.
 """
 
 from __future__ import annotations
@@ -54,11 +55,24 @@ class Network:
     """All connections of a simulation. `violation(text)` reports what must not be."""
 
     def __init__(
-        self, loop: VirtualLoop, server: MemoryServer, rates: Rates, seed: int, log: Callable[[str, str], None],
-        violation: Callable[[str], None], was_well: Callable[[Scope, float], bool],
-    ) -> None:  # fmt: skip
+        self,
+        loop: VirtualLoop,
+        server: MemoryServer,
+        rates: Rates,
+        seed: int,
+        log: Callable[[str, str], None],
+        violation: Callable[[str], None],
+        was_well: Callable[[Scope, float], bool],
+    ) -> None:
         """`was_well(process, since_s)`: whether that process could renew what it holds ever since."""
-        self.loop, self.server, self.rates, self.log, self.violation, self._was_well = loop, server, rates, log, violation, was_well
+        self.loop, self.server, self.rates, self.log, self.violation, self._was_well = (
+            loop,
+            server,
+            rates,
+            log,
+            violation,
+            was_well,
+        )
         self.random = random.Random(seed)
         self.holdings: dict[tuple[str, int], Holding] = {}
         self.stored: dict[tuple[str, str, int, int], int] = {}  # (stream, request, chunk, attempt) -> sequence
@@ -111,7 +125,12 @@ class Network:
     def handed_out(self, delivery: MemoryDelivery, scope: Scope) -> None:
         key = (self.created(), delivery.sequence)
         before = self.holdings.get(key)
-        if before is not None and delivery.delivered > 1 and not before.excused and self._was_well(before.scope, before.since_s):
+        if (
+            before is not None
+            and delivery.delivered > 1
+            and not before.excused
+            and self._was_well(before.scope, before.since_s)
+        ):
             self.violation(f"{delivery.sequence} was delivered again although {before.scope.name} held it and was well")
         self.holdings[key] = Holding(scope, self.loop.now_s)
 
@@ -132,8 +151,15 @@ class Network:
         sequence = self.stored.get((self.created(), result.request, result.chunk, result.attempt))
         holding = self.holdings.get((self.created(), sequence)) if sequence is not None else None
         streams = self.server.streams.values()
-        if holding is not None and holding.scope is not scope and any(sequence in stream.messages for stream in streams):
-            self.violation(f"{scope.name} sent an error for {_short(result.request)}.{result.chunk}, which {holding.scope.name} holds")
+        if (
+            holding is not None
+            and holding.scope is not scope
+            and any(sequence in stream.messages for stream in streams)
+        ):
+            self.violation(
+                f"{scope.name} sent an error for {_short(result.request)}.{result.chunk}, which {holding.scope.name} "
+                "holds"
+            )
 
 
 class Connection(MemoryBroker):
@@ -196,7 +222,10 @@ class Connection(MemoryBroker):
             await self._no_answer("a publish", timeout_s)
         published = await super().publish(subject, data, message_id, timeout_s)
         network.published(data, published)
-        network.log("published", f"{_tail(message_id)} at {published.sequence}{' duplicate' if published.duplicate else ''} {fate}")
+        network.log(
+            "published",
+            f"{_tail(message_id)} at {published.sequence}{' duplicate' if published.duplicate else ''} {fate}",
+        )
         if fate == "twice":
             network.published(data, await super().publish(subject, data, message_id, timeout_s))
         if fate == "answer_lost":
@@ -253,7 +282,9 @@ class Connection(MemoryBroker):
     def _arrive(self, message: CoreMessage) -> None:
         self.network.server.route(message)
 
-    async def subscribe(self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], *args: Any, **more: Any) -> Subscription:
+    async def subscribe(
+        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], *args: Any, **more: Any
+    ) -> Subscription:
         """A subscription of a connected client never fails: it is not a question."""
         token = _SURE.set(True)
         try:
@@ -269,9 +300,13 @@ class Connection(MemoryBroker):
 
 
 class _Pulls(MemoryPulls):
-    """Deliveries take time, get lost, or come twice. What is on the wire when the pulls are stopped arrives before that returns."""
+    """Deliveries take time, get lost, or come twice. What is on the wire when the pulls are stopped arrives before that
+    returns.
+    """
 
-    def __init__(self, connection: Connection, server: MemoryServer, stream: str, handler: Callable[[Any], None]) -> None:
+    def __init__(
+        self, connection: Connection, server: MemoryServer, stream: str, handler: Callable[[Any], None]
+    ) -> None:
         self._order = connection.network.number()
         super().__init__(connection, server, stream, handler)
         self._connection = connection
@@ -337,7 +372,9 @@ class _Delivery:
     async def in_progress(self) -> None:
         """Never lost on a connection that stands: it is written in order with the pings that tell a dead one."""
         self._connection.require()
-        self._connection.network.loop.call_later(self._connection.network.latency_s(), self._done, self._inner.in_progress)
+        self._connection.network.loop.call_later(
+            self._connection.network.latency_s(), self._done, self._inner.in_progress
+        )
 
     async def _settle(self, what: str, settlement: Callable[[], Awaitable[None]]) -> None:
         connection, network = self._connection, self._connection.network
@@ -376,7 +413,9 @@ def _work(data: bytes) -> WorkItem | None:
 
 
 def _kinds(result: WorkResult) -> str:
-    return ",".join(sorted({outcome.error.code if isinstance(outcome, Failed) else "ok" for outcome in result.outcomes}))
+    return ",".join(
+        sorted({outcome.error.code if isinstance(outcome, Failed) else "ok" for outcome in result.outcomes})
+    )
 
 
 def _short(request: str) -> str:

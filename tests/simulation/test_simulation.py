@@ -1,4 +1,6 @@
-"""The promises of the queue, in many runs of the whole of it under a virtual clock. A failing seed is repeated by the command it names."""
+"""The promises of the queue, in many runs of the whole of it under a virtual clock. A failing seed is repeated by the
+command it names.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_run_is_the_same_in_every_process() -> None:
     for hash_seed in ("1", "2"):
         command = [sys.executable, "-m", "tests.simulation", "0", "12"]
         environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run([*command, "--digests"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(
+            [*command, "--digests"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400, check=False
+        )
         assert done.returncode in (0, 1), done.stderr
         told.add("\n".join(line for line in done.stdout.splitlines() if "digest" in line))
     assert len(told) == 1, "\n\n".join(told)

@@ -1,7 +1,9 @@
-"""An event loop without waiting: when nothing is ready, time jumps to the next timer. Sockets, threads, clocks and randomness included.
+"""An event loop without waiting: when nothing is ready, time jumps to the next timer. Sockets, threads, clocks and
+randomness included.
 
-Everything that could differ between two runs comes from the seed: tasks and futures hash by their number, so that sets of them have one
-order; what belongs to one simulated process carries its `Scope`, also through callbacks, so that a process can be ended at any moment.
+Everything that could differ between two runs comes from the seed: tasks and futures hash by their number, so that sets
+of them have one order; what belongs to one simulated process carries its `Scope`, also through callbacks, so that a
+process can be ended at any moment.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from typing import Any
 
 EPOCH_S = 1_700_000_000.0  # the broker's wall clock when a simulation begins
 _CLOCKS: dict[str, tuple[float, bool]] = {  # name in `time`: units of a second, whether it tells the date
-    "monotonic": (1, False), "perf_counter": (1, False), "time": (1, True),
-    "monotonic_ns": (1e9, False), "perf_counter_ns": (1e9, False), "time_ns": (1e9, True),
-}  # fmt: skip
+    "monotonic": (1, False),
+    "perf_counter": (1, False),
+    "time": (1, True),
+    "monotonic_ns": (1e9, False),
+    "perf_counter_ns": (1e9, False),
+    "time_ns": (1e9, True),
+}
 
 
 class StandsStill(Exception):
@@ -178,7 +184,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class Listening:
-    """A listening socket. `close` refuses what comes; `cut` also ends every connection, as the death of its process does."""
+    """A listening socket. `close` refuses what comes; `cut` also ends every connection, as the death of its process
+    does.
+    """
 
     def __init__(self, loop: VirtualLoop, path: str, factory: Callable[[], Any]) -> None:
         self.path, self.factory = path, factory
@@ -262,13 +270,17 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         for owner, name, fake in sources:
             setattr(owner, name, fake)
         for function, values in places:
-            function.__defaults__ = tuple(fakes[real_name] if (real_name := values.get(index)) else value
-                                          for index, value in enumerate(function.__defaults__))  # fmt: skip
+            function.__defaults__ = tuple(
+                fakes[real_name] if (real_name := values.get(index)) else value
+                for index, value in enumerate(function.__defaults__)
+            )
         yield
     finally:
         for function, values in places:
-            function.__defaults__ = tuple(real[real_name] if (real_name := values.get(index)) else value
-                                          for index, value in enumerate(function.__defaults__))  # fmt: skip
+            function.__defaults__ = tuple(
+                real[real_name] if (real_name := values.get(index)) else value
+                for index, value in enumerate(function.__defaults__)
+            )
         for owner, name, value in kept:
             setattr(owner, name, value)
         for name, value in real.items():
@@ -289,7 +301,11 @@ def _defaults(clocks: dict[int, str]) -> list[tuple[Any, dict[int, str]]]:
             if isinstance(member, type):
                 functions = [each for each in vars(member).values() if isinstance(each, types.FunctionType)]
             for function in functions:
-                places = {index: clocks[id(value)] for index, value in enumerate(function.__defaults__ or ()) if id(value) in clocks}
+                places = {
+                    index: clocks[id(value)]
+                    for index, value in enumerate(function.__defaults__ or ())
+                    if id(value) in clocks
+                }
                 if places:
                     found.append((function, places))
     return found

@@ -1,6 +1,8 @@
-"""A whole cluster under a virtual clock: the real `serve` of gateways and sidecars, the memory broker, simulated adapters, clients, faults.
+"""A whole cluster under a virtual clock: the real `serve` of gateways and sidecars, the memory broker, simulated
+adapters, clients, faults.
 
-    seed ─► Plan ─► World.run: start, traffic with faults, heal, settle, stop ─► Report: events, their digest, what was violated
+    seed ─► Plan ─► World.run: start, traffic with faults, heal, settle, stop ─► Report: events, their digest, what was
+    violated
 
 Nothing sleeps and nothing depends on the machine: one seed is one run, event for event.
 """
@@ -73,9 +75,18 @@ class Plan:
 
 
 FAULTS = (
-    "adapter dies", "adapter dies", "adapter freezes", "sidecar crashes", "gateway crashes", "worker cut off", "gateway cut off",
-    "broker restarts", "worker leaves", "worker joins", "everybody cut off",
-)  # fmt: skip
+    "adapter dies",
+    "adapter dies",
+    "adapter freezes",
+    "sidecar crashes",
+    "gateway crashes",
+    "worker cut off",
+    "gateway cut off",
+    "broker restarts",
+    "worker leaves",
+    "worker joins",
+    "everybody cut off",
+)
 
 
 @functools.cache
@@ -88,9 +99,11 @@ def plan_of(seed: int) -> Plan:
     draw = random.Random(seed)
     kinds = draw.sample(FAULTS, draw.choice((0, 1, 2, 2, 3, 4)))
     traffic_s = draw.choice((2.0, 4.0, 8.0))
-    faults = sorted((draw.uniform(0.1, traffic_s), draw.choice(kinds)) for _ in range(draw.randint(1, 6))) if kinds else []
+    faults = (
+        sorted((draw.uniform(0.1, traffic_s), draw.choice(kinds)) for _ in range(draw.randint(1, 6))) if kinds else []
+    )
     noisy = draw.random() < 0.6
-    rate = (lambda most: draw.choice((0.0, most / 4, most)) if noisy else 0.0)  # noqa: E731
+    rate = lambda most: draw.choice((0.0, most / 4, most)) if noisy else 0.0  # noqa: E731
     models = draw.randint(1, len(MODELS))
     settings = {
         "SIE_MAX_BATCH_COST": str(draw.choice((100, 300, 1000))),
@@ -103,16 +116,28 @@ def plan_of(seed: int) -> Plan:
         "SIE_ACK_WAIT_S": str(draw.choice((4, 6))),
     }
     plan = Plan(
-        gateways=draw.randint(1, 2), workers=draw.randint(1, 3), lanes=draw.choice((1, 1, 2)), room=draw.randint(1, models), models=models,
-        requests=REQUESTS, traffic_s=traffic_s,
+        gateways=draw.randint(1, 2),
+        workers=draw.randint(1, 3),
+        lanes=draw.choice((1, 1, 2)),
+        room=draw.randint(1, models),
+        models=models,
+        requests=REQUESTS,
+        traffic_s=traffic_s,
         costs=Costs(
-            draw.choice((0.002, 0.02, 0.1)), draw.choice((2e-6, 1e-4)), draw.choice((0.05, 0.6, 0.6, 5.0)), draw.choice((0.02, 0.5))
+            draw.choice((0.002, 0.02, 0.1)),
+            draw.choice((2e-6, 1e-4)),
+            draw.choice((0.05, 0.6, 0.6, 5.0)),
+            draw.choice((0.02, 0.5)),
         ),
-        rates=Rates(rate(0.04), rate(0.04), rate(0.04), rate(0.06)), settings=settings, storage=draw.choice(("file", "memory")),
-        faults=faults, failing={MODELS[0]: ["NETWORK"] * draw.randint(1, 2)} if draw.random() < 0.15 else {},
+        rates=Rates(rate(0.04), rate(0.04), rate(0.04), rate(0.06)),
+        settings=settings,
+        storage=draw.choice(("file", "memory")),
+        faults=faults,
+        failing={MODELS[0]: ["NETWORK"] * draw.randint(1, 2)} if draw.random() < 0.15 else {},
         poison=draw.randint(1, 2) if draw.random() < 0.25 else 0,
-    )  # fmt: skip
-    # where models take turns, what is left of the time between their loads must be enough for all of the work, also for one worker alone
+    )
+    # where models take turns, what is left of the time between their loads must be enough for all of the work, also for
+    # one worker alone
     if plan.room < plan.models:
         plan.costs = replace(plan.costs, batch_s=min(plan.costs.batch_s, 0.02))
         if plan.costs.load_s > 1:
@@ -171,7 +196,9 @@ class World:
         self._ids: dict[str, bytes] = {}
         server = MemoryServer(clock=loop.time, wall_clock=lambda: loop.now_s + EPOCH_S)
         self.network = Network(loop, server, plan.rates, seed + 2, self.log, self.violate, self._was_well)
-        self.source = Source(*(toy_entry(model, family="text-encoder", max_tokens=160) for model in MODELS[: plan.models]))
+        self.source = Source(
+            *(toy_entry(model, family="text-encoder", max_tokens=160) for model in MODELS[: plan.models])
+        )
         self.faults = Faults({model: list(kinds) for model, kinds in plan.failing.items()})
         self.checks = Checks(self)
 
@@ -214,12 +241,21 @@ class World:
         return Scope(f"{kind}{next(self._names)}", self.random.uniform(-30, 30))
 
     def _settings(self, **more: str) -> Settings:
-        return settings_of(**{
-            "SIE_GATEWAY_REQUEST_TIMEOUT": "90", "SIE_LOAD_HOLD_S": "29",
-            "SIE_MACHINE_PROFILE": "cpu", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "1000",
-            "SIE_HEARTBEAT_TIMEOUT_MS": "4000", "SIE_WORKER_PING_INTERVAL_MS": "500", "SIE_STREAM_STORAGE": self.plan.storage,
-            "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-one,key-two,key-three", **self.plan.settings, **more,
-        })  # fmt: skip
+        return settings_of(
+            **{
+                "SIE_GATEWAY_REQUEST_TIMEOUT": "90",
+                "SIE_LOAD_HOLD_S": "29",
+                "SIE_MACHINE_PROFILE": "cpu",
+                "SIE_HEALTH_PUBLISH_INTERVAL_MS": "1000",
+                "SIE_HEARTBEAT_TIMEOUT_MS": "4000",
+                "SIE_WORKER_PING_INTERVAL_MS": "500",
+                "SIE_STREAM_STORAGE": self.plan.storage,
+                "SIE_AUTH_MODE": "static",
+                "SIE_AUTH_TOKENS": "key-one,key-two,key-three",
+                **self.plan.settings,
+                **more,
+            }
+        )
 
     def start_gateway(self) -> Process:
         scope, stop, settings = self._scope("gateway"), Stop(), self._settings()
@@ -249,9 +285,18 @@ class World:
     async def start_adapter(self) -> Adapter:
         number = len(self.adapters)
         adapter = Adapter(
-            self.loop, f"{self._folder}/{number}", f"adapter{number}", lanes=self.plan.lanes, room=self.plan.room, costs=self.plan.costs,
-            faults=self.faults, seed=self.seed + 100 + number, log=self.log, on_batch=self.checks.on_batch, on_alone=self.checks.on_alone,
-        )  # fmt: skip
+            self.loop,
+            f"{self._folder}/{number}",
+            f"adapter{number}",
+            lanes=self.plan.lanes,
+            room=self.plan.room,
+            costs=self.plan.costs,
+            faults=self.faults,
+            seed=self.seed + 100 + number,
+            log=self.log,
+            on_batch=self.checks.on_batch,
+            on_alone=self.checks.on_alone,
+        )
         self.adapters.append(adapter)
         await adapter.start()
         return adapter
@@ -341,10 +386,14 @@ class World:
             case "gateway cut off" if self.gateways:
                 await self._cut_off([draw.choice(self.gateways).connection], draw.choice((0.05, 1.0, 7.0)))
             case "everybody cut off":
-                await self._cut_off([process.connection for process in (*self.gateways, *self.workers)], draw.choice((0.05, 1.0, 4.0)))
+                await self._cut_off(
+                    [process.connection for process in (*self.gateways, *self.workers)], draw.choice((0.05, 1.0, 4.0))
+                )
             case "broker restarts":
                 await self._broker_restarts(draw.choice((0.2, 2.0)))
-            case "worker leaves" if len(staying := [worker for worker in self.workers if not worker.stop.requested]) > 1:
+            case "worker leaves" if (
+                len(staying := [worker for worker in self.workers if not worker.stop.requested]) > 1
+            ):
                 worker = draw.choice(staying)  # one that leaves twice would come back as two, at one adapter
                 await self.leave(worker)
                 await asyncio.sleep(1.0)
@@ -398,7 +447,8 @@ class World:
         await self._until(self._is_up, START_S, "the cluster is up")
         start_s = self.loop.now_s
         clients = [
-            self.loop.create_task(self._client(index, asked), name=f"client {index}") for index, asked in enumerate(self._traffic())
+            self.loop.create_task(self._client(index, asked), name=f"client {index}")
+            for index, asked in enumerate(self._traffic())
         ]
         for due_s, kind in self.plan.faults:
             await asyncio.sleep(max(0.0, start_s + due_s - self.loop.now_s))
@@ -408,7 +458,9 @@ class World:
             await asyncio.wait(self._chores)
         self.heal()
         await asyncio.gather(*clients)
-        await self._until(lambda: not self.checks.left(), SETTLE_S, lambda: f"nothing is left, but {self.checks.left()}")
+        await self._until(
+            lambda: not self.checks.left(), SETTLE_S, lambda: f"nothing is left, but {self.checks.left()}"
+        )
         self.checks.at_rest()
         for process in [*self.workers, *self.gateways]:
             await self.leave(process)
@@ -420,7 +472,11 @@ class World:
     def _is_up(self) -> bool:
         listening = all(process.server is not None and process.server.listening for process in self.gateways)
         serving = all(process.part is not None and process.part.pulling is not None for process in self.workers)
-        return listening and serving and all(len(gateway.part.fleet.healthy()) >= len(self.workers) for gateway in self.gateways)
+        return (
+            listening
+            and serving
+            and all(len(gateway.part.fleet.healthy()) >= len(self.workers) for gateway in self.gateways)
+        )
 
     async def _until(self, condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> None:
         end_s = self.loop.now_s + seconds
@@ -439,13 +495,18 @@ class World:
         """What clients ask for and when, bursts included."""
         draw, plan = self.random, self.plan
         asked = []
-        times = [draw.choice((draw.uniform(0, plan.traffic_s), round(draw.uniform(0, plan.traffic_s)))) for _ in range(plan.requests)]
+        times = [
+            draw.choice((draw.uniform(0, plan.traffic_s), round(draw.uniform(0, plan.traffic_s))))
+            for _ in range(plan.requests)
+        ]
         poisoned = set(draw.sample(range(plan.requests), plan.poison))
         letters = "abcdefghijklmnopqrstuvwxyz "
         for index, at_s in enumerate(sorted(times)):
             count = draw.choice((1, 1, 1, 2, 5, 20))
             lengths = [draw.choice((6, 14, 40, 100, 250 if draw.random() < 0.2 else 20)) for _ in range(count)]
-            texts = [f"{index}.{place} " + "".join(draw.choices(letters, k=length)) for place, length in enumerate(lengths)]
+            texts = [
+                f"{index}.{place} " + "".join(draw.choices(letters, k=length)) for place, length in enumerate(lengths)
+            ]
             model = MODELS[min(int(draw.expovariate(1.0)), plan.models - 1)]
             lora = draw.choice(LORAS) if model == MODELS[0] and draw.random() < 0.3 else ""
             patient = draw.random() < 0.7
@@ -454,7 +515,19 @@ class World:
             leaves_s = draw.uniform(0.01, 2.0) if draw.random() < 0.06 else None
             if index in poisoned:
                 self.faults.poison.add(self.ids(texts[draw.randrange(count)]))
-            asked.append(Asked(at_s, texts, model, lora, mode, budget_s, patient, leaves_s, f"key-{draw.choice(('one', 'two', 'three'))}"))
+            asked.append(
+                Asked(
+                    at_s,
+                    texts,
+                    model,
+                    lora,
+                    mode,
+                    budget_s,
+                    patient,
+                    leaves_s,
+                    f"key-{draw.choice(('one', 'two', 'three'))}",
+                )
+            )
         return asked
 
     def ids(self, text: str) -> bytes:
@@ -526,7 +599,9 @@ class _Errors(logging.Handler):
         if self._told is not None:
             self._told(self._world.line(f"log {record.levelname}", record.getMessage()))
         if record.exc_info and record.levelno >= logging.ERROR and not SCOPE.get().dead:
-            self._world.violate(f"{SCOPE.get().name} logged an exception: {record.getMessage()}: {record.exc_info[1]!r}")
+            self._world.violate(
+                f"{SCOPE.get().name} logged an exception: {record.getMessage()}: {record.exc_info[1]!r}"
+            )
 
 
 @contextlib.contextmanager
@@ -561,12 +636,16 @@ def _in_place(world: World, told: Callable[[str], None] | None) -> Iterator[None
     logger.propagate = False
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (sie_gateway.process, "HttpServer", http), (sie_gateway.process, "Gateway", made(sie_gateway.process.Gateway)),
-            (sie_sidecar.process, "HttpServer", http), (sie_sidecar.process, "Worker", made(sie_sidecar.process.Worker)),
+            (sie_gateway.process, "HttpServer", http),
+            (sie_gateway.process, "Gateway", made(sie_gateway.process.Gateway)),
+            (sie_sidecar.process, "HttpServer", http),
+            (sie_sidecar.process, "Worker", made(sie_sidecar.process.Worker)),
             (Watch, "__hash__", number),
-        ):  # fmt: skip
+        ):
             stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}))  # threads of Rust are real ones
+        stack.enter_context(
+            mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"})
+        )  # threads of Rust are real ones
         stack.enter_context(world.checks.watching())
         try:
             yield

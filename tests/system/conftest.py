@@ -13,10 +13,24 @@ _HERE = Path(__file__).parent
 _BESIDE_OTHERS = {
     f"test_{name}.py"
     for name in (
-        "adversarial", "api", "broker_faults", "clients", "dlq", "docs", "doctor", "leases", "local_users", "lora", "openapi",
-        "readme", "score_extract", "status", "tei", "topology_command",
+        "adversarial",
+        "api",
+        "broker_faults",
+        "clients",
+        "dlq",
+        "docs",
+        "doctor",
+        "leases",
+        "local_users",
+        "lora",
+        "openapi",
+        "readme",
+        "score_extract",
+        "status",
+        "tei",
+        "topology_command",
     )
-}  # fmt: skip
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

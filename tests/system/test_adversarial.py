@@ -1,4 +1,5 @@
-"""What no client should send, from many clients at once: a typed error or a right answer, its batch mates unaffected, no NaN ever.
+"""What no client should send, from many clients at once: a typed error or a right answer, its batch mates unaffected,
+no NaN ever.
 
 Every answer of this file goes through `checked`.
 """
@@ -25,13 +26,28 @@ from sie_contracts import arrays
 from sie_contracts.options import MAX_LABELS
 
 VERBS = {
-    "mini": "encode", "sparse": "encode", "late": "encode", "m3": "encode", "cross": "score", "reranker": "score", "late-score": "score",
-    "m3-score": "score", "gliner": "extract", "zero-shot": "extract", "tags": "extract",
-}  # fmt: skip
+    "mini": "encode",
+    "sparse": "encode",
+    "late": "encode",
+    "m3": "encode",
+    "cross": "score",
+    "reranker": "score",
+    "late-score": "score",
+    "m3-score": "score",
+    "gliner": "extract",
+    "zero-shot": "extract",
+    "tags": "extract",
+}
 POISONED = {
-    "dense": "encode", "sparse": "encode", "late": "encode", "cross": "score", "reranker": "score", "gliner": "extract",
-    "zero-shot": "extract", "tags": "extract",
-}  # fmt: skip
+    "dense": "encode",
+    "sparse": "encode",
+    "late": "encode",
+    "cross": "score",
+    "reranker": "score",
+    "gliner": "extract",
+    "zero-shot": "extract",
+    "tags": "extract",
+}
 QUERY = "search the river"
 LABELS = ["person", "river mountain"]
 RARE = ("violin", "protein", "compiler", "museum", "kernel", "planet")
@@ -72,7 +88,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, models: LocalModels) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("adversarial-cluster"), *models.arguments, "--batcher-coalesce-ms", "20", "--no-spare") as cluster:
+    with running(
+        tmp_path_factory.mktemp("adversarial-cluster"), *models.arguments, "--batcher-coalesce-ms", "20", "--no-spare"
+    ) as cluster:
         yield cluster
 
 
@@ -83,8 +101,14 @@ async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def checked(answer: httpx.Response) -> Json:
-    """The body of an answer. Fails for a number that is not finite, anywhere, and for an error that is not a typed one."""
-    body: Json = arrays.unpack(arrays.decode_msgpack(answer.content)) if "msgpack" in answer.headers["content-type"] else answer.json()
+    """The body of an answer. Fails for a number that is not finite, anywhere, and for an error that is
+    not a typed one.
+    """
+    body: Json = (
+        arrays.unpack(arrays.decode_msgpack(answer.content))
+        if "msgpack" in answer.headers["content-type"]
+        else answer.json()
+    )
     check_finite(body)
     if answer.status_code != 200:
         assert body["error"]["message"]
@@ -106,7 +130,9 @@ def check_finite(value: Any, path: str = "") -> None:
         assert ".values" not in path, path
 
 
-async def ask(client: httpx.AsyncClient, name: str, items: list[Any], *, msgpack: bool = False, **params: Any) -> httpx.Response:
+async def ask(
+    client: httpx.AsyncClient, name: str, items: list[Any], *, msgpack: bool = False, **params: Any
+) -> httpx.Response:
     kind, model = name.removeprefix("poisoned-"), name.removesuffix("-score")
     verb = POISONED[kind] if kind != name else VERBS[name]
     body: Json = {"items": items, "params": params}
@@ -180,7 +206,9 @@ async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("name", VERBS)
-async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_alone(client: httpx.AsyncClient, name: str) -> None:
+async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_alone(
+    client: httpx.AsyncClient, name: str
+) -> None:
     expected = await alone(client, name)
     for kind, text in ODD.items():
         beside = [ask(client, name, [mate]) for mate in MATES[:6]]
@@ -210,28 +238,52 @@ BAD_OPTIONS: dict[str, list[Json]] = {
         *({"dimensions": value} for value in (-1, 0, 15, 1e300, True, 2**70, {}, "16")),
         *({"output_dtype": value} for value in (5, "bfloat16", "int4", "float64", ["float32"])),
         *({"output_types": value} for value in (["dense", None], {"dense": 1}, ["score"], "dense", [["dense"]])),
-        *({"truncate": value} for value in (3, "MIDDLE", {})), *({"max_seq_length": value} for value in (0, 10**9, "8")),
-        *({"instruction": value} for value in (["a"], {"a": 1}, 5)), {"normalize": "no"}, {"pooling": "__class__"}, {"is_query": "yes"},
-        {"options": {"query_template": "no field"}, "is_query": True}, {"on_item_error": "ignore"}, {"profile": "none"}, {"options": 5},
+        *({"truncate": value} for value in (3, "MIDDLE", {})),
+        *({"max_seq_length": value} for value in (0, 10**9, "8")),
+        *({"instruction": value} for value in (["a"], {"a": 1}, 5)),
+        {"normalize": "no"},
+        {"pooling": "__class__"},
+        {"is_query": "yes"},
+        {"options": {"query_template": "no field"}, "is_query": True},
+        {"on_item_error": "ignore"},
+        {"profile": "none"},
+        {"options": 5},
     ],
     "late": [
-        *({"muvera": {"num_repetitions": value}} for value in (0, 129, 10**30, "4")), {"muvera": "yes"},
-        *({"muvera": {"num_simhash_projections": value}} for value in (-1, 31)), {"muvera": {"seed": -1}}, {"muvera": {"": 1}},
+        *({"muvera": {"num_repetitions": value}} for value in (0, 129, 10**30, "4")),
+        {"muvera": "yes"},
+        *({"muvera": {"num_simhash_projections": value}} for value in (-1, 31)),
+        {"muvera": {"seed": -1}},
+        {"muvera": {"": 1}},
         {"muvera": {"num_repetitions": 128, "num_simhash_projections": 10, "final_projection_dim": None}},
     ],
     "m3-score": [
-        *({"score_weights": value} for value in ({"dense": -1, "sparse": 2}, {"dense": 0}, {"best": 1}, [1, 2], {"dense": "1"})),
-        {"score_mode": "best"}, {"score_mode": 1},
+        *(
+            {"score_weights": value}
+            for value in ({"dense": -1, "sparse": 2}, {"dense": 0}, {"best": 1}, [1, 2], {"dense": "1"})
+        ),
+        {"score_mode": "best"},
+        {"score_mode": 1},
     ],
     "cross": [{"lora_id": 5}, {"lora_id": "a", "lora": "b"}, {"lora_id": "a" * 5000}],
     "reranker": [{"lora_id": "org/lora"}],
     "gliner": [
-        *({"labels": value} for value in ({"a": 1}, ["a", ["b"]], ["a", ""], [f"label {number}" for number in range(10_000)])),
-        {"threshold": "0.5"}, {"flat_ner": "yes"}, {"output_schema": {"a": 1}},
+        *(
+            {"labels": value}
+            for value in ({"a": 1}, ["a", ["b"]], ["a", ""], [f"label {number}" for number in range(10_000)])
+        ),
+        {"threshold": "0.5"},
+        {"flat_ner": "yes"},
+        {"output_schema": {"a": 1}},
     ],
-    "zero-shot": [{"labels": ["x"] * 10_000}, {"hypothesis_template": "{}{}"}, {"hypothesis_template": "none"}, {"multi_label": 3}],
+    "zero-shot": [
+        {"labels": ["x"] * 10_000},
+        {"hypothesis_template": "{}{}"},
+        {"hypothesis_template": "none"},
+        {"multi_label": 3},
+    ],
     "tags": [{"threshold": [0.5]}, {"output_schema": {}}],
-}  # fmt: skip
+}
 
 
 async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(client: httpx.AsyncClient) -> None:
@@ -243,17 +295,27 @@ async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(cli
         check_close(slots(checked(beside)), expected[name])
     for value in (math.nan, math.inf, -math.inf):
         given: list[tuple[str, Json]] = [
-            ("m3", {"dimensions": value}), ("gliner", {"threshold": value}), ("m3-score", {"score_weights": {"dense": value}}),
+            ("m3", {"dimensions": value}),
+            ("gliner", {"threshold": value}),
+            ("m3-score", {"score_weights": {"dense": value}}),
             ("late", {"muvera": {"seed": value}}),
-        ]  # fmt: skip
+        ]
         for name, params in given:
             refused = await ask(client, name, [MATES[0]], msgpack=True, **params)
             assert (refused.status_code, checked(refused)["error"]["reason"]) == (400, "schema"), (name, params)
 
 
 async def test_a_lora_that_cannot_be_had_is_a_typed_error(client: httpx.AsyncClient) -> None:
-    for lora, status in (("../../etc/passwd", 400), ("/etc", 400), ("no/such-lora", 500), ("a" * 900, 404), ("\0", 404)):
-        refused, beside = await asyncio.gather(ask(client, "cross", [MATES[0]], lora_id=lora), ask(client, "cross", [MATES[0]]))
+    for lora, status in (
+        ("../../etc/passwd", 400),
+        ("/etc", 400),
+        ("no/such-lora", 500),
+        ("a" * 900, 404),
+        ("\0", 404),
+    ):
+        refused, beside = await asyncio.gather(
+            ask(client, "cross", [MATES[0]], lora_id=lora), ask(client, "cross", [MATES[0]])
+        )
         body = checked(refused)
         assert (refused.status_code, body["code"]) == (status, "LORA_LOAD_FAILED"), body
         assert beside.status_code == 200
@@ -275,7 +337,9 @@ PLACES: list[tuple[str, Json]] = [
 @pytest.mark.parametrize(("path", "body"), PLACES, ids=range(len(PLACES)))
 async def test_a_lone_surrogate_is_refused_wherever_it_stands(client: httpx.AsyncClient, path: str, body: Json) -> None:
     """In JSON as an escape, in msgpack as the three bytes that would be its UTF-8."""
-    packed = msgspec.msgpack.encode(json.loads(json.dumps(body).replace("\\ud800", "~s~"))).replace(b"~s~", b"\xed\xa0\x80")
+    packed = msgspec.msgpack.encode(json.loads(json.dumps(body).replace("\\ud800", "~s~"))).replace(
+        b"~s~", b"\xed\xa0\x80"
+    )
     for content, kind in ((json.dumps(body).encode(), "application/json"), (packed, "application/msgpack")):
         answer = await client.post(f"/v1/{path}", content=content, headers={"content-type": kind})
         assert (answer.status_code, checked(answer)["error"]["reason"]) == (400, "malformed"), kind
@@ -285,21 +349,32 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
     from transformers import pipeline
 
     braces = "{query}{document}{text}"
-    labels = ["river", "{}", "{label}", "{0} {"]  # the pipeline takes a first label of {} for a template without a field
+    labels = [
+        "river",
+        "{}",
+        "{label}",
+        "{0} {",
+    ]  # the pipeline takes a first label of {} for a template without a field
     classify = pipeline("zero-shot-classification", model=str(models.weights / "zero-shot"), device="cpu")
     expected = classify(MATES[0], labels, hypothesis_template="This text is about {}.")
     (slot,) = slots(checked(await ask(client, "zero-shot", [MATES[0]], labels=labels)))
     assert [each["label"] for each in slot["classifications"]] == expected["labels"]
     assert [each["score"] for each in slot["classifications"]] == pytest.approx(expected["scores"], abs=1e-5)
 
-    for instruction, document in ((braces, MATES[0]), ("plain", braces), (braces + "{instruction}", "{document}<Query>: {query}")):
+    for instruction, document in (
+        (braces, MATES[0]),
+        ("plain", braces),
+        (braces + "{instruction}", "{document}<Query>: {query}"),
+    ):
         (entry,) = slots(checked(await ask(client, "reranker", [document], instruction=instruction)))
         wanted = local_models.yes_probability(models.weights / "reranker", instruction, QUERY, document)
         assert entry["score"] == pytest.approx(wanted, abs=1e-5)
 
     (slot,) = slots(checked(await ask(client, "mini", [braces], instruction=braces)))
     assert oracle.cosines(np.array(slot["dense"]["values"]), oracle.encode([f"{braces} {braces}"])[0]) >= 0.9999
-    templated = await ask(client, "mini", [braces], instruction="{text}", options={"doc_template": "{instruction}: {text} {other}"})
+    templated = await ask(
+        client, "mini", [braces], instruction="{text}", options={"doc_template": "{instruction}: {text} {other}"}
+    )
     expected_vector = oracle.encode([f"{{text}}: {braces} {{other}}"])[0]
     assert oracle.cosines(np.array(slots(checked(templated))[0]["dense"]["values"]), expected_vector) >= 0.9999
 
@@ -310,7 +385,9 @@ async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> Non
     many = [f"label {number}" for number in range(MAX_LABELS)]
     cases = [many, ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
     for labels in cases:
-        answer, beside = await asyncio.gather(ask(client, name, [MATES[0]], labels=labels), ask(client, name, [MATES[0]]))
+        answer, beside = await asyncio.gather(
+            ask(client, name, [MATES[0]], labels=labels), ask(client, name, [MATES[0]])
+        )
         assert answer.status_code in (200, 400), answer.text[:300]
         if answer.status_code == 200:
             assert {each["label"] for each in slots(checked(answer))[0]["classifications"]} <= set(labels)
@@ -320,7 +397,9 @@ async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> Non
 
 
 @pytest.mark.parametrize("output", ["dense", "sparse", "multivector"])
-async def test_a_value_that_float16_has_not_is_an_error_and_not_an_infinity(client: httpx.AsyncClient, output: str) -> None:
+async def test_a_value_that_float16_has_not_is_an_error_and_not_an_infinity(
+    client: httpx.AsyncClient, output: str
+) -> None:
     """The states of this model are a million times as large."""
 
     async def slot(**params: Any) -> Json:
@@ -334,4 +413,7 @@ async def test_a_value_that_float16_has_not_is_an_error_and_not_an_infinity(clie
     for dtype in ("int8", "uint8", "binary"):
         assert output in (await slot(output_dtype=dtype))["items"][0]
     if output != "sparse":
-        assert np.abs(np.array((await slot(output_dtype="float16", normalize=True))["items"][0][output]["values"])).max() <= 1
+        assert (
+            np.abs(np.array((await slot(output_dtype="float16", normalize=True))["items"][0][output]["values"])).max()
+            <= 1
+        )

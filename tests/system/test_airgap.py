@@ -1,4 +1,6 @@
-"""An air-gap archive where there is no network: loaded, served and asked, while every connection that anything tries is counted."""
+"""An air-gap archive where there is no network: loaded, served and asked, while every connection that anything tries is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ DNS = 53
 
 
 def attempts(trace: Path) -> tuple[list[str], int]:
-    """The connections that were tried to anything but this machine, and to any name server; and how many were tried at all."""
+    """The connections that were tried to anything but this machine, and to any name server; and how many were tried at
+    all.
+    """
     lines = [line for line in trace.read_text().splitlines() if "AF_INET" in line]
     strange = []
     for line in lines:
@@ -39,7 +43,9 @@ def attempts(trace: Path) -> tuple[list[str], int]:
 
 
 def asked(url: str) -> dict[str, Any]:
-    """Of each model: its fingerprint and the vectors of TEXTS, each asked for alone, once it is loaded: mates would move the last bits."""
+    """Of each model: its fingerprint and the vectors of TEXTS, each asked for alone, once it is loaded: mates would
+    move the last bits.
+    """
 
     def answered(model: str, text: str) -> httpx.Response | None:
         try:
@@ -60,7 +66,9 @@ def asked(url: str) -> dict[str, Any]:
     return found
 
 
-def without_network(*command: str, hidden: tuple[Path, ...] = (), timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+def without_network(
+    *command: str, hidden: tuple[Path, ...] = (), timeout_s: float = 280
+) -> subprocess.CompletedProcess[str]:
     """Run in a network namespace with nothing but loopback, and with these folders empty."""
     steps = ["ip link set lo up", *(f"mount -t tmpfs none {folder}" for folder in hidden), 'exec "$@"']
     inside = ["unshare", "--net", "--mount", "sh", "-c", " && ".join(steps), "sh", *command]
@@ -72,9 +80,11 @@ def test_load_serve_and_encode_try_no_connection_where_there_is_no_network(tmp_p
     """P8: MiniLM and a random model, where neither the package, the folder nor the hub's cache is that they came from.
 
     1. A machine with everything answers, and makes the archive.
-    2. In a namespace without a route `sie airgap load` and `sie airgap serve` run under strace, the folder being mounted read-only in
+    2. In a namespace without a route `sie airgap load` and `sie airgap serve` run under strace, the folder being
+      mounted read-only in
        between, and the same texts are asked.
-    3. Vectors are equal to the last bit, and so are fingerprints; no connection was tried but to loopback, no name was looked up.
+    3. Vectors are equal to the last bit, and so are fingerprints; no connection was tried but to loopback, no name was
+      looked up.
     """
     office, site = tmp_path / "office", tmp_path / "site"
     site.mkdir()
@@ -84,15 +94,32 @@ def test_load_serve_and_encode_try_no_connection_where_there_is_no_network(tmp_p
     with running(tmp_path / "data", "--standalone", "--no-spare", *PRECISION, *overlay) as cluster:
         before = asked(cluster.url)
     archive = site / "models.tar"
-    subprocess.run([SIE, "airgap", "create", "--models", ",".join(MODELS), "-o", str(archive), *overlay], check=True, timeout=60)
+    subprocess.run(
+        [SIE, "airgap", "create", "--models", ",".join(MODELS), "-o", str(archive), *overlay], check=True, timeout=60
+    )
     port, worker_port = free_ports(2)
     folder = str(site / "airgap")
     load = [*TRACE, str(site / "load.txt"), SIE, "airgap", "load", str(archive), "--folder", folder]
     serve = [
-        *TRACE, str(site / "serve.txt"), SIE, "airgap", "serve", "--folder", folder, "--port", str(port), "--data-dir",
-        str(site / "data"), "--gateway-metrics-port", "0", "--worker-metrics-port", str(worker_port), "--no-spare", "--exit-with-parent",
+        *TRACE,
+        str(site / "serve.txt"),
+        SIE,
+        "airgap",
+        "serve",
+        "--folder",
+        folder,
+        "--port",
+        str(port),
+        "--data-dir",
+        str(site / "data"),
+        "--gateway-metrics-port",
+        "0",
+        "--worker-metrics-port",
+        str(worker_port),
+        "--no-spare",
+        "--exit-with-parent",
         *PRECISION,
-    ]  # fmt: skip
+    ]
     script = f"""
 import json, subprocess, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -127,8 +154,9 @@ def test_a_connection_that_is_tried_is_counted(tmp_path: Path) -> None:
     """The count of the test above sees a look-up, an address and IPv6, though none of them leads anywhere."""
     code = """
 import socket
-for reach in (lambda: socket.getaddrinfo("huggingface.co", 443), lambda: socket.create_connection(("192.0.2.1", 443), 2),
-              lambda: socket.create_connection(("2001:db8::1", 443), 2), lambda: socket.create_connection(("127.0.0.1", 9), 2)):
+places = [("192.0.2.1", 443), ("2001:db8::1", 443), ("127.0.0.1", 9)]
+connects = [lambda place=place: socket.create_connection(place, 2) for place in places]
+for reach in (lambda: socket.getaddrinfo("huggingface.co", 443), *connects):
     try:
         reach()
     except OSError:

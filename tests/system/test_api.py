@@ -19,9 +19,20 @@ from sie_contracts import arrays
 from sie_sdk import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 
 TIMING_KEYS = {
-    "queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time", "total_time",
-    "queue_ms", "tokenization_ms", "inference_ms", "postprocessing_ms", "unattributed_ms", "total_ms",
-}  # fmt: skip
+    "queue_time",
+    "preprocess_time",
+    "batch_wait_time",
+    "inference_time",
+    "postprocess_time",
+    "unattributed_time",
+    "total_time",
+    "queue_ms",
+    "tokenization_ms",
+    "inference_ms",
+    "postprocessing_ms",
+    "unattributed_ms",
+    "total_ms",
+}
 
 
 @pytest.fixture(scope="module", params=["cluster", "standalone"])
@@ -55,7 +66,9 @@ def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
     """E14: one rule for the format, equal values in both."""
     body = {"items": [{"id": "a", "text": "Hello", "metadata": {"n": 1}}, {"text": "World"}]}
     as_json = post(client, body, accept="application/json").json()
-    answer = client.post(f"/v1/encode/{MODEL}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"})
+    answer = client.post(
+        f"/v1/encode/{MODEL}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"}
+    )
     assert answer.headers["content-type"] == "application/msgpack"
     raw = msgspec.msgpack.decode(answer.content)
     dense = raw["items"][0]["dense"]["values"]
@@ -72,7 +85,9 @@ def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
 
 def test_curl_gets_json_without_saying_so(client: httpx.Client) -> None:
     """E14: curl sends `Accept: */*` and a form content type."""
-    answer = post(client, {"items": ["Hello"]}, **{"content-type": "application/x-www-form-urlencoded", "accept": "*/*"})
+    answer = post(
+        client, {"items": ["Hello"]}, **{"content-type": "application/x-www-form-urlencoded", "accept": "*/*"}
+    )
     assert answer.headers["content-type"] == "application/json"
     assert len(answer.json()["items"][0]["dense"]["values"]) == 384
 
@@ -81,7 +96,14 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
     """B6, B9: the stages and the rest add up; worker, revision, fingerprint and request id are told."""
     answer = post(client, {"items": ["Hello"]}, **{"x-request-id": "mine-1", "x-sie-explain": "1"})
     timing = answer.json()["timing"]
-    stages = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")
+    stages = (
+        "queue_time",
+        "preprocess_time",
+        "batch_wait_time",
+        "inference_time",
+        "postprocess_time",
+        "unattributed_time",
+    )
     assert sum(timing[name] for name in stages) == pytest.approx(timing["total_time"], abs=0.01)
     assert timing["inference_time"] > 0
     assert answer.headers["x-request-id"] == "mine-1"
@@ -93,7 +115,11 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
     assert answer.json()["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
     (told,) = answer.json()["explain"]
     assert told["batch"]["items"] >= 1
-    assert (told["priority"], told["lane"].split(".")[0], told["batch"]["swapped"]) == ("interactive", "_default", False)
+    assert (told["priority"], told["lane"].split(".")[0], told["batch"]["swapped"]) == (
+        "interactive",
+        "_default",
+        False,
+    )
     assert told["batch"]["padding"] == 0  # packed
 
 
@@ -107,7 +133,12 @@ def test_truncation_is_never_silent(client: httpx.Client) -> None:
     refused = post(client, {"items": [short, long], "params": {"truncate": "NONE"}}).json()["items"]
     assert "dense" in refused[0]
     error = refused[1]["error"]
-    assert (error["code"], error["reason"], error["tokens"], error["limit"]) == ("INVALID_INPUT", "input_too_long", 402, 256)
+    assert (error["code"], error["reason"], error["tokens"], error["limit"]) == (
+        "INVALID_INPUT",
+        "input_too_long",
+        402,
+        256,
+    )
     alone = post(client, {"items": [long], "params": {"truncate": "NONE"}})
     assert (alone.status_code, alone.json()["code"], alone.json()["errors"][0]["index"]) == (400, "INVALID_INPUT", 0)
 
@@ -119,8 +150,12 @@ def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> 
     assert answer.status_code == 200
     slots = answer.json()["items"]
     assert [("dense" in slot, slot.get("error", {}).get("reason")) for slot in slots] == [
-        (True, None), (False, "empty_item"), (True, None), (False, "unsupported_modality"), (True, None)
-    ]  # fmt: skip
+        (True, None),
+        (False, "empty_item"),
+        (True, None),
+        (False, "unsupported_modality"),
+        (True, None),
+    ]
     assert slots[1]["id"] == "x"
     assert answer.headers["x-sie-failed-items"] == "2"
     assert post(client, {**body, "params": {"on_item_error": "fail"}}).status_code == 400
@@ -156,7 +191,12 @@ def test_the_models_api(client: httpx.Client) -> None:
     assert answer["data"] == answer["models"]
     info = next(model for model in answer["data"] if model["id"] == MODEL)
     assert info["dims"] == {"dense": 384}
-    assert (info["state"], info["loaded"], info["max_sequence_length"], info["tasks"]) == ("loaded", True, 256, ["encode"])
+    assert (info["state"], info["loaded"], info["max_sequence_length"], info["tasks"]) == (
+        "loaded",
+        True,
+        256,
+        ["encode"],
+    )
     assert client.get(f"/v1/models/{MODEL}").json() == info
     assert (info["outputs"], info["score_scale"], info["supports_lora"]) == (["dense"], None, True)
     assert info["certificate"]["digests"] == ["model.safetensors"]
@@ -255,7 +295,12 @@ def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: b
 def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, param: str) -> None:
     body = answer.json()
     error = body["error"]
-    assert (answer.status_code, body["code"], error["reason"], error["param"]) == (400, "INVALID_INPUT", reason, param), body
+    assert (answer.status_code, body["code"], error["reason"], error["param"]) == (
+        400,
+        "INVALID_INPUT",
+        reason,
+        param,
+    ), body
     assert body == {"error": error, "detail": error, "code": error["code"]}
     assert body["error"]["type"] == "invalid_request_error"
     assert error["request_id"] == answer.headers["x-sie-request-id"]
@@ -265,9 +310,15 @@ def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, par
 
 
 BAD_HEADERS = [
-    ("x-sie-timeout-ms", "abc"), ("x-sie-timeout-ms", "0"), ("x-sie-timeout-ms", "600001"), ("x-sie-timeout-ms", "1" + "0" * 5000),
-    ("x-sie-priority", "urgent"), ("x-sie-pool", "../x"), ("x-sie-machine-profile", "a/b/../c"), ("content-encoding", "gzip"),
-]  # fmt: skip
+    ("x-sie-timeout-ms", "abc"),
+    ("x-sie-timeout-ms", "0"),
+    ("x-sie-timeout-ms", "600001"),
+    ("x-sie-timeout-ms", "1" + "0" * 5000),
+    ("x-sie-priority", "urgent"),
+    ("x-sie-pool", "../x"),
+    ("x-sie-machine-profile", "a/b/../c"),
+    ("content-encoding", "gzip"),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_HEADERS, ids=range(len(BAD_HEADERS)))
@@ -286,7 +337,9 @@ def test_what_no_message_can_hold_is_413_and_a_foreign_traceparent_is_dropped(cl
 
 
 def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx.Client) -> None:
-    """L11 S24: no message of the broker holds it; `sie serve` keeps such inputs in a folder of its own. Nothing changes for the others."""
+    """L11 S24: no message of the broker holds it; `sie serve` keeps such inputs in a folder of its own. Nothing changes
+    for the others.
+    """
     words = "the quick brown fox jumps over the lazy dog "
     slots = post(client, {"items": [words * 230_000, words * 200, "fine"]}).json()["items"]
     whole, page, fine = (slot["dense"]["values"] for slot in slots)
@@ -307,7 +360,10 @@ def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client)
     """E6"""
     body = {"items": ["a"], "params": {"normalise": True}}
     (warning,) = post(client, body).json()["warnings"]
-    expected = "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 here; did you mean `normalize`?"
+    expected = (
+        "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 here; did you mean "
+        "`normalize`?"
+    )
     assert warning == expected
     strict = post(client, body, **{"x-sie-strict": "true"})
     assert (strict.status_code, strict.json()["error"]["reason"]) == (400, "unknown_option")
@@ -355,7 +411,10 @@ def check_results(single: EncodeResult, several: list[EncodeResult]) -> None:
     assert single["id"] == "a"
     assert set(single["timing"]) == TIMING_KEYS
     assert (single["dense"].shape, single["dense"].dtype) == ((384,), np.float32)
-    assert oracle.cosines(np.array([result["dense"] for result in several]), oracle.encode(["Hello", "World"])).min() >= 0.999
+    assert (
+        oracle.cosines(np.array([result["dense"] for result in several]), oracle.encode(["Hello", "World"])).min()
+        >= 0.999
+    )
     single["dense"][0] = 1.0
 
 

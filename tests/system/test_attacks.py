@@ -1,7 +1,9 @@
-"""Attacks on a real `sie serve` without tokens, as a laptop has it, from outside of its user's programs: a foreign page in a browser, and
-whoever reaches its ports. Every listener of every process is attacked, and each attack is followed by an ordinary request.
+"""Attacks on a real `sie serve` without tokens, as a laptop has it, from outside of its user's programs: a foreign page
+in a browser, and whoever reaches its ports. Every listener of every process is attacked, and each attack is followed by
+an ordinary request.
 
-Another local user is in test_local_users.py, tokens are in test_security.py, bent bodies in test_fuzz.py."""
+Another local user is in test_local_users.py, tokens are in test_security.py, bent bodies in test_fuzz.py.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,27 @@ from websockets.sync.client import connect
 ENCODE = f"/v1/encode/{MODEL}"
 GROWTH_BYTES = 24 << 20
 SENT_BYTES = 24 << 20  # of trailers by each connection, at most: the server gives up long before
-FOREIGN = ({"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"})
+FOREIGN = (
+    {"origin": "https://evil.example"},
+    {"origin": "null"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+)
 REBOUND = ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1")
 CHANGING = (  # one route of each kind that changes or computes
-    ("POST", ENCODE), ("POST", "/v1/embeddings"), ("POST", "/v1/rerank"), ("POST", "/embed"), ("POST", "/v1/pools"),
-    ("POST", "/v1/pools/mine/renew"), ("DELETE", "/v1/pools/mine"), ("POST", "/v1/configs/resolve"), ("POST", "/v1/configs/models"),
-    ("PUT", "/v1/configs/models/a"), ("PATCH", "/v1/configs/models/a"), ("DELETE", "/v1/configs/models/a"),
-)  # fmt: skip
+    ("POST", ENCODE),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/embed"),
+    ("POST", "/v1/pools"),
+    ("POST", "/v1/pools/mine/renew"),
+    ("DELETE", "/v1/pools/mine"),
+    ("POST", "/v1/configs/resolve"),
+    ("POST", "/v1/configs/models"),
+    ("PUT", "/v1/configs/models/a"),
+    ("PATCH", "/v1/configs/models/a"),
+    ("DELETE", "/v1/configs/models/a"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +70,11 @@ def listeners(cluster: Cluster) -> dict[str, tuple[int, str]]:
     config = urlsplit(str(cluster.health()["config_url"])).port
     assert config is not None
     return {
-        "api": (cluster.port, "gateway"), "metrics": (int(metrics[-1]), "gateway"), "worker": (cluster.worker_port, "sidecar"),
+        "api": (cluster.port, "gateway"),
+        "metrics": (int(metrics[-1]), "gateway"),
+        "worker": (cluster.worker_port, "sidecar"),
         "config": (config, "config"),
-    }  # fmt: skip
+    }
 
 
 LISTENERS = ("api", "metrics", "worker", "config")
@@ -119,8 +137,12 @@ def test_trailers_are_no_headers(cluster: Cluster) -> None:
     """A pool that does not exist would be 404, a budget of a millisecond 504."""
     body = json.dumps({"items": ["a"]}).encode()
     with socket.create_connection(("127.0.0.1", cluster.port), timeout=60) as connection:
-        connection.sendall(head(ENCODE, "transfer-encoding: chunked", "connection: close") + b"%x\r\n%b\r\n0\r\n" % (len(body), body))
-        connection.sendall(b"X-SIE-Pool: none\r\nX-SIE-Timeout-Ms: 1\r\nAuthorization: Bearer x\r\nOrigin: https://evil.example\r\n\r\n")
+        connection.sendall(
+            head(ENCODE, "transfer-encoding: chunked", "connection: close") + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+        )
+        connection.sendall(
+            b"X-SIE-Pool: none\r\nX-SIE-Timeout-Ms: 1\r\nAuthorization: Bearer x\r\nOrigin: https://evil.example\r\n\r\n"
+        )
         assert arrived(connection).startswith(b"HTTP/1.1 200 ")
 
 
@@ -137,13 +159,17 @@ def test_an_answer_before_the_body_ends_the_connection(cluster: Cluster) -> None
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: next(iter(foreign.values())))
 def test_a_foreign_page_changes_and_computes_nothing(cluster: Cluster, foreign: dict[str, str]) -> None:
-    """A form, or a fetch without CORS: any method, text/plain. Before anything else is looked at, so on every listener alike."""
+    """A form, or a fetch without CORS: any method, text/plain. Before anything else is looked at, so on every listener
+    alike.
+    """
     for listener, (port, _) in listeners(cluster).items():
         for method, path in CHANGING:
             answer = httpx.request(
-                method, f"http://127.0.0.1:{port}{path}", content='{"items": ["a"], "name": "mine", "gpus": {"cpu": 1}}',
+                method,
+                f"http://127.0.0.1:{port}{path}",
+                content='{"items": ["a"], "name": "mine", "gpus": {"cpu": 1}}',
                 headers={**foreign, "content-type": "text/plain"},
-            )  # fmt: skip
+            )
             assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "origin"), (listener, method, path)
             assert "access-control-allow-origin" not in answer.headers
     assert [pool["name"] for pool in httpx.get(f"{cluster.url}/v1/pools").json()["pools"]] == ["default"]
@@ -161,7 +187,13 @@ def test_its_own_pages_and_programs_are_let_in(cluster: Cluster) -> None:
 def test_a_name_that_was_turned_to_this_machine_opens_nothing(cluster: Cluster, host: str) -> None:
     """DNS rebinding: to the browser the page and this server are one origin."""
     for listener, (port, _) in listeners(cluster).items():
-        for method, path in (("GET", "/"), ("GET", "/healthz"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", ENCODE)):
+        for method, path in (
+            ("GET", "/"),
+            ("GET", "/healthz"),
+            ("GET", "/metrics"),
+            ("GET", "/v1/models"),
+            ("POST", ENCODE),
+        ):
             headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
             answer = httpx.request(method, f"http://127.0.0.1:{port}{path}", headers=headers)
             assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "host"), (listener, path)
@@ -174,13 +206,24 @@ def test_a_name_that_was_turned_to_this_machine_opens_nothing(cluster: Cluster, 
     ids=lambda headers: next(iter(headers.values())),
 )
 def test_no_foreign_page_looks_through_a_websocket(cluster: Cluster, headers: dict[str, str]) -> None:
-    for port, path in ((cluster.port, "/ws/cluster-status"), (cluster.port, "/ws/status"), (cluster.worker_port, "/ws/status")):
+    for port, path in (
+        (cluster.port, "/ws/cluster-status"),
+        (cluster.port, "/ws/status"),
+        (cluster.worker_port, "/ws/status"),
+    ):
         host = headers.get("host", f"127.0.0.1:{port}")
         lines = [f"{name}: {value}" for name, value in headers.items() if name != "host"]
         asked = [
-            f"GET {path} HTTP/1.1", f"host: {host}", *lines, "upgrade: websocket", "connection: upgrade", "sec-websocket-version: 13",
-            "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "", "",
-        ]  # fmt: skip
+            f"GET {path} HTTP/1.1",
+            f"host: {host}",
+            *lines,
+            "upgrade: websocket",
+            "connection: upgrade",
+            "sec-websocket-version: 13",
+            "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==",
+            "",
+            "",
+        ]
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             connection.sendall("\r\n".join(asked).encode())
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 403 "), (port, path)
@@ -219,14 +262,20 @@ def test_one_client_cannot_take_all_status_sockets(cluster: Cluster) -> None:
 
 
 def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
-    """1. 300 connections drip heads, bodies and trailers; 2. complete requests of clients that send no more are answered beside them."""
+    """1. 300 connections drip heads, bodies and trailers; 2. complete requests of clients that send no more are
+    answered beside them.
+    """
     body = json.dumps({"items": ["a"]}).encode()
     with contextlib.ExitStack() as held:
         beginnings = (
-            b"POST " + ENCODE.encode(), head(ENCODE, "content-length: 100") + b"{",
-            head(ENCODE, "transfer-encoding: chunked") + b"1\r\n{\r\n0\r\nx: ", head("/none", "transfer-encoding: chunked") + b"5;x",
-        )  # fmt: skip
-        slow = [held.enter_context(socket.create_connection(("127.0.0.1", cluster.port), timeout=30)) for _ in range(300)]
+            b"POST " + ENCODE.encode(),
+            head(ENCODE, "content-length: 100") + b"{",
+            head(ENCODE, "transfer-encoding: chunked") + b"1\r\n{\r\n0\r\nx: ",
+            head("/none", "transfer-encoding: chunked") + b"5;x",
+        )
+        slow = [
+            held.enter_context(socket.create_connection(("127.0.0.1", cluster.port), timeout=30)) for _ in range(300)
+        ]
         for number, connection in enumerate(slow):
             connection.sendall(beginnings[number % len(beginnings)])
         for _ in range(3):
@@ -245,16 +294,24 @@ def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
 
 
 def test_values_that_only_msgpack_has_before_a_real_model(cluster: Cluster) -> None:
-    """Where a body passes, workers meet it: each value as an item, a text, a parameter and an option of the real model."""
+    """Where a body passes, workers meet it: each value as an item, a text, a parameter and an option of
+    the real model.
+    """
     statuses: dict[int, int] = {}
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         for odd in fuzz.ONLY_MSGPACK:
             bodies: tuple[Any, ...] = (
-                {"items": odd}, {"items": [odd]}, {"items": [{"text": odd}]}, {"items": ["a"], "params": odd},
-                {"items": ["a"], "muvera": odd}, {"items": ["a"], "params": {"options": {"x": odd}}},
+                {"items": odd},
+                {"items": [odd]},
+                {"items": [{"text": odd}]},
+                {"items": ["a"], "params": odd},
+                {"items": ["a"], "muvera": odd},
+                {"items": ["a"], "params": {"options": {"x": odd}}},
                 {"items": [{"text": "a", "metadata": odd}]},
-                {"items": [{"text": "a", "multivector": odd}]}, {"items": ["a"], "labels": odd}, odd,
-            )  # fmt: skip
+                {"items": [{"text": "a", "multivector": odd}]},
+                {"items": ["a"], "labels": odd},
+                odd,
+            )
             for each in bodies:
                 case = fuzz.packed(ENCODE, each)
                 answer = client.post(case.path, content=case.body, headers=case.headers)

@@ -18,7 +18,9 @@ ROUNDS = 200
 
 @pytest.mark.timeout(300)
 async def test_two_hundred_ragged_batches_equal_one_by_one(tmp_path: Path) -> None:
-    """W1, W4: concurrent requests of several clients, seen to have run in one forward pass, against each text alone, float32."""
+    """W1, W4: concurrent requests of several clients, seen to have run in one forward pass, against each text alone,
+    float32.
+    """
     rng = random.Random(5)
     texts = oracle.ragged_texts(120, seed=5, longest=120)
     args = ["--preload", MODEL, "--default-compute-precision", "float32", "--batcher-coalesce-ms", "50", "--no-spare"]
@@ -27,7 +29,9 @@ async def test_two_hundred_ragged_batches_equal_one_by_one(tmp_path: Path) -> No
 
             async def vectors(part: list[str]) -> tuple[np.ndarray, list[tuple[str, int]]]:
                 content = json.dumps({"items": part})
-                answer = await client.post(f"{cluster.url}/v1/encode/{MODEL}", content=content, headers={"x-sie-explain": "1"})
+                answer = await client.post(
+                    f"{cluster.url}/v1/encode/{MODEL}", content=content, headers={"x-sie-explain": "1"}
+                )
                 body = answer.json()
                 batches = [(entry["batch"]["id"], entry["batch"]["chunks"]) for entry in body["explain"]]
                 return np.array([slot["dense"]["values"] for slot in body["items"]], np.float32), batches

@@ -1,4 +1,5 @@
-"""A broker that is partitioned, slow, restarted, silent or set up too small: what each costs, what is said, and that it ends by itself.
+"""A broker that is partitioned, slow, restarted, silent or set up too small: what each costs, what is said, and that it
+ends by itself.
 
 The table in docs/queue.md names the test of each row.
 """
@@ -68,7 +69,9 @@ class Received:
             while body not in self.bodies:
                 delivery = await self._queue.get()
                 self.bodies.append(delivery.data)
-                with contextlib.suppress(BrokerUnavailable):  # then it is delivered again, which the test sees as a second body
+                with contextlib.suppress(
+                    BrokerUnavailable
+                ):  # then it is delivered again, which the test sees as a second body
                     await delivery.ack()
         return time.monotonic() - started_s
 
@@ -86,8 +89,12 @@ async def publish_until_stored(broker: Broker, subject: str, body: bytes) -> Non
 
 
 @pytest.mark.timeout(180)
-async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_and_partitions(server: NatsServer) -> None:
-    """S1 S2 S5: restarted, killed, stopped, cut off and held back in turns; deliveries and a watch of a bucket go on each time."""
+async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_and_partitions(
+    server: NatsServer,
+) -> None:
+    """S1 S2 S5: restarted, killed, stopped, cut off and held back in turns; deliveries and a watch of a bucket go on
+    each time.
+    """
     await _faults(server, 20)
 
 
@@ -156,7 +163,9 @@ async def _faults(server: NatsServer, count: int) -> None:
                 while (await seen.get()).value != body:
                     pass
             longest[fault.__name__] = max(longest.get(fault.__name__, 0.0), fetching_s)
-        print("longest until a delivery came again, seconds:", {name: round(value, 2) for name, value in longest.items()})
+        print(
+            "longest until a delivery came again, seconds:", {name: round(value, 2) for name, value in longest.items()}
+        )
         assert max(longest.values()) < FETCHING_AGAIN_S
         assert {int(body) for body in received.bodies} == set(range(count))
         await pulls.stop()
@@ -167,15 +176,18 @@ async def _faults(server: NatsServer, count: int) -> None:
 async def _reverified(queue: WorkQueue) -> None:
     """As a gateway does after each reconnect."""
     logger = logging.getLogger("test")
-    await retry(queue.reverify, errors=(BrokerError,), stop=Stop(), logger=logger, what="verifying the queue after a reconnect")
+    await retry(
+        queue.reverify, errors=(BrokerError,), stop=Stop(), logger=logger, what="verifying the queue after a reconnect"
+    )
 
 
 @pytest.mark.timeout(90)
 async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S2: (1) the network swallows every byte, both ways, with no end of a connection; (2) two pings of 5 s go unanswered; (3) the
-    connection counts as lost and says so once; (4) the network is back: fetching again in 5 s."""
+    """S2: (1) the network swallows every byte, both ways, with no end of a connection; (2) two pings of 5 s go
+    unanswered; (3) the connection counts as lost and says so once; (4) the network is back: fetching again in 5 s.
+    """
     received = Received()
     spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
     async with TcpProxy(server.port) as proxy, connections() as opened:
@@ -187,7 +199,9 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
         await worker.flush()
         proxy.swallow()
         started_s = time.monotonic()
-        await until(lambda: not worker.connected and "connection lost" in caplog.text, "the loss of the connection", 30.0)
+        await until(
+            lambda: not worker.connected and "connection lost" in caplog.text, "the loss of the connection", 30.0
+        )
         assert time.monotonic() - started_s > 5.0
         assert caplog.text.count("worker: connection lost") == 1
         proxy.heal()
@@ -197,8 +211,10 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
 
 @pytest.mark.timeout(60)
 async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(server: NatsServer) -> None:
-    """L10: (1) half a second each way: stored at the first attempt. (2) Slower than an attempt waits: repeated under the same id, stored
-    once. (3) Slower than the budget: 503 inside it. (4) As fast as ever: the next request is stored."""
+    """L10: (1) half a second each way: stored at the first attempt. (2) Slower than an attempt waits: repeated under
+    the same id, stored once. (3) Slower than the budget: 503 inside it. (4) As fast as ever: the next request is
+    stored.
+    """
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
         opened += [broker, judge]
@@ -237,7 +253,9 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
 
 @pytest.mark.timeout(60)
 async def test_a_publish_waits_out_a_partition_and_is_stored_once(server: NatsServer) -> None:
-    """L10: cut off for less than the patience of a publish: the request is stored when the network is back. Above its budget: 503."""
+    """L10: cut off for less than the patience of a publish: the request is stored when the network is back. Above its
+    budget: 503.
+    """
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
         opened += [broker, judge]
@@ -286,11 +304,17 @@ def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_
     with NatsServer(tmp_path / "nats", max_payload=32768) as server:
         ended = subprocess.run(
             [SIE, "gateway", "--port", "0", "--gateway-metrics-port", "0", "--nats-url", server.url],
-            capture_output=True, text=True, timeout=50, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
     assert ended.returncode == 2
     told = [line for line in ended.stderr.splitlines() if "max_payload" in line]
-    assert told == ["error: SIE_NATS_URL: the broker's max_payload of 32768 bytes is too small: its configuration must say at least 65536"]
+    assert told == [
+        "error: SIE_NATS_URL: the broker's max_payload of 32768 bytes is too small: its configuration must say at least"
+        " 65536"
+    ]
 
 
 # ---- deletions of consumers
@@ -304,7 +328,9 @@ async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
             return opened[-1]
 
         outcome = await race(open_, deletions, for_s=for_s, pause_s=0.002)
-    print(f"{outcome.deleted} deletions, {len(outcome.published)} publishes, the longest wait {outcome.longest_s:.2f} s")
+    print(
+        f"{outcome.deleted} deletions, {len(outcome.published)} publishes, the longest wait {outcome.longest_s:.2f} s"
+    )
     assert outcome.left == 0
     assert set(outcome.published) <= set(outcome.received)
     return outcome

@@ -1,6 +1,8 @@
-"""Public clients as their users install them, unmodified, against a running cluster: what they get, and what they make of errors.
+"""Public clients as their users install them, unmodified, against a running cluster: what they get, and what they make
+of errors.
 
-Each client gives the vectors, or the scores, that the native route gives, bit for bit: one text at a time on an idle cluster.
+Each client gives the vectors, or the scores, that the native route gives, bit for bit: one text at a time on an idle
+cluster.
 """
 
 from __future__ import annotations
@@ -35,13 +37,21 @@ from sie_gateway.dialects import vocabulary
 # of the clients' own
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in ("DeprecationWarning", "PendingDeprecationWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+    for kind in (
+        "DeprecationWarning",
+        "PendingDeprecationWarning",
+        "ResourceWarning",
+        "pytest.PytestUnraisableExceptionWarning",
+    )
 ]
 
 KEY = secrets.token_urlsafe(16)
 MINI, CROSS, IDS = "test/mini", "test/cross", "test/ids"
 TEXT, LONG = "The river runs past the old mill.", "winter " * 600
-QUERY, DOCUMENTS = "river search queue", ["the winter garden (of music)", "kernel", "river river", "Zürich, 東京 and 😀"]
+QUERY, DOCUMENTS = (
+    "river search queue",
+    ["the winter garden (of music)", "kernel", "river river", "Zürich, 東京 and 😀"],
+)
 # where tiktoken looks for what it would otherwise get from the network: SHA-1 of the address
 CL100K = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
 REJECTED = "sie_gateway_rejected_requests_total"
@@ -54,7 +64,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels)
     models = LocalModels(tmp_path_factory.mktemp("models"), every_family.weights)
     for name in ("mini", "cross", "m3", "late", "reranker", "classes"):
         shutil.copy(every_family.folder / f"{name}.yaml", models.folder)
-    models.add("ids", {**json.loads((models.folder / "mini.yaml").read_text()), "id": IDS, "openai_token_encoding": "cl100k_base"})
+    models.add(
+        "ids",
+        {**json.loads((models.folder / "mini.yaml").read_text()), "id": IDS, "openai_token_encoding": "cl100k_base"},
+    )
     environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": KEY, "SIE_MAX_CONCURRENT_REQUESTS": "1"}
     with running(tmp_path_factory.mktemp("clients"), *models.arguments, "--no-spare", environ=environ) as cluster:
         yield cluster
@@ -63,7 +76,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels)
 
 @pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=cluster.url, timeout=60, trust_env=False, headers={"authorization": f"Bearer {KEY}"}) as client:
+    with httpx.Client(
+        base_url=cluster.url, timeout=60, trust_env=False, headers={"authorization": f"Bearer {KEY}"}
+    ) as client:
         yield client
 
 
@@ -80,14 +95,18 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def native(client: httpx.Client, text: str, model: str = MINI, **params: Any) -> list[float]:
-    answer = client.post(f"/v1/encode/{model}", json={"items": [text], "params": params}, headers={"accept": "application/msgpack"})
+    answer = client.post(
+        f"/v1/encode/{model}", json={"items": [text], "params": params}, headers={"accept": "application/msgpack"}
+    )
     assert answer.status_code == 200, answer.text
     values = arrays.unpack(arrays.decode_msgpack(answer.content))["items"][0]["dense"]["values"]
     assert values.dtype == np.float32
     return list(values.tolist())
 
 
-def native_scores(client: httpx.Client, model: str = CROSS, documents: list[str] = DOCUMENTS) -> list[tuple[int, float]]:
+def native_scores(
+    client: httpx.Client, model: str = CROSS, documents: list[str] = DOCUMENTS
+) -> list[tuple[int, float]]:
     answer = client.post(f"/v1/score/{model}", json={"query": QUERY, "items": documents})
     assert answer.status_code == 200, answer.text
     return [(int(entry["item_id"].removeprefix("item-")), entry["score"]) for entry in answer.json()["scores"]]
@@ -111,7 +130,9 @@ def openai_async(url: str, model: str, text: str, key: str, retries: int, **more
 
     async def run() -> list[float]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=retries, timeout=30) as client:
-            answer = await client.embeddings.create(model=model, input=[text], encoding_format="float", extra_body=more or None)
+            answer = await client.embeddings.create(
+                model=model, input=[text], encoding_format="float", extra_body=more or None
+            )
         return answer.data[0].embedding
 
     return asyncio.run(run())
@@ -121,9 +142,13 @@ def langchain(url: str, model: str, text: str, key: str, retries: int, **more: A
     from langchain_openai import OpenAIEmbeddings
 
     embedder = OpenAIEmbeddings(
-        model=model, base_url=f"{url}/v1", api_key=key, max_retries=retries, check_embedding_ctx_length=False,
+        model=model,
+        base_url=f"{url}/v1",
+        api_key=key,
+        max_retries=retries,
+        check_embedding_ctx_length=False,
         model_kwargs={"extra_body": more} if more else {},
-    )  # fmt: skip
+    )
     return embedder.embed_documents([text])[0]
 
 
@@ -131,7 +156,9 @@ def haystack(url: str, model: str, text: str, key: str, retries: int) -> list[fl
     from haystack.components.embedders import OpenAITextEmbedder
     from haystack.utils import Secret
 
-    embedder = OpenAITextEmbedder(api_key=Secret.from_token(key), model=model, api_base_url=f"{url}/v1", max_retries=retries, timeout=30)
+    embedder = OpenAITextEmbedder(
+        api_key=Secret.from_token(key), model=model, api_base_url=f"{url}/v1", max_retries=retries, timeout=30
+    )
     return list(embedder.run(text)["embedding"])
 
 
@@ -141,9 +168,14 @@ def haystack_documents(url: str, model: str, text: str, key: str, retries: int) 
     from haystack.utils import Secret
 
     embedder = OpenAIDocumentEmbedder(
-        api_key=Secret.from_token(key), model=model, api_base_url=f"{url}/v1", max_retries=retries, timeout=30, progress_bar=False,
+        api_key=Secret.from_token(key),
+        model=model,
+        api_base_url=f"{url}/v1",
+        max_retries=retries,
+        timeout=30,
+        progress_bar=False,
         raise_on_failure=True,
-    )  # fmt: skip
+    )
     (document,) = embedder.run([Document(content=text)])["documents"]
     assert document.embedding is not None
     return document.embedding
@@ -154,12 +186,16 @@ def cohere_v2(url: str, key: str, retries: int) -> Iterator[Any]:
     import cohere
 
     with httpx.Client(timeout=30) as http:
-        yield cohere.ClientV2(key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False)
+        yield cohere.ClientV2(
+            key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False
+        )
 
 
 def cohere_embed(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
     with cohere_v2(url, key, retries) as client:
-        answer = client.embed(model=model, texts=[text], input_type="search_document", embedding_types=["float"], **more)
+        answer = client.embed(
+            model=model, texts=[text], input_type="search_document", embedding_types=["float"], **more
+        )
     assert answer.response_type == "embeddings_by_type"
     return list(answer.embeddings.float_[0])
 
@@ -186,9 +222,15 @@ def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) ->
     import cohere
 
     with httpx.Client(timeout=30) as http:
-        client = cohere.Client(key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False)
-        answer = client.rerank(model=model, query=QUERY, documents=[{"text": text} for text in DOCUMENTS], return_documents=True)
-    assert [each.document.text for each in answer.results if each.document] == [DOCUMENTS[each.index] for each in answer.results]
+        client = cohere.Client(
+            key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False
+        )
+        answer = client.rerank(
+            model=model, query=QUERY, documents=[{"text": text} for text in DOCUMENTS], return_documents=True
+        )
+    assert [each.document.text for each in answer.results if each.document] == [
+        DOCUMENTS[each.index] for each in answer.results
+    ]
     assert answer.meta is not None
     assert answer.meta.billed_units is not None
     assert answer.meta.billed_units.search_units == 1
@@ -200,7 +242,9 @@ def cohere_embed_v1(url: str, model: str, text: str, key: str, retries: int, **m
     import cohere
 
     with httpx.Client(timeout=30) as http:
-        client = cohere.Client(key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False)
+        client = cohere.Client(
+            key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False
+        )
         answer = client.embed(model=model, texts=[text], **more)
     assert (answer.response_type, answer.texts) == ("embeddings_floats", [text])
     return answer.embeddings[0]
@@ -212,7 +256,9 @@ def voyage(url: str, key: str, retries: int) -> Iterator[Any]:
 
     try:
         yield voyageai.Client(api_key=key, base_url=f"{url}/v1", max_retries=retries + 1, timeout=30)
-    except voyageai.error.VoyageError as error:  # the text of one that is told before the body is read cannot be printed
+    except (
+        voyageai.error.VoyageError
+    ) as error:  # the text of one that is told before the body is read cannot be printed
         raise Refused(error.http_status, error.http_body) from error
 
 
@@ -244,7 +290,9 @@ def jina_embed(url: str, model: str, text: str, key: str, retries: int) -> list[
     from haystack.utils import Secret
     from haystack_integrations.components.embedders.jina import JinaTextEmbedder
 
-    embedder = JinaTextEmbedder(Secret.from_token(key), model, base_url=f"{url}/v1/embeddings", task="retrieval.passage", dimensions=384)
+    embedder = JinaTextEmbedder(
+        Secret.from_token(key), model, base_url=f"{url}/v1/embeddings", task="retrieval.passage", dimensions=384
+    )
     with told_by_jina():
         return list(embedder.run(text)["embedding"])
 
@@ -264,7 +312,9 @@ def jina_rerank(url: str, model: str, text: str, key: str, retries: int) -> list
 def infinity(url: str, key: str) -> Iterator[Any]:
     from infinity_client import AuthenticatedClient
 
-    with AuthenticatedClient(base_url=url, token=key, raise_on_unexpected_status=True, timeout=httpx.Timeout(30)) as client:
+    with AuthenticatedClient(
+        base_url=url, token=key, raise_on_unexpected_status=True, timeout=httpx.Timeout(30)
+    ) as client:
         yield client
 
 
@@ -315,7 +365,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """`call` of url, model, text, key and retries; `options`: how it says that nothing may be cut, None where it cannot.
+    """`call` of url, model, text, key and retries; `options`: how it says that nothing may be cut, None where it
+    cannot.
 
     `comes_back`: whether it can be told to try again.
     """
@@ -330,33 +381,48 @@ class Client:
 
 NONE = {"truncate": "NONE"}
 CLIENTS = [
-    Client("openai", openai_sync, NONE), Client("openai async", openai_async, NONE), Client("langchain", langchain, NONE),
-    Client("haystack", haystack), Client("haystack documents", haystack_documents), Client("cohere embed", cohere_embed, NONE),
-    Client("curl", curl, NONE), Client("cohere rerank v2", cohere_rerank_v2, gives="scores"),
-    Client("cohere rerank v1", cohere_rerank_v1, gives="scores"), Client("llama-index", heavy("llama-index"), long=True),
+    Client("openai", openai_sync, NONE),
+    Client("openai async", openai_async, NONE),
+    Client("langchain", langchain, NONE),
+    Client("haystack", haystack),
+    Client("haystack documents", haystack_documents),
+    Client("cohere embed", cohere_embed, NONE),
+    Client("curl", curl, NONE),
+    Client("cohere rerank v2", cohere_rerank_v2, gives="scores"),
+    Client("cohere rerank v1", cohere_rerank_v1, gives="scores"),
+    Client("llama-index", heavy("llama-index"), long=True),
     Client("litellm", heavy("litellm"), long=True),
     Client("litellm rerank", heavy("litellm-rerank"), gives="scores", long=True, comes_back=False),
-    Client("cohere embed v1", cohere_embed_v1, NONE), Client("langchain cohere", heavy("langchain-cohere"), long=True),
+    Client("cohere embed v1", cohere_embed_v1, NONE),
+    Client("langchain cohere", heavy("langchain-cohere"), long=True),
     Client("langchain cohere rerank", heavy("langchain-cohere-rerank"), gives="scores", long=True, comes_back=False),
-    Client("voyage", voyage_embed, NONE), Client("voyage rerank", voyage_rerank, gives="scores"),
-    Client("jina", jina_embed, comes_back=False), Client("jina rerank", jina_rerank, gives="scores", comes_back=False),
-    Client("infinity", infinity_embed, comes_back=False), Client("infinity rerank", infinity_rerank, gives="scores", comes_back=False),
-    *(Client(f"litellm {name}", heavy(f"litellm-{name}"), long=True, comes_back=False) for name in ("infinity", "jina")),
+    Client("voyage", voyage_embed, NONE),
+    Client("voyage rerank", voyage_rerank, gives="scores"),
+    Client("jina", jina_embed, comes_back=False),
+    Client("jina rerank", jina_rerank, gives="scores", comes_back=False),
+    Client("infinity", infinity_embed, comes_back=False),
+    Client("infinity rerank", infinity_rerank, gives="scores", comes_back=False),
+    *(
+        Client(f"litellm {name}", heavy(f"litellm-{name}"), long=True, comes_back=False)
+        for name in ("infinity", "jina")
+    ),
     *(
         Client(f"litellm {name} rerank", heavy(f"litellm-{name}-rerank"), gives="scores", long=True, comes_back=False)
         for name in ("infinity", "jina", "voyage")
     ),
-]  # fmt: skip
+]
 every_client = pytest.mark.parametrize(
     "public", [pytest.param(each, id=each.name, marks=pytest.mark.long if each.long else ()) for each in CLIENTS]
-)  # fmt: skip
+)
 
 
 def model_of(public: Client) -> str:
     return MINI if public.gives == "vector" else CROSS
 
 
-def refusal(public: Client, cluster: Cluster, model: str = "", text: str = TEXT, key: str = KEY, **more: Any) -> tuple[int, str]:
+def refusal(
+    public: Client, cluster: Cluster, model: str = "", text: str = TEXT, key: str = KEY, **more: Any
+) -> tuple[int, str]:
     """The status that the client tells its user, and the words."""
     with pytest.raises(Exception) as raised:  # each has a tree of its own
         public.call(cluster.url, model or model_of(public), text, key, 0, **more)
@@ -392,7 +458,9 @@ def test_each_client_tells_of_a_bad_key(public: Client, cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize("public", [pytest.param(each, id=each.name) for each in CLIENTS if each.options])
-def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(public: Client, cluster: Cluster, client: httpx.Client) -> None:
+def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(
+    public: Client, cluster: Cluster, client: httpx.Client
+) -> None:
     status, words = refusal(public, cluster, text=LONG, **(public.options or {}))
     assert status == 400
     assert "602 tokens, the limit is 256" in words
@@ -404,7 +472,10 @@ def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(public: Client
 def occupied(cluster: Cluster) -> Iterator[None]:
     """The gateway's only place is taken by an upload that does not end."""
     with socket.create_connection(("127.0.0.1", cluster.port)) as upload:
-        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n"
+        head = (
+            f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: "
+            "10\r\n\r\n"
+        )
         upload.sendall(head.encode())
         until(lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") >= 1, 10, "the upload in progress")
         yield
@@ -412,8 +483,12 @@ def occupied(cluster: Cluster) -> Iterator[None]:
 
 
 @every_client
-def test_each_client_is_told_of_overload_and_comes_back_by_itself(public: Client, cluster: Cluster, client: httpx.Client) -> None:
-    """Contract 22.3, 23.1: QUEUE_FULL with Retry-After and x-should-retry. A client that may retry waits, and gets its answer."""
+def test_each_client_is_told_of_overload_and_comes_back_by_itself(
+    public: Client, cluster: Cluster, client: httpx.Client
+) -> None:
+    """Contract 22.3, 23.1: QUEUE_FULL with Retry-After and x-should-retry. A client that may retry waits, and gets its
+    answer.
+    """
     found: list[Any] = []
     with occupied(cluster):
         status, words = refusal(public, cluster)
@@ -451,7 +526,9 @@ def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: http
         assert by_ids.usage.prompt_tokens == len(given)
         assert len(api.embeddings.create(model=MINI, input=[given, given[1:-1]], dimensions=384).data) == 2
         cut = api.embeddings.create(model="test/m3", input=TEXT, dimensions=16)
-        assert np.array_equal(np.array(cut.data[0].embedding, np.float32), native(client, TEXT, "test/m3", dimensions=16))
+        assert np.array_equal(
+            np.array(cut.data[0].embedding, np.float32), native(client, TEXT, "test/m3", dimensions=16)
+        )
         with pytest.raises(openai.BadRequestError) as raised:
             api.embeddings.create(model=MINI, input=TEXT, dimensions=5)
         assert (raised.value.code, raised.value.param) == ("invalid_input", "dimensions")
@@ -465,40 +542,65 @@ def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: http
 
 
 def test_langchain_sends_ids_of_openai_and_gets_the_vector_of_its_text(cluster: Cluster, client: httpx.Client) -> None:
-    """Contract 14: with the key of the model's entry a client that cuts texts with a vocabulary of OpenAI's works as it is."""
+    """Contract 14: with the key of the model's entry a client that cuts texts with a vocabulary of OpenAI's works as it
+    is.
+    """
     from langchain_openai import OpenAIEmbeddings
 
     embedder = OpenAIEmbeddings(model=IDS, base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0)  # type: ignore[arg-type]
     found = embedder.embed_documents([TEXT])
-    assert np.array_equal(np.array(found[0], np.float32), native(client, TEXT, IDS))  # MINI, loaded apart, may have other kernels
+    assert np.array_equal(
+        np.array(found[0], np.float32), native(client, TEXT, IDS)
+    )  # MINI, loaded apart, may have other kernels
     assert np.allclose(embedder.embed_query("kernel"), native(client, "kernel"), atol=1e-6)
-    assert np.allclose(asyncio.run(embedder.aembed_documents([TEXT, QUERY])), [native(client, each) for each in (TEXT, QUERY)], atol=1e-6)
+    assert np.allclose(
+        asyncio.run(embedder.aembed_documents([TEXT, QUERY])),
+        [native(client, each) for each in (TEXT, QUERY)],
+        atol=1e-6,
+    )
 
 
 def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.Client) -> None:
-    """Contract 16: types of one run, with what they are to be read with; 2.3: the worker's own conversion gives the same codes."""
+    """Contract 16: types of one run, with what they are to be read with; 2.3: the worker's own conversion gives the
+    same codes.
+    """
     types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
     with cohere_v2(cluster.url, KEY, 0) as api:
         answer = api.embed(model=MINI, texts=[TEXT, "kernel"], input_type="clustering", embedding_types=types)
     found = answer.embeddings
     assert (answer.texts, answer.meta.billed_units.input_tokens) == ([TEXT, "kernel"], 13)
-    raw = client.post("/v2/embed", json={"model": MINI, "texts": [TEXT], "input_type": "search_document", "embedding_types": types}).json()
+    raw = client.post(
+        "/v2/embed", json={"model": MINI, "texts": [TEXT], "input_type": "search_document", "embedding_types": types}
+    ).json()
     alone = np.array(native(client, TEXT), np.float32)
     assert np.array_equal(np.frombuffer(base64.b64decode(raw["embeddings"]["base64"][0]), "<f4"), alone)
     for name in ("int8", "uint8", "ubinary"):
-        slot = client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()["items"][0]["dense"]
+        slot = client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()[
+            "items"
+        ][0]["dense"]
         assert raw["embeddings"][name][0] == slot["values"]
         scales = raw.get("embeddings_scale", {}).get(name, {})
-        assert {key: values[0] for key, values in scales.items()} == {key: slot[key] for key in ("scale", "offset") if key in slot}
+        assert {key: values[0] for key, values in scales.items()} == {
+            key: slot[key] for key in ("scale", "offset") if key in slot
+        }
     assert [value + 128 for value in raw["embeddings"]["binary"][0]] == raw["embeddings"]["ubinary"][0]
-    assert len(found.int8[1]) == 8 * len(found.binary[1]) == 8 * len(found.ubinary[1]) == len(found.uint8[1]) == len(found.float_[1]) == 384
+    assert (
+        len(found.int8[1])
+        == 8 * len(found.binary[1])
+        == 8 * len(found.ubinary[1])
+        == len(found.uint8[1])
+        == len(found.float_[1])
+        == 384
+    )
     assert len(base64.b64decode(found.base64[0])) == 4 * 384
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 @pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
 def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Client, path: str, model: str) -> None:
-    """Contract 15: whatever the scale of the model; the scale itself on demand; documents by the route's own default."""
+    """Contract 15: whatever the scale of the model; the scale itself on demand; documents by the route's
+    own default.
+    """
     scores = native_scores(client, model)
     body = {"model": model, "query": QUERY, "documents": DOCUMENTS}
     found = client.post(path, json=body).json()
@@ -536,16 +638,26 @@ def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Clie
 def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.Client) -> None:
     """Contract 15: rank_fields of Cohere v1."""
     documents = [{"title": "river", "body": "kernel", "year": 1999}, {"body": "music", "title": "winter"}]
-    asked = {"model": CROSS, "query": QUERY, "documents": documents, "rank_fields": ["title", "year", "body"], "max_chunks_per_doc": 4}
+    asked = {
+        "model": CROSS,
+        "query": QUERY,
+        "documents": documents,
+        "rank_fields": ["title", "year", "body"],
+        "max_chunks_per_doc": 4,
+    }
     found = client.post("/v1/rerank", json=asked).json()
-    plain = client.post("/v1/rerank", json={"model": CROSS, "query": QUERY, "documents": ["river\n1999\nkernel", "winter\nmusic"]}).json()
+    plain = client.post(
+        "/v1/rerank", json={"model": CROSS, "query": QUERY, "documents": ["river\n1999\nkernel", "winter\nmusic"]}
+    ).json()
     assert found["results"] == plain["results"]
     assert found["warnings"][0].startswith("max_chunks_per_doc: ignored")
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
 def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str) -> None:
-    """Contract 17.3: the classes of TEI's route, in Infinity's shape; the logits on demand. The only classifier need not be named."""
+    """Contract 17.3: the classes of TEI's route, in Infinity's shape; the logits on demand. The only classifier need
+    not be named.
+    """
     texts = [TEXT, "kernel"]
     found = client.post(path, json={"model": "test/classes", "input": texts}).json()
     alone = [client.post("/tei/test/classes/predict", json={"inputs": text}).json() for text in texts]
@@ -555,7 +667,9 @@ def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str)
     assert (found["object"], found["model"], found["id"].partition("-")[0]) == ("classify", "test/classes", "classify")
     assert found["usage"]["total_tokens"] > 2 * len(texts)
     raw = client.post(path, json={"input": texts[0], "raw_scores": True}).json()["data"][0]
-    assert np.log(found["data"][0][0]["score"] / found["data"][0][1]["score"]) == pytest.approx(raw[0]["score"] - raw[1]["score"], abs=1e-4)
+    assert np.log(found["data"][0][0]["score"] / found["data"][0][1]["score"]) == pytest.approx(
+        raw[0]["score"] - raw[1]["score"], abs=1e-4
+    )
 
 
 def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
@@ -568,8 +682,12 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
         classes = classify.sync(client=client, body=ClassifyInput([TEXT], "test/classes")).data[0]
     can = {name: found[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
     assert can == {
-        MINI: ["embed"], CROSS: ["rerank"], "test/m3": ["embed", "rerank"], "test/late": ["rerank"], "test/classes": ["classify"],
-    }  # fmt: skip
+        MINI: ["embed"],
+        CROSS: ["rerank"],
+        "test/m3": ["embed", "rerank"],
+        "test/late": ["rerank"],
+        "test/classes": ["classify"],
+    }
     assert {(each.backend, str(each.owned_by), *each.stats.additional_properties) for each in found.values()} == {
         ("torch", "infinity", "queue_absolute")
     }
@@ -579,7 +697,11 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
 def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: httpx.Client) -> None:
     """One run: the codes are those of the native route, and a client of Voyage decodes their base64 by itself."""
     native_slots = {
-        name: client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()["items"][0]["dense"]
+        name: (
+            client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()["items"][
+                0
+            ]["dense"]
+        )
         for name in ("int8", "uint8", "ubinary")
     }
     body = {"model": MINI, "input": [{"text": TEXT}]}  # an object, as Jina has it
@@ -590,11 +712,15 @@ def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: htt
             assert {key: entry[key] for key in ("scale", "offset") if key in entry} == {
                 key: slot[key] for key in ("scale", "offset") if key in slot
             }
-    as_base64 = client.post("/v1/embeddings", json={**body, "embedding_type": ["base64"]}).json()["data"][0]["embedding"]
+    as_base64 = client.post("/v1/embeddings", json={**body, "embedding_type": ["base64"]}).json()["data"][0][
+        "embedding"
+    ]
     assert np.array_equal(np.frombuffer(base64.b64decode(as_base64), "<f4"), np.array(native(client, TEXT), np.float32))
     mixed = client.post("/v1/embeddings", json={"model": MINI, "input": [TEXT, {"text": TEXT}]}).json()["data"]
     assert mixed[0]["embedding"] == pytest.approx(mixed[1]["embedding"], abs=1e-6)
-    refused = client.post("/v1/embeddings", json={**body, "output_dtype": "int8"}, headers={"accept": "application/octet-stream"})
+    refused = client.post(
+        "/v1/embeddings", json={**body, "output_dtype": "int8"}, headers={"accept": "application/octet-stream"}
+    )
     assert refused.json()["error"]["reason"] == "unsupported_dtype"
     with voyage(cluster.url, KEY, 0) as api:
         codes = api.embed([TEXT], model=MINI, output_dtype="ubinary").embeddings[0]
@@ -609,5 +735,9 @@ def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluste
     others = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
     for path, code in (("/v1/embeddings", "unauthenticated"), *others):
         answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False)
-        assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (401, code, "UNAUTHENTICATED")
+        assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (
+            401,
+            code,
+            "UNAUTHENTICATED",
+        )
         assert answer.headers["www-authenticate"] == "Bearer"

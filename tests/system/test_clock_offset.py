@@ -1,8 +1,11 @@
-"""Gateway and sidecar whose wall clocks are half a minute off, each the other way: nobody notices, because ages are the broker's.
+"""Gateway and sidecar whose wall clocks are half a minute off, each the other way: nobody notices, because ages are the
+broker's.
 
-    sitecustomize.py on a process's PYTHONPATH ──► its time.time and time.time_ns are off, before it imports anything of ours
+    sitecustomize.py on a process's PYTHONPATH ──► its time.time and time.time_ns are off, before it imports anything of
+    ours
 
-The broker's clock and that of this test are right. Budgets are below the offset: a clock that was believed would show at once.
+The broker's clock and that of this test are right. Budgets are below the offset: a clock that was believed would show
+at once.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ def lines(part: Part) -> list[dict[str, Any]]:
 
 
 def clocks_offset_s(part: Part, begun_s: float) -> tuple[float, float]:
-    """Between which bounds a process's clock is ahead of ours, by the stamp of its last line, which came after `begun_s`."""
+    """Between which bounds a process's clock is ahead of ours, by the stamp of its last line, which came after
+    `begun_s`.
+    """
     stamp_s = datetime.fromisoformat(lines(part)[-1]["timestamp"]).timestamp()
     return stamp_s - time.time(), stamp_s - begun_s
 
@@ -98,12 +103,16 @@ class Answer:
 
 async def ask(client: httpx.AsyncClient, text: str, budget_ms: int = BUDGET_MS) -> Answer:
     sent_s, began_s = time.time(), time.perf_counter()
-    answer = await client.post(f"/v1/encode/{MODEL}", json={"items": [text]}, headers={"x-sie-timeout-ms": str(budget_ms)})
+    answer = await client.post(
+        f"/v1/encode/{MODEL}", json={"items": [text]}, headers={"x-sie-timeout-ms": str(budget_ms)}
+    )
     return Answer(answer.status_code, answer.json(), answer.headers, sent_s, time.perf_counter() - began_s)
 
 
 class Inbox:
-    """Results of work that was published past the gateway, which else gives late work up itself before a sidecar has to."""
+    """Results of work that was published past the gateway, which else gives late work up itself before a sidecar has
+    to.
+    """
 
     subject = "sie.result.test"
 
@@ -117,9 +126,17 @@ class Inbox:
 
     def item(self, request: str, text: str, budget_ms: int) -> tuple[str, bytes, str]:
         item = WorkItem(
-            request, 0, MODEL, toy_entry().revision, "encode",
-            (Input(text),), RunOptions(), f"{self.subject}.{request}", budget_ms, cost=10,
-        )  # fmt: skip
+            request,
+            0,
+            MODEL,
+            toy_entry().revision,
+            "encode",
+            (Input(text),),
+            RunOptions(),
+            f"{self.subject}.{request}",
+            budget_ms,
+            cost=10,
+        )
         return topology.work_subject(LANE, "interactive", MODEL), messages.encode(item), request
 
 
@@ -132,10 +149,12 @@ def _broker_state(stack: Stack) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gateway_s", [OFFSET_S, pytest.param(-OFFSET_S, marks=pytest.mark.long)])
 async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gateway_s: int) -> None:
-    """1. each process's clock is off, the other's the other way; 2. the device is busy for 1.8 s: a request with a budget of a second is
-    refused after that second, and work with such a budget that no gateway gives up is dropped by the sidecar when the device is free,
-    beside work that is in time; 3. ordinary requests are answered right, their times are true; 4. nothing is left and nothing was
-    delivered twice, the table has the broker's time, and nobody said a word."""
+    """1. each process's clock is off, the other's the other way; 2. the device is busy for 1.8 s: a request with a
+    budget of a second is refused after that second, and work with such a budget that no gateway gives up is dropped by
+    the sidecar when the device is free, beside work that is in time; 3. ordinary requests are answered right, their
+    times are true; 4. nothing is left and nothing was delivered twice, the table has the broker's time, and nobody said
+    a word.
+    """
     stack = Stack(tmp_path / "stack", Plan([MODEL], workers=(DEVICE,), environ=ENVIRON))
     (gateway,), (worker,) = stack.gateways, stack.workers
     put_off(gateway, gateway_s, tmp_path / "ahead")
@@ -159,14 +178,19 @@ async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gat
         assert scraped(metrics, "sie_deliveries_total", redelivered="true") == 0
         assert scraped(metrics, "sie_settlements_total", outcome="late") == 1
         assert scraped(metrics, "sie_settlements_total", outcome="cancelled") == 1
-        told = [line for part in (gateway, worker.sidecar) for line in lines(part) if line["level"] not in ("INFO", "DEBUG")]
+        told = [
+            line for part in (gateway, worker.sidecar) for line in lines(part) if line["level"] not in ("INFO", "DEBUG")
+        ]
         assert [line for line in told if line["logger"] != "sie.settings"] == []
 
 
 async def behind_a_busy_device(stack: Stack, client: httpx.AsyncClient) -> None:
-    """The first work of all: a gateway that knows how fast the worker is would refuse the short budget at once, and rightly so."""
+    """The first work of all: a gateway that knows how fast the worker is would refuse the short budget at once, and
+    rightly so.
+    """
     broker, inbox = await connect(stack.broker_urls, name="test"), Inbox()
     try:
+
         async def confirm(message: CoreMessage) -> None:
             await inbox.on_result(message)
             await broker.send(message.reply, messages.encode(Confirmation("taken")))

@@ -37,9 +37,12 @@ def encode(cluster: Cluster, model: str = "local/mini") -> httpx.Response:
 
 
 @pytest.mark.parametrize("model", ["local/mini", "local__mini/a__b"])
-def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(cluster: Cluster, models: Path, model: str) -> None:
-    """C1, C11: the new revision is read back from the adapter, by what it answers. No process is restarted, and what is broken changes
-    nothing until it is mended."""
+def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
+    cluster: Cluster, models: Path, model: str
+) -> None:
+    """C1, C11: the new revision is read back from the adapter, by what it answers. No process is restarted, and what is
+    broken changes nothing until it is mended.
+    """
     file, entry = models / "mini.yaml", ENTRY.replace("local/mini", model)
     before = {role: cluster.pids(role) for role in ("gateway", "config", "sidecar", "adapter")}
     assert encode(cluster, model).status_code == 404
@@ -50,7 +53,11 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(cluster
     until(lambda: cluster.said("mini.yaml: $.run.normalize (line 7): "), 20, "what is broken")
     assert encode(cluster, model).headers["x-sie-fingerprint"] == unit.headers["x-sie-fingerprint"]
     file.write_text(entry % "false")
-    until(lambda: encode(cluster, model).headers.get("x-sie-fingerprint") != unit.headers["x-sie-fingerprint"], 20, "the changed model")
+    until(
+        lambda: encode(cluster, model).headers.get("x-sie-fingerprint") != unit.headers["x-sie-fingerprint"],
+        20,
+        "the changed model",
+    )
     changed = encode(cluster, model)
     assert changed.status_code == 200
     assert changed.json()["items"][0]["dense"]["values"] != unit.json()["items"][0]["dense"]["values"]
@@ -75,7 +82,9 @@ def test_serving_goes_on_without_the_config_service(cluster: Cluster) -> None:
 def test_a_broken_model_file_ends_the_start_and_names_the_field(tmp_path: Path) -> None:
     """C9, C10"""
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "bad.yaml").write_text("id: a/b\nweights: {package: x}\nfamily: f\noutputs: {dense: many}\nmax_tokens: 5\n")
+    (tmp_path / "models" / "bad.yaml").write_text(
+        "id: a/b\nweights: {package: x}\nfamily: f\noutputs: {dense: many}\nmax_tokens: 5\n"
+    )
     cluster = Cluster(tmp_path / "data", "--models-dir", str(tmp_path / "models"), "--no-spare")
     with pytest.raises(AssertionError, match=r"bad.yaml: \$.outputs"):
         cluster.start()

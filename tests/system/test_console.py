@@ -1,4 +1,6 @@
-"""The console page and the page of documents in a real browser, Debian's chromium, which can reach nothing but this gateway."""
+"""The console page and the page of documents in a real browser, Debian's chromium, which can reach nothing but this
+gateway.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ROWS = "[...document.querySelectorAll('#{0} tr')].map(row => [...row.cells].map(
 
 
 class Page:
-    """One tab, by the DevTools protocol. `asked` has every address that it requested, `complaints` what its console shows as wrong."""
+    """One tab, by the DevTools protocol. `asked` has every address that it requested, `complaints` what its console
+    shows as wrong.
+    """
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
@@ -87,7 +91,9 @@ class Page:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models = local_models.under(tmp_path_factory.mktemp("console-models"))
     models.build(ENCODER.partition("/")[2])
-    with running(tmp_path_factory.mktemp("console"), *models.arguments, "--no-spare", "--allowed-hosts", HOST) as cluster:
+    with running(
+        tmp_path_factory.mktemp("console"), *models.arguments, "--no-spare", "--allowed-hosts", HOST
+    ) as cluster:
         yield cluster
 
 
@@ -96,9 +102,18 @@ def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Host and port of a headless browser's DevTools."""
     profile = tmp_path_factory.mktemp("chromium")
     argv = [
-        "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "about:blank",
-        "--remote-debugging-port=0", f"--user-data-dir={profile}", f"--host-resolver-rules={RESOLVER}", "--window-size=1280,900",
-    ]  # fmt: skip
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "about:blank",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={profile}",
+        f"--host-resolver-rules={RESOLVER}",
+        "--window-size=1280,900",
+    ]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
             yield f"127.0.0.1:{until(lambda: _port(profile / 'DevToolsActivePort'), 30, 'a browser')}"
@@ -127,10 +142,14 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     assert "GiB" in worker[6]
     assert [row[:2] for row in page.evaluate(ROWS.format("models"))] == [[ENCODER, "available"]]
     assert page.evaluate("document.getElementById('connection').innerText") == "healthy"
-    figure = "Number([...document.querySelectorAll('#figures div')].find(pair => pair.innerText.startsWith({0})).lastChild.innerText)"
+    figure = (
+        "Number([...document.querySelectorAll('#figures div')].find(pair => "
+        "pair.innerText.startsWith({0})).lastChild.innerText)"
+    )
     assert page.evaluate(figure.format("'GPUs'")) == 0
 
-    # an answered request, then work that a worker holds while its engine is stopped, come over the websocket: nothing is loaded again
+    # an answered request, then work that a worker holds while its engine is stopped, come over the websocket: nothing
+    # is loaded again
     encode = f"{cluster.url}/v1/encode/{ENCODER}"
     assert httpx.post(encode, json={"items": ["one"]}, timeout=60).status_code == 200
     page.wait(ROWS.format("models"), lambda rows: rows[0][1:3] == ["loaded", "1"])
@@ -139,7 +158,9 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     (adapter,) = cluster.pids("adapter")
     cluster.signal(adapter, signal.SIGSTOP)
     try:
-        waiting = threading.Thread(target=httpx.post, args=(encode,), kwargs={"json": {"items": ["two"]}, "timeout": 60})
+        waiting = threading.Thread(
+            target=httpx.post, args=(encode,), kwargs={"json": {"items": ["two"]}, "timeout": 60}
+        )
         waiting.start()
         page.wait(figure.format("'in hand'"), lambda count: count == 1)
         page.wait(ROWS.format("workers"), lambda rows: rows[0][7] == "1")
@@ -175,9 +196,14 @@ def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
 def test_the_documents_render_and_call_this_gateway_alone(cluster: Cluster, page: Page) -> None:
     own = f"http://{HOST}:{cluster.port}"
     page.open(f"{own}/docs")
-    served = sum(len(methods) for methods in httpx.get(f"{cluster.url}/openapi.json", timeout=5).json()["paths"].values())
+    served = sum(
+        len(methods) for methods in httpx.get(f"{cluster.url}/openapi.json", timeout=5).json()["paths"].values()
+    )
     page.wait("document.querySelectorAll('.opblock').length", lambda count: count == served, timeout_s=30)
-    page.evaluate("window.block = [...document.querySelectorAll('.opblock-get')].find(each => each.innerText.includes('/health')), 0")
+    page.evaluate(
+        "window.block = [...document.querySelectorAll('.opblock-get')].find(each => "
+        "each.innerText.includes('/health')), 0"
+    )
     for button in (".opblock-summary-control", ".try-out__btn", ".execute"):
         page.wait(f"block.querySelectorAll('{button}').length", lambda count: count == 1)
         page.evaluate(f"block.querySelector('{button}').click()")

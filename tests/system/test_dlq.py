@@ -1,4 +1,6 @@
-"""`sie dlq` against a real nats-server: what was given up survives the broker and comes back with its original answer."""
+"""`sie dlq` against a real nats-server: what was given up survives the broker and comes back with its
+original answer.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ async def adapter(tmp_path: Path) -> AsyncIterator[DeadlyAdapter]:
 
 @pytest.fixture
 async def sidecar(nats: NatsServer, broker: Broker, adapter: DeadlyAdapter) -> AsyncIterator[None]:
-    settings = settings_of(SIE_IPC_SOCKET_PATH=adapter.path, SIE_WORKER_METRICS_PORT=str(free_port()), SIE_WORKER_ID="w0")
+    settings = settings_of(
+        SIE_IPC_SOCKET_PATH=adapter.path, SIE_WORKER_METRICS_PORT=str(free_port()), SIE_WORKER_ID="w0"
+    )
     stop, own = Stop(), await connect(nats.url, name="sidecar")
     task = asyncio.create_task(serve(settings, own, Source(ENTRY), stop, host="127.0.0.1"))
     yield
@@ -73,7 +77,9 @@ async def answered(broker: Broker, *texts: str) -> tuple[WorkItem, WorkResult]:
             found.set_result(messages.decode_result(message.data))
 
     await broker.subscribe("inbox", take)
-    item = WorkItem("r", 3, ENTRY.id, ENTRY.revision, "encode", tuple(map(Input, texts)), RunOptions(), "inbox", 60_000, first=12)
+    item = WorkItem(
+        "r", 3, ENTRY.id, ENTRY.revision, "encode", tuple(map(Input, texts)), RunOptions(), "inbox", 60_000, first=12
+    )
     await broker.publish(topology.work_subject(LANE, "interactive", ENTRY.id), messages.encode(item), "r.3")
     return item, await asyncio.wait_for(found, 30)
 
@@ -91,7 +97,8 @@ async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
 ) -> None:
     """L22.
 
-    1. an input ends two adapters and its work is a dead letter; 2. the broker is killed and restarted; 3. replayed with the fault still
+    1. an input ends two adapters and its work is a dead letter; 2. the broker is killed and restarted; 3. replayed with
+      the fault still
     there it fails again and is kept; 4. replayed without, it gives the answer that it would have had, and is gone.
     """
     item, result = await answered(broker, "before", SECRET)
@@ -118,7 +125,9 @@ async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
 
 
 @pytest.mark.usefixtures("sidecar")
-async def test_letters_are_replayed_and_purged_from_the_command_line(nats: NatsServer, broker: Broker, adapter: DeadlyAdapter) -> None:
+async def test_letters_are_replayed_and_purged_from_the_command_line(
+    nats: NatsServer, broker: Broker, adapter: DeadlyAdapter
+) -> None:
     assert "no dead letters" in await sie(nats, "list")
     await answered(broker, SECRET)
     letters = Letters(broker, "_default")

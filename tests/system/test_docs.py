@@ -22,7 +22,9 @@ from transformers import AutoModel
 
 pytestmark = [
     pytest.mark.timeout(400),  # each step has its own bound
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks transformers for it
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+    ),  # PEFT asks transformers for it
 ]
 ELSEWHERE = ("quickstart.md", "coming-from.md", "bundles.md", "tuning.md", "sdk.md")  # the last one by test_readme.py
 # those that want a server of their own come last
@@ -40,8 +42,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_the_quickstart_and_what_others_change_for_it(tmp_path: Path) -> None:
-    """One cluster, which the quickstart starts; the page for who comes from another server is read beside it. Then one of a bundle, with
-    the same folder of models."""
+    """One cluster, which the quickstart starts; the page for who comes from another server is read beside it. Then one
+    of a bundle, with the same folder of models.
+    """
     with Reader(tmp_path) as reader:
         reader.read(DOCS / "quickstart.md")
         reader.read(DOCS / "coming-from.md")
@@ -60,7 +63,9 @@ def test_the_tuning_guide(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Beside a hub and a bucket on this machine. Models that would be fetched are small ones of their kinds, under the same names."""
+    """Beside a hub and a bucket on this machine. Models that would be fetched are small ones of their kinds, under the
+    same names.
+    """
     folder = tmp_path_factory.mktemp("reader")
     models = LocalModels(folder / "models", folder / "weights")
     for each in (models.folder, models.weights):
@@ -73,7 +78,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         hub.add(name, model_folder())
     shutil.copytree(model_folder(), folder / "my-model")
     base = AutoModel.from_pretrained(models.weights / "m3")
-    lora = get_peft_model(base, LoraConfig(r=4, lora_alpha=64, target_modules=["query", "value"], init_lora_weights=False))
+    lora = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=64, target_modules=["query", "value"], init_lora_weights=False)
+    )
     lora.save_pretrained(folder / "lora")
     hub.add(LORA, folder / "lora")
     shutil.rmtree(folder / "lora")

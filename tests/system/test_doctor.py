@@ -1,4 +1,6 @@
-"""`sie doctor` before real faults, each planted for real: it names what is wrong and what mends it, and a healthy cluster has nothing."""
+"""`sie doctor` before real faults, each planted for real: it names what is wrong and what mends it, and a healthy
+cluster has nothing.
+"""
 
 from __future__ import annotations
 
@@ -104,10 +106,16 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
         found = Examined(tmp_path, environ_of(stack))
     finally:
         adapter.resume()
-    found.named("sockets", f"{path}: the adapter takes connections, but no answer comes", "kill it; start the adapter again")
+    found.named(
+        "sockets", f"{path}: the adapter takes connections, but no answer comes", "kill it; start the adapter again"
+    )
     adapter.kill()
     try:
-        until(lambda: httpx.get(f"{stack.workers[0].url}/readyz", trust_env=False).status_code == 503, 30, "the sidecar notices")
+        until(
+            lambda: httpx.get(f"{stack.workers[0].url}/readyz", trust_env=False).status_code == 503,
+            30,
+            "the sidecar notices",
+        )
         until(lambda: health(stack)["unhealthy_workers"], 30, "the gateway notices")
         found = Examined(tmp_path, environ_of(stack))
         found.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
@@ -119,19 +127,28 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
         until(lambda: not health(stack)["unhealthy_workers"], 30, "the gateway notices")
 
 
-def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_are_named(stack: Stack, tmp_path: Path) -> None:
+def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_are_named(
+    stack: Stack, tmp_path: Path
+) -> None:
     (gateway,), (worker,) = stack.gateways, stack.workers
     old = altered(tmp_path / "old", ahead_s=-AHEAD_S, version="0.0.9")
     deaf = {"SIE_NATS_CONFIG_TRUSTED_PRODUCERS": "nobody", "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "600000"}
     with restarted(gateway, altered(tmp_path / "ahead", ahead_s=AHEAD_S)), restarted(worker.sidecar, {**old, **deaf}):
         written = httpx.post(
-            f"{stack.config_url}/v1/configs/models", json=msgspec.to_builtins(toy_entry("toy/new")), timeout=30, trust_env=False,
+            f"{stack.config_url}/v1/configs/models",
+            json=msgspec.to_builtins(toy_entry("toy/new")),
+            timeout=30,
+            trust_env=False,
             headers={"authorization": f"Bearer {ADMIN}"},
-        )  # fmt: skip
+        )
         assert written.is_success, written.text
         found = Examined(tmp_path, environ_of(stack))
     found.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
-    found.named("clock", f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's", "of a pod its node: `timedatectl set-ntp true`")
+    found.named(
+        "clock",
+        f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's",
+        "of a pod its node: `timedatectl set-ntp true`",
+    )
     found.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
     found.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
     assert [len(found.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], found.output
@@ -174,7 +191,9 @@ def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path)
     with NatsServer(tmp_path / "nats", extra=users) as server:
         place = server.url.removeprefix("nats://")
         found = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
-        found.named("broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER@HOST:PORT)")
+        found.named(
+            "broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER@HOST:PORT)"
+        )
         assert "sesame" not in found.output
         assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
 
@@ -185,7 +204,9 @@ def test_a_broker_without_jetstream_is_named(tmp_path: Path) -> None:
     found.named("broker", "has no JetStream", "-js")
 
 
-def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(server: NatsServer, tmp_path: Path) -> None:
+def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
+    server: NatsServer, tmp_path: Path
+) -> None:
     wanted = work_spec(settings_of(), "_default")
 
     async def plant() -> None:
@@ -194,7 +215,9 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
         try:
             other = dataclasses.replace(wanted, max_age_s=wanted.max_age_s - 60)
             await broker.api(f"STREAM.CREATE.{wanted.name}", stream_config(other), StreamInfo)
-            await broker.publish(topology.work_subject(Lane("_default", "cpu", "default"), "interactive", "toy/a"), b"x", "1")
+            await broker.publish(
+                topology.work_subject(Lane("_default", "cpu", "default"), "interactive", "toy/a"), b"x", "1"
+            )
         finally:
             await broker.close()
 
@@ -203,8 +226,14 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     migrate = f"sie topology migrate --yes --url {server.url}"
     found.named("streams", f"stream {wanted.name} is not as wanted: max_age is", migrate)
     found.named("streams", "consumer ", migrate)
-    assert any("is missing: its subject holds messages" in each["wrong"] for each in found.findings["streams"]), found.output
-    found.named("streams", f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing", migrate)
+    assert any("is missing: its subject holds messages" in each["wrong"] for each in found.findings["streams"]), (
+        found.output
+    )
+    found.named(
+        "streams",
+        f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing",
+        migrate,
+    )
     pasted = {each["fix"].split("`")[1] for each in found.findings["streams"]}  # as a reader would
     assert pasted == {migrate}
     environ = {**os.environ, "PATH": f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -218,16 +247,26 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
 
 def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
     given = {
-        "SIE_MAX_BATCH_COST": "plenty", "SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_ADAPTIVE_MIN_QUANTUM_MS": "50",
-        "SIE_AUTH_TOKENS": ",", "SIE_MAX_BATCH_WAIT_MS": "3",
-    }  # fmt: skip
+        "SIE_MAX_BATCH_COST": "plenty",
+        "SIE_PRELOAD_MODEL": "x",
+        "SIE_WHATEVER": "1",
+        "SIE_ADAPTIVE_MIN_QUANTUM_MS": "50",
+        "SIE_AUTH_TOKENS": ",",
+        "SIE_MAX_BATCH_WAIT_MS": "3",
+    }
     found = Examined(tmp_path, given)
-    found.named("settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1")
+    found.named(
+        "settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1"
+    )
     found.named("settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?")
     found.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
-    found.named("settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two")
+    found.named(
+        "settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two"
+    )
     found.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
-    found.named("settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS")
+    found.named(
+        "settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS"
+    )
     assert len(found.findings["settings"]) == 6
 
 
@@ -259,7 +298,11 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], check=True)
     try:
         (folder / "weights").write_bytes(bytes(30 << 20))
-        store = {"SIE_LOCAL_CACHE": str(folder), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "85", "SIE_PAYLOAD_STORE_URL": str(folder)}
+        store = {
+            "SIE_LOCAL_CACHE": str(folder),
+            "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "85",
+            "SIE_PAYLOAD_STORE_URL": str(folder),
+        }
         found = Examined(tmp_path, store)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
@@ -278,7 +321,9 @@ def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
         finally:
             other.shutdown()
             serving.join()
-    found.named("ports", f"port {port}, which SIE_WORKER_METRICS_PORT means, is held by a program", "--worker-metrics-port")
+    found.named(
+        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT means, is held by a program", "--worker-metrics-port"
+    )
     found.named("gateway", "is no gateway of SIE", "--url")
 
 
@@ -298,5 +343,9 @@ def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None
     assert (found.status, found.word) == (2, "blind"), found.output
     assert {check for check, state in found.states.items() if state == "blind"} == set(CLUSTER), found.output
     assert found.states["settings"] == found.states["disk"] == "fine"
-    text = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env={"SIE_LOCAL_CACHE": str(tmp_path), **ports}).output
+    text = (
+        CliRunner()
+        .invoke(main, ["doctor", "--data-dir", str(tmp_path)], env={"SIE_LOCAL_CACHE": str(tmp_path), **ports})
+        .output
+    )
     assert text.rstrip().endswith(f"not looked at: {', '.join(CLUSTER)}"), text

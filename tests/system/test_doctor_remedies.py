@@ -1,4 +1,5 @@
-"""What `sie doctor` tells people to run is run: as printed, before the fault that it is told for; then the finding is gone.
+"""What `sie doctor` tells people to run is run: as printed, before the fault that it is told for; then the finding is
+gone.
 
 Commands of Kubernetes, of package managers and of the clock are an operator's; they are not run here.
 """
@@ -30,17 +31,36 @@ from sie_contracts.broker.nats import NatsBroker
 from sie_contracts.broker.nats.api import StreamInfo
 
 PLAN = Plan(
-    models=(), workers=(None,), preload=False,
+    models=(),
+    workers=(None,),
+    preload=False,
     environ={"SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS},
-)  # fmt: skip
+)
 BOUND_S = 60.0
-CONFIG, GATEWAY, WORKER = "start it (`sie config`)", "start it (`sie gateway`, `sie serve", "start one: `sie sidecar` and `sie adapter`"
+CONFIG, GATEWAY, WORKER = (
+    "start it (`sie config`)",
+    "start it (`sie gateway`, `sie serve",
+    "start one: `sie sidecar` and `sie adapter`",
+)
 LOOK = "`sie doctor` on its machine"
-KEY, STREAMS, SETTINGS = "`sie keys create NAME --scopes read", "`sie topology migrate --yes", "`sie settings` shows all"
-AGAIN, OTHER_PORTS, BROKER = "again: it takes the place of one that was killed", "again: it takes other ports", "brings one along"
+KEY, STREAMS, SETTINGS = (
+    "`sie keys create NAME --scopes read",
+    "`sie topology migrate --yes",
+    "`sie settings` shows all",
+)
+AGAIN, OTHER_PORTS, BROKER = (
+    "again: it takes the place of one that was killed",
+    "again: it takes other ports",
+    "brings one along",
+)
 SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
 FOLLOWED = (CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
-NO_COMMAND_TO_RUN = ("`sie serve` wrote", "of `sie serve` give --data-dir", "a socket of `sie serve`", "as the one of `sie serve`")
+NO_COMMAND_TO_RUN = (
+    "`sie serve` wrote",
+    "of `sie serve` give --data-dir",
+    "a socket of `sie serve`",
+    "as the one of `sie serve`",
+)
 
 
 def ran(command: str, **environ: str) -> str:
@@ -48,7 +68,9 @@ def ran(command: str, **environ: str) -> str:
     own = {name: value for name, value in os.environ.items() if not name.startswith("SIE_")}
     path = f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"
     clean = {**own, "PATH": path, **environ}
-    done = subprocess.run(["bash", "-c", command], env=clean, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command], env=clean, capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -124,7 +146,9 @@ def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path)
 
 
 def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_path: Path) -> None:
-    """The command of the remedy leads to the socket; what is said of that starts the adapter, or makes the socket private again."""
+    """The command of the remedy leads to the socket; what is said of that starts the adapter, or makes the socket
+    private again.
+    """
     (worker,) = stack.workers
     environ = environ_of(stack)
     socket = {name: environ[name] for name in ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")}
@@ -216,7 +240,9 @@ async def _alter(url: str) -> None:
     await broker.open(url, 5.0)
     try:
         (config,) = [info.config for info in await broker.stream_infos() if info.config["name"] == "WORK__default"]
-        await broker.api("STREAM.UPDATE.WORK__default", {**config, "max_age": config["max_age"] - 60 * 10**9}, StreamInfo)
+        await broker.api(
+            "STREAM.UPDATE.WORK__default", {**config, "max_age": config["max_age"] - 60 * 10**9}, StreamInfo
+        )
     finally:
         await broker.close()
 
@@ -224,7 +250,9 @@ async def _alter(url: str) -> None:
 @pytest.mark.serial
 @pytest.mark.timeout(240)
 def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -> None:
-    """1. Nothing runs. 2. A stream is altered, the queue may grow above the disk. 3. It was killed, and another program took a port."""
+    """1. Nothing runs. 2. A stream is altered, the queue may grow above the disk. 3. It was killed, and another program
+    took a port.
+    """
     data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
     found = Examined(tmp_path, {"SIE_NATS_URL": nowhere})
     (first,) = commands(found.told("broker", "no broker answers", BROKER))
@@ -233,13 +261,17 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
     cluster = served(data_dir, first)
     try:
         found = Examined(tmp_path, {})
-        assert {found.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, found.output
+        assert {found.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, (
+            found.output
+        )
 
         asyncio.run(_alter(cluster.broker_url()))
         ran(*commands(Examined(tmp_path, {}).told("streams", "max_age is", STREAMS)))
         assert Examined(tmp_path, {}).findings["streams"] == []
         room = shutil.disk_usage(tmp_path)
-        assert ROOM in Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(room.total * 2)}).told("disk", "the queue may grow by", ROOM)
+        assert ROOM in Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(room.total * 2)}).told(
+            "disk", "the queue may grow by", ROOM
+        )
         assert Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(64 << 20)}).findings["disk"] == []
 
         gateway, worker = (int(url.rpartition(":")[2]) for url in cluster.access().metrics_urls)
@@ -251,7 +283,9 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
             assert again == others == first
             cluster = served(data_dir, again)
             found = Examined(tmp_path, {})
-            assert {found.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, found.output
+            assert {found.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, (
+                found.output
+            )
         assert access.read(data_dir) is not None
     finally:
         cluster.stop()

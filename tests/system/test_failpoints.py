@@ -1,6 +1,8 @@
-"""Each failpoint armed once: a process dies, fails or stands still between two effects, and every request still ends as promised.
+"""Each failpoint armed once: a process dies, fails or stands still between two effects, and every request still ends as
+promised.
 
-A result is right, an error is one typed answer within its budget; the same request sent again gets its result; nothing stays in the queue.
+A result is right, an error is one typed answer within its budget; the same request sent again gets its result; nothing
+stays in the queue.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def one_request(field: Field, name: str, place: Place) -> None:
 
 
 def big_result(field: Field, name: str, place: Place) -> None:
-    """A result that one message does not hold. Parts that came twice, or whose last one was not confirmed, change nothing."""
+    """A result that one message does not hold. Parts that came twice, or whose last one was not confirmed, change
+    nothing.
+    """
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     first = field.ask(*(str(number) for number in range(BIG_ITEMS)), budget_s=30.0)
@@ -142,7 +146,9 @@ def chore(*arguments: str) -> int:
 
 
 def consumer_at_rest(field: Field, name: str, place: Place) -> None:
-    """A consumer is deleted and its deleter dies before it looks who needed it: whoever publishes next makes it again."""
+    """A consumer is deleted and its deleter dies before it looks who needed it: whoever publishes next
+    makes it again.
+    """
     models = [WARM, COLD[0]]
     for model in models:
         field.right(name, model=model)
@@ -210,7 +216,9 @@ def reserve(field: Field, method: str, path: str = "") -> int:
     """The status of a call of `/v1/pools`; 0 where its gateway died."""
     body = {"name": "team", "gpus": {"cpu": 1}} if not path else None
     try:
-        return httpx.request(method, f"{field.stack.urls[0]}/v1/pools{path}", json=body, timeout=20, trust_env=False).status_code
+        return httpx.request(
+            method, f"{field.stack.urls[0]}/v1/pools{path}", json=body, timeout=20, trust_env=False
+        ).status_code
     except httpx.TransportError:
         return 0
 
@@ -227,7 +235,9 @@ def reservation(field: Field, name: str, place: Place) -> None:
 
 
 def reservation_ends(field: Field, name: str, place: Place) -> None:
-    """A gateway dies after it ended a reservation and before its stream is gone: it is gone for everybody, and then the stream too."""
+    """A gateway dies after it ended a reservation and before its stream is gone: it is gone for everybody, and then the
+    stream too.
+    """
     assert reserve(field, "POST") == 201
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
@@ -245,7 +255,9 @@ def no_reservation_is_left(field: Field, name: str) -> None:
 
 
 def cancelled(field: Field, name: str, place: Place) -> None:
-    """Two batches fill the device, the rest waits; all budgets end, and the worker dies while it lets go of what did not run."""
+    """Two batches fill the device, the rest waits; all budgets end, and the worker dies while it lets go of what did
+    not run.
+    """
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
@@ -275,7 +287,9 @@ def unreadable_work(field: Field, name: str, place: Place) -> None:
 
 
 def poison(field: Field, name: str, place: Place) -> None:
-    """An input ends each adapter that runs it, and its sidecar dies on the way to the verdict: the verdict comes all the same."""
+    """An input ends each adapter that runs it, and its sidecar dies on the way to the verdict: the verdict comes all
+    the same.
+    """
     letters, adapter = field.letters(), field.worker.adapter
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
@@ -293,7 +307,9 @@ def poison(field: Field, name: str, place: Place) -> None:
 
 
 def drain_in_vain(field: Field, name: str, place: Place) -> None:
-    """The device stands still while the worker is to end; it dies before it has handed back what it could not finish."""
+    """The device stands still while the worker is to end; it dies before it has handed back what it
+    could not finish.
+    """
     part = field.arm(name, place.action, place.role)
     part.wait_ready(BACK_S)
     field.worker.adapter.pause()
@@ -309,7 +325,9 @@ def new_model(field: Field, name: str, place: Place) -> None:
     """A new model is written or not, and told or not: at the next change everybody knows it."""
     models = [f"toy/{name}-{number}" for number in range(2)]
     folder = field.stack.folder / "models"
-    (known,) = [json.loads(file.read_text()) for file in folder.glob("*.yaml") if json.loads(file.read_text())["id"] == WARM]
+    (known,) = [
+        json.loads(file.read_text()) for file in folder.glob("*.yaml") if json.loads(file.read_text())["id"] == WARM
+    ]
     for model, armed in zip(models, (True, False), strict=True):
         (folder / f"{topology.token(model)}.yaml").write_text(json.dumps({**known, "id": model}))
         if armed:
@@ -342,10 +360,26 @@ def real_adapter(field: Field, name: str, place: Place) -> None:
 SCENARIOS: dict[str, Callable[[Field, str, Place], None]] = {
     each.__name__: each
     for each in (
-        one_request, big_result, given_up, client_leaves, cold_model, duty, consumer_at_rest, large_input, old_payload, work_left_over,
-        admission, reservation, reservation_ends, cancelled, unreadable_work, poison, drain_in_vain, new_model,
+        one_request,
+        big_result,
+        given_up,
+        client_leaves,
+        cold_model,
+        duty,
+        consumer_at_rest,
+        large_input,
+        old_payload,
+        work_left_over,
+        admission,
+        reservation,
+        reservation_ends,
+        cancelled,
+        unreadable_work,
+        poison,
+        drain_in_vain,
+        new_model,
     )
-}  # fmt: skip
+}
 
 
 def places(*, engine: bool) -> list[pytest.ParameterSet]:

@@ -1,4 +1,6 @@
-"""kill -9 of every part under load: answers stay right, clients of what survives see nothing, the worker is back at once."""
+"""kill -9 of every part under load: answers stay right, clients of what survives see nothing, the worker is back at
+once.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(
 
 @pytest.mark.timeout(180)
 async def test_work_of_a_killed_sidecar_is_delivered_again(cluster: Cluster, load: Load) -> None:
-    """L7, L9: its leases lapse, the work is delivered once more, deliveries are reported, every request is answered rightly."""
+    """L7, L9: its leases lapse, the work is delivered once more, deliveries are reported, every request is answered
+    rightly.
+    """
     (sidecar,) = cluster.pids("sidecar")
     killed_s = time.monotonic()
     os.kill(sidecar, signal.SIGKILL)
@@ -87,9 +91,13 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(cluster: Cluster, loa
     assert max(each.deliveries for each in load.outcomes if each.started_s > killed_s + 1) == 1
 
 
-async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(cluster: Cluster, load: Load) -> None:
+async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(
+    cluster: Cluster, load: Load
+) -> None:
     """L9: the worker's results for it are given up when their budget ends; the other gateway goes on."""
-    first, _second = sorted(cluster.pids("gateway"), key=lambda pid: str(cluster.port + 1) in Path(f"/proc/{pid}/cmdline").read_text())
+    first, _second = sorted(
+        cluster.pids("gateway"), key=lambda pid: str(cluster.port + 1) in Path(f"/proc/{pid}/cmdline").read_text()
+    )
     killed_s = time.monotonic()
     os.kill(first, signal.SIGKILL)
     await load.successes_after(killed_s, 10 * CLIENTS, 60)
@@ -106,7 +114,8 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
 async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is_dropped(tmp_path: Path) -> None:
     """W9, L20.
 
-    1. two workers, leases of 3 s; 2. one sidecar is stopped while it holds work; 3. the other answers; 4. the stopped one resumes and
+    1. two workers, leases of 3 s; 2. one sidecar is stopped while it holds work; 3. the other answers; 4. the stopped
+      one resumes and
     its late results are counted and dropped.
     """
     with running(tmp_path, "--preload", MODEL, "--ack-wait-s", "3", "--no-spare", workers=2) as cluster:

@@ -1,4 +1,6 @@
-"""The first start of `sie serve`: nothing that looks like trouble on a machine that is well, and one line for what a machine lacks."""
+"""The first start of `sie serve`: nothing that looks like trouble on a machine that is well, and one line for what a
+machine lacks.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def plain(data_dir: Path, *args: str) -> Cluster:
 @pytest.mark.serial
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", [(), ("--standalone",)], ids=["queue", "standalone"])
-def test_a_clean_start_warns_of_nothing_and_takes_no_port_that_others_use(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_a_clean_start_warns_of_nothing_and_takes_no_port_that_others_use(
+    tmp_path: Path, mode: tuple[str, ...]
+) -> None:
     cluster = plain(tmp_path / "data", *mode)
     with held(9090, 9095):
         try:
@@ -91,8 +95,9 @@ def test_a_port_that_is_taken_is_named_with_one_that_is_free(tmp_path: Path) -> 
     with held(api, metrics):
         lines = refused(tmp_path / "data", "--port", str(api), "--worker-metrics-port", str(metrics))
     assert [line.partition(" 127.0.0.1:")[0] for line in lines] == [
-        "error: --port: cannot listen on", "error: --worker-metrics-port: cannot listen on",
-    ]  # fmt: skip
+        "error: --port: cannot listen on",
+        "error: --worker-metrics-port: cannot listen on",
+    ]
     assert f"'sport = :{api}'" in lines[0]
     suggested = re.search(r"such as --port (\d+)$", lines[0])
     assert suggested is not None
@@ -105,14 +110,18 @@ def test_an_address_of_another_machine_is_no_host(tmp_path: Path) -> None:
     assert line.endswith("that is no address of this machine; choose --host 127.0.0.1, or 0.0.0.0 for all of them")
 
 
-def test_a_disk_without_room_for_the_streams_is_told_with_folder_and_bytes_and_a_queue_that_fits(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_the_streams_is_told_with_folder_and_bytes_and_a_queue_that_fits(
+    tmp_path: Path,
+) -> None:
     more = 1 << 60
     port = str(free_ports(1)[0])
     (line,) = refused(tmp_path / "data", "--port", port, "--queue-max-bytes", str(more))
     assert f"({more + (256 << 20)} bytes) in {tmp_path / 'data' / 'nats'}" in line
     fitting = re.search(r"--queue-max-bytes (\d+)$", line)
     assert fitting is not None
-    settings = load(flags={"SIE_QUEUE_MAX_BYTES": str(int(fitting[1]) * 9 // 10)}, environ={}).settings  # others write on that disk too
+    settings = load(
+        flags={"SIE_QUEUE_MAX_BYTES": str(int(fitting[1]) * 9 // 10)}, environ={}
+    ).settings  # others write on that disk too
     assert faults(needs(tmp_path, settings)) == []
 
 
@@ -123,7 +132,9 @@ def needs(data_dir: Path, settings: Settings) -> Needs:
 def test_few_open_files_are_told_and_a_lower_soft_limit_is_raised(tmp_path: Path) -> None:
     port = ("--port", str(free_ports(1)[0]))
     (line,) = refused(tmp_path / "data", *port, under=["prlimit", "--nofile=256"])
-    assert line.startswith("error: ulimit -n: a process may open 256 files, and a gateway of 512 concurrent requests needs 768")
+    assert line.startswith(
+        "error: ulimit -n: a process may open 256 files, and a gateway of 512 concurrent requests needs 768"
+    )
     (line,) = refused(tmp_path / "data", *port, under=["prlimit", "--nofile=356"])
     assert line.endswith("--max-concurrent-requests 100")
     code = (
@@ -133,7 +144,9 @@ def test_few_open_files_are_told_and_a_lower_soft_limit_is_raised(tmp_path: Path
         "print(found, resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     argv = ["prlimit", "--nofile=256:2048", sys.executable, "-c", code, str(tmp_path)]
-    assert subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_S, check=True).stdout == "[] (2048, 2048)\n"
+    assert (
+        subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_S, check=True).stdout == "[] (2048, 2048)\n"
+    )
 
 
 def test_little_memory_to_map_is_told(tmp_path: Path) -> None:
@@ -153,4 +166,7 @@ def test_a_process_that_cannot_start_ends_the_command_instead_of_being_started_f
     argv = [SIE, "serve", "--data-dir", str(data_dir), "--port", str(free_ports(1)[0])]
     done = subprocess.run(argv, env=without_settings(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
-    assert "nats-server ended with status 1, 5 times in a row before it was ready: its last lines above say why" in done.stderr
+    assert (
+        "nats-server ended with status 1, 5 times in a row before it was ready: its last lines above say why"
+        in done.stderr
+    )

@@ -1,5 +1,7 @@
-"""Bent bodies at every inference route, odd values in every place: each is answered, in time, with a success or an error that says what is
-wrong with it. The same for headers, parameters of addresses, and documents of the config service."""
+"""Bent bodies at every inference route, odd values in every place: each is answered, in time, with a success or an
+error that says what is wrong with it. The same for headers, parameters of addresses, and documents of the config
+service.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def statuses(stack: Stack, token: str, path: str = "/v1/models") -> list[int]:
 
 
 def encoded(stack: Stack, token: str, *texts: str) -> httpx.Response:
-    return httpx.post(f"{stack.urls[0]}/v1/encode/toy/one", json={"items": list(texts)}, headers={"authorization": token}, timeout=30)
+    return httpx.post(
+        f"{stack.urls[0]}/v1/encode/toy/one", json={"items": list(texts)}, headers={"authorization": token}, timeout=30
+    )
 
 
 def test_a_key_opens_what_its_scopes_say_at_every_gateway(stack: Stack) -> None:
@@ -57,7 +59,12 @@ def test_a_key_opens_what_its_scopes_say_at_every_gateway(stack: Stack) -> None:
     _, reads = made(stack, "reads", "--scopes", "read")
     assert encoded(stack, infers, "a").status_code == 200
     assert encoded(stack, reads, "a").status_code == 403
-    assert [statuses(stack, token) for token in (infers, reads, ADMIN, "")] == [[403, 403], [200, 200], [200, 200], [401, 401]]
+    assert [statuses(stack, token) for token in (infers, reads, ADMIN, "")] == [
+        [403, 403],
+        [200, 200],
+        [200, 200],
+        [401, 401],
+    ]
     assert statuses(stack, reads, "/v1/configs/export") == [403, 403]
 
 
@@ -123,7 +130,10 @@ def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["create", "x", "--scopes", "infer,reed"], "reed: expected some of infer, read, metrics, pools, config, admin"),
+        (
+            ["create", "x", "--scopes", "infer,reed"],
+            "reed: expected some of infer, read, metrics, pools, config, admin",
+        ),
         (["create", "x", "--scopes", ","], "nothing: expected some of"),
         (["create", "x", "--expires", "2001-01-01"], "is in the past"),
         (["create", "x", "--expires", "soon"], "expected 30m, 12h, 90d"),
@@ -150,7 +160,9 @@ def test_a_name_in_use_is_not_given_twice(stack: Stack) -> None:
 
 
 def test_while_the_broker_is_away_known_keys_pass_and_strangers_do_not(stack: Stack) -> None:
-    """1. a key is known; 2. the broker is killed; 3. it passes, others do not; 4. the broker is back, a revocation gets through."""
+    """1. a key is known; 2. the broker is killed; 3. it passes, others do not; 4. the broker is back, a revocation gets
+    through.
+    """
     identifier, token = made(stack, "outlives the broker")
     (broker,) = stack.brokers
     broker.kill()

@@ -1,4 +1,6 @@
-"""The end of a gateway or config service behind a balancer of connections, as a Kubernetes Service is: clients keep theirs."""
+"""The end of a gateway or config service behind a balancer of connections, as a Kubernetes Service is: clients keep
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Client:
                 try:
                     answer = await http.post(PATH, json=TEXTS)
                     if answer.status_code != 200:
-                        self.errors.append(f"{time.monotonic():.2f} {answer.status_code} {answer.json()['error']['code']}")
+                        self.errors.append(
+                            f"{time.monotonic():.2f} {answer.status_code} {answer.json()['error']['code']}"
+                        )
                 except httpx.TransportError as error:
                     self.errors.append(f"{time.monotonic():.2f} {type(error).__name__}: {error}")
                 self.answered += 1
@@ -53,9 +57,13 @@ class Client:
 
 async def slowly(url: str, begun: asyncio.Event, seconds: float) -> int:
     """Read a large answer for at least so long, then use its connection again. Bytes of the large one."""
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_connections=1)) as http:
+    async with httpx.AsyncClient(
+        base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_connections=1)
+    ) as http:
         size, started_s = 0, time.monotonic()
-        async with http.stream("POST", PATH, json=MANY, headers={"accept": "application/vnd.apache.arrow.stream"}) as answer:
+        async with http.stream(
+            "POST", PATH, json=MANY, headers={"accept": "application/vnd.apache.arrow.stream"}
+        ) as answer:
             assert answer.status_code == 200
             async for piece in answer.aiter_bytes(1 << 17):
                 size += len(piece)
@@ -79,9 +87,10 @@ async def frames_until_closed(socket: ClientConnection) -> tuple[int, int]:
 
 
 async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> None:
-    """P3: 1. clients keep connections to both gateways, busy and slow ones, and read long answers; 2. one gateway gets SIGTERM, and the
-    balancer learns of it a second later; 3. it serves on, unready, the next answer on each connection says that it is the last, then it
-    ends with 0: every request of every client was answered."""
+    """P3: 1. clients keep connections to both gateways, busy and slow ones, and read long answers; 2. one gateway gets
+    SIGTERM, and the balancer learns of it a second later; 3. it serves on, unready, the next answer on each connection
+    says that it is the last, then it ends with 0: every request of every client was answered.
+    """
     with Stack(tmp_path, Plan(gateways=2, workers=(Device(width=WIDTH),))) as stack:
         ending = stack.gateways[0]
         ending.stop()
@@ -106,7 +115,9 @@ async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> N
                 assert "connection" not in (await direct.post(PATH, json=TEXTS)).headers
                 assert (await idle.post(PATH, json=TEXTS)).status_code == 200
                 os.kill(ending.pid, signal.SIGTERM)
-                await asyncio.to_thread(until, lambda: httpx.get(f"{stack.urls[0]}/readyz").status_code == 503, WITHIN_S, "unready")
+                await asyncio.to_thread(
+                    until, lambda: httpx.get(f"{stack.urls[0]}/readyz").status_code == 503, WITHIN_S, "unready"
+                )
                 answer = await direct.post(PATH, json=TEXTS)
                 assert (answer.status_code, answer.headers["connection"]) == (200, "close")
                 for base in (stack.urls[0], stack.metrics_urls[0]):
@@ -128,24 +139,35 @@ async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> N
 
 
 async def test_a_config_service_that_ends_answers_what_comes_and_finishes_what_it_has(tmp_path: Path) -> None:
-    """P1, P3: 1. SIGTERM: unready, and it answers, each connection once more; 2. half of a write has arrived, and the next SIGTERM cuts its
-    time short: it accepts nothing more; 3. the other half arrives: it is written, and the process ends with 0."""
+    """P1, P3: 1. SIGTERM: unready, and it answers, each connection once more; 2. half of a write has arrived, and the
+    next SIGTERM cuts its time short: it accepts nothing more; 3. the other half arrives: it is written, and the process
+    ends with 0.
+    """
     with Stack(tmp_path, Plan(workers=(), gateways=0, environ={"SIE_ADMIN_TOKEN": "admin"})) as stack:
         config, port = stack.config, int(stack.config_url.rpartition(":")[2])
         config.stop()
         config.start("--lame-duck-s", "600")
         config.wait_ready()
         body = b'{"max_tokens": 256}'
-        head = f"PATCH {ENTRY} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer admin\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"PATCH {ENTRY} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer admin\r\ncontent-length: "
+            f"{len(body)}\r\n\r\n"
+        )
         async with httpx.AsyncClient(base_url=stack.config_url, trust_env=False, timeout=30, headers=ADMIN) as client:
             assert "connection" not in (await client.get(ENTRY)).headers
             os.kill(config.pid, signal.SIGTERM)
-            await asyncio.to_thread(until, lambda: httpx.get(f"{stack.config_url}/readyz").status_code == 503, WITHIN_S, "unready")
+            await asyncio.to_thread(
+                until, lambda: httpx.get(f"{stack.config_url}/readyz").status_code == 503, WITHIN_S, "unready"
+            )
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head.encode() + body[:5])
             for _ in range(2):
                 answer = await client.get(ENTRY)
-                assert (answer.status_code, answer.headers["connection"], answer.json()["max_tokens"]) == (200, "close", 512)
+                assert (answer.status_code, answer.headers["connection"], answer.json()["max_tokens"]) == (
+                    200,
+                    "close",
+                    512,
+                )
             os.kill(config.pid, signal.SIGTERM)
             await asyncio.to_thread(until, lambda: not _accepts(port), WITHIN_S, "nothing to be accepted")
             writer.write(body[5:])

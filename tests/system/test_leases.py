@@ -38,7 +38,9 @@ def held(stack: Stack) -> int:
 
 
 async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: Path) -> None:
-    """L7. 1. work is held behind a slow device; 2. kill -9; 3. restarted, the sidecar has all of it again long before the ack wait."""
+    """L7. 1. work is held behind a slow device; 2. kill -9; 3. restarted, the sidecar has all of it again long before
+    the ack wait.
+    """
     texts = [f"text {number}" for number in range(8)]
     plan = Plan(workers=(Device(batch_ms=1000.0),), environ={"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S))})
     with Stack(tmp_path / "stack", plan) as stack:
@@ -56,8 +58,9 @@ async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: P
 
 
 async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Path) -> None:
-    """1. a model takes longer to load than a drain may; 2. SIGTERM: it ends in time, with status 0 and an empty ledger; 3. the next
-    sidecar answers."""
+    """1. a model takes longer to load than a drain may; 2. SIGTERM: it ends in time, with status 0 and an empty ledger;
+    3. the next sidecar answers.
+    """
     environ = {"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S)), "SIE_LOAD_HOLD_S": "29"}
     plan = Plan(workers=(Device(load_s=DRAIN_S + 3),), preload=False, environ=environ)
     with Stack(tmp_path / "stack", plan) as stack:
@@ -75,7 +78,9 @@ async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Pat
 
 
 async def test_a_drain_finishes_what_the_device_has(tmp_path: Path) -> None:
-    """SIGTERM in the middle of a batch: it is answered once, by this worker, and the next one finds nothing to do over again."""
+    """SIGTERM in the middle of a batch: it is answered once, by this worker, and the next one finds nothing to do over
+    again.
+    """
     texts = [f"text {number}" for number in range(4)]
     with Stack(tmp_path / "stack", Plan(workers=(Device(batch_ms=1500.0),))) as stack:
         (worker,) = stack.workers

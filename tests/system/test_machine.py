@@ -42,20 +42,27 @@ def test_another_user_cannot_reach_the_socket(tmp_path: Path) -> None:
         path = cluster.data_dir / "run" / "worker-0.sock"
         assert path.stat().st_mode & 0o777 == 0o600
         assert cluster.data_dir.stat().st_mode & 0o777 == 0o700
-        own = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=10, check=False)
+        own = subprocess.run(
+            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=10, check=False
+        )
         assert own.returncode == 0
         python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
         foreign = subprocess.run(
-            ["setpriv", "--reuid", "65534", "--clear-groups", python, "-c", code, str(path)], capture_output=True, text=True, timeout=10,
+            ["setpriv", "--reuid", "65534", "--clear-groups", python, "-c", code, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=10,
             check=False,
-        )  # fmt: skip
+        )
         assert foreign.returncode != 0
         assert "Permission" in foreign.stderr or "denied" in foreign.stderr
 
 
 @pytest.mark.timeout(180)
 async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path) -> None:
-    """L15, O18: the stream's bytes are used up; what was accepted is answered, the newest gets QUEUE_FULL, then all is well."""
+    """L15, O18: the stream's bytes are used up; what was accepted is answered, the newest gets QUEUE_FULL, then all is
+    well.
+    """
     text = " ".join(TEXTS) * 30
     with running(tmp_path, "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
         assert cluster.encode(["warm"]).status_code == 200
@@ -65,10 +72,14 @@ async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path)
 
             async def big(number: int) -> httpx.Response:
                 content = json.dumps({"items": [f"{number} {text}"]})
-                return await client.post(f"{cluster.url}/v1/encode/{MODEL}", content=content, headers={"x-sie-timeout-ms": "40000"})
+                return await client.post(
+                    f"{cluster.url}/v1/encode/{MODEL}", content=content, headers={"x-sie-timeout-ms": "40000"}
+                )
 
             count = (12 << 20) // len(text)
-            done, waiting = await asyncio.wait([asyncio.create_task(big(number)) for number in range(count)], timeout=10)
+            done, waiting = await asyncio.wait(
+                [asyncio.create_task(big(number)) for number in range(count)], timeout=10
+            )
             refused = [task.result() for task in done]
             assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {(503, "QUEUE_FULL")}
             assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
@@ -81,17 +92,27 @@ async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path)
 
 @pytest.mark.timeout(180)
 def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(small_disk: Path) -> None:
-    """P5: the broker cannot write: each request ends inside its deadline with a retryable 503 and the log says what to do."""
+    """P5: the broker cannot write: each request ends inside its deadline with a retryable 503 and the log says what to
+    do.
+    """
     with running(small_disk / "data", "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
         assert cluster.encode(["warm"]).status_code == 200
         ballast = small_disk / "ballast"
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(65536))
-        until(lambda: cluster.encode(["x " * 20000], **{"x-sie-timeout-ms": "3000"}).status_code == 503, 60, "the disk's being full")
+        until(
+            lambda: cluster.encode(["x " * 20000], **{"x-sie-timeout-ms": "3000"}).status_code == 503,
+            60,
+            "the disk's being full",
+        )
         started_s = time.monotonic()
         answer = cluster.encode(["more"], **{"x-sie-timeout-ms": "3000"})
-        assert (answer.status_code, answer.json()["code"], answer.json()["error"]["retryable"]) == (503, "QUEUE_UNAVAILABLE", True)
+        assert (answer.status_code, answer.json()["code"], answer.json()["error"]["retryable"]) == (
+            503,
+            "QUEUE_UNAVAILABLE",
+            True,
+        )
         assert time.monotonic() - started_s < 3 + 1
         until(lambda: cluster.said("free space on the disk"), 10, "the log's advice")
         ballast.unlink()
@@ -114,12 +135,25 @@ def test_a_disk_that_the_queue_does_not_fit_on_is_refused_with_a_queue_that_does
 def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: Path) -> None:
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     legacy = Path("/sys/fs/cgroup/memory")
-    group = (legacy if legacy.exists() else Path("/sys/fs/cgroup") / lines[0].split(":", 2)[2].strip("/")) / "sie-first-start"
+    group = (
+        legacy if legacy.exists() else Path("/sys/fs/cgroup") / lines[0].split(":", 2)[2].strip("/")
+    ) / "sie-first-start"
     group.mkdir()
     try:
         (group / ("memory.limit_in_bytes" if legacy.exists() else "memory.max")).write_text(str(400 << 20))
         inside = f'echo $$ > {group / "cgroup.procs"} && exec "$@"'
-        argv = ["sh", "-c", inside, "sh", SIE, "serve", "--data-dir", str(tmp_path / "data"), "--port", str(free_ports(1)[0])]
+        argv = [
+            "sh",
+            "-c",
+            inside,
+            "sh",
+            SIE,
+            "serve",
+            "--data-dir",
+            str(tmp_path / "data"),
+            "--port",
+            str(free_ports(1)[0]),
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     finally:
         group.rmdir()
@@ -128,12 +162,24 @@ def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: P
 
 
 def test_serves_with_no_network_but_loopback(tmp_path: Path) -> None:
-    """X17, P8: in a network namespace without any route, from start to first vector; nothing is looked up or downloaded."""
+    """X17, P8: in a network namespace without any route, from start to first vector; nothing is looked up or
+    downloaded.
+    """
     port, worker_port = free_ports(2)
     serve = [
-        SIE, "serve", "--port", str(port), "--data-dir", str(tmp_path / "data"), "--gateway-metrics-port", "0", "--worker-metrics-port",
-        str(worker_port), "--no-spare", "--exit-with-parent",
-    ]  # fmt: skip
+        SIE,
+        "serve",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--gateway-metrics-port",
+        "0",
+        "--worker-metrics-port",
+        str(worker_port),
+        "--no-spare",
+        "--exit-with-parent",
+    ]
     script = f"""
 import json, subprocess, sys, time, urllib.request
 serve = subprocess.Popen({serve!r}, stdout=sys.stderr)

@@ -1,4 +1,6 @@
-"""The OpenAPI document: whole, valid, and true of a running gateway, which schemathesis asks whatever the document allows, and what not."""
+"""The OpenAPI document: whole, valid, and true of a running gateway, which schemathesis asks whatever the document
+allows, and what not.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from sie_gateway.auth import OPEN, ROUTES
 
 MODEL = "toy/one"
 Document = dict[str, Any]
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
 ANSWERED_S = 30.0
 
 
@@ -79,7 +87,12 @@ def test_the_document_is_valid_and_has_a_summary_of_each_operation(document: Doc
 
 def test_all_that_is_served_is_documented_and_nothing_else(document: Document) -> None:
     """The table of scopes is what a gateway lets through."""
-    served = {(method.lower(), row.path.replace(":path", "")) for row in ROUTES if row.served for method in row.methods.split()}
+    served = {
+        (method.lower(), row.path.replace(":path", ""))
+        for row in ROUTES
+        if row.served
+        for method in row.methods.split()
+    }
     documented = {(method, path) for method, path, _ in operations(document)}
     assert documented == served
 
@@ -119,7 +132,9 @@ def test_the_examples_of_requests_work(document: Document, client: httpx.Client)
         answer = client.request(method, path.replace("{model}", MODEL), json=body)
         told = f"{path}: {answer.status_code} {answer.text[:300]}"
         if answer.status_code == 200:
-            schema_of(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer.json())
+            schema_of(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(
+                answer.json()
+            )
         else:
             assert reason_of(answer.json()).startswith("unsupported_"), told
 
@@ -149,8 +164,9 @@ def as_msgpack(context: Any, value: Any) -> bytes:
 
 
 def aimed(document: Document) -> Document:
-    """The document with what makes an answer likely: a model that is there, time enough, msgpack that is made as JSON is, and no
-    reservation that would take the only worker."""
+    """The document with what makes an answer likely: a model that is there, time enough, msgpack that is made as JSON
+    is, and no reservation that would take the only worker.
+    """
     found: Document = msgspec.json.decode(msgspec.json.encode(document))
     for _, path, operation in operations(found):
         for parameter in operation.get("parameters", ()):
@@ -166,7 +182,11 @@ def aimed(document: Document) -> Document:
         if "application/msgpack" in content:
             content["application/msgpack"] = body
         if path == "/v1/pools" and body is not None:
-            body["schema"]["properties"]["gpus"] = {"type": "object", "required": ["cpu"], "properties": {"cpu": {"enum": [2, 3]}}}
+            body["schema"]["properties"]["gpus"] = {
+                "type": "object",
+                "required": ["cpu"],
+                "properties": {"cpu": {"enum": [2, 3]}},
+            }
     return found
 
 
@@ -177,7 +197,9 @@ def _aim(schema: Document) -> None:
 
 
 def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, int]]:
-    """Ask `count` times what each operation allows, and as often what it does not. Raises AssertionError for what must not be answered."""
+    """Ask `count` times what each operation allows, and as often what it does not. Raises AssertionError for what must
+    not be answered.
+    """
     schema = schemathesis.openapi.from_dict(aimed(document))
     seen: Counter[tuple[str, int]] = Counter()
     failures: list[str] = []
@@ -190,12 +212,17 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
         for mode in GenerationMode if operation.body or operation.query else (GenerationMode.POSITIVE,):
 
             @settings(
-                max_examples=count, derandomize=True, database=None, phases=[Phase.generate],
+                max_examples=count,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: Case) -> None:
-                answer = case.call_and_validate(base_url=stack.urls[0], session=session, checks=CHECKS, timeout=ANSWERED_S)
+                answer = case.call_and_validate(
+                    base_url=stack.urls[0], session=session, checks=CHECKS, timeout=ANSWERED_S
+                )
                 seen[case.operation.label, answer.status_code] += 1
 
             try:
@@ -208,7 +235,9 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
 
 def summed(seen: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
     labels = sorted({label for label, _ in seen})
-    return {label: {status: count for (each, status), count in sorted(seen.items()) if each == label} for label in labels}
+    return {
+        label: {status: count for (each, status), count in sorted(seen.items()) if each == label} for label in labels
+    }
 
 
 @pytest.mark.timeout(300)

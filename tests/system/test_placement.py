@@ -1,6 +1,8 @@
-"""Two worker processes, twelve models and room for eight on each, through a real broker: with the placement table and without it.
+"""Two worker processes, twelve models and room for eight on each, through a real broker: with the placement table and
+without it.
 
-    fixed cost: a load is 0.5 s of waiting        real: checkpoints of transformers, a limit on the adapter's memory, the processor shared
+fixed cost: a load is 0.5 s of waiting        real: checkpoints of transformers, a limit on the adapter's memory, the
+processor shared
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ CONFIRMED = messages.encode(Confirmation("taken"))
 
 @dataclass(frozen=True)
 class Setup:
-    """What is served by which workers, and the traffic: `rate` requests a second, measured for `measured_s` after `warm_s`. `data_bytes`:
-    what each adapter may hold of what RLIMIT_DATA limits, 0: anything."""
+    """What is served by which workers, and the traffic: `rate` requests a second, measured for `measured_s` after
+    `warm_s`. `data_bytes`: what each adapter may hold of what RLIMIT_DATA limits, 0: anything.
+    """
 
     models: Sequence[str]
     plan: Plan
@@ -64,8 +67,9 @@ FIXED = Setup(TOYS, Plan(models=TOYS, gateways=0, workers=(DEVICE, DEVICE), prel
 
 
 class Publisher:
-    """The gateway's end of the queue, without a gateway: publishes, takes results, and notes how long each took. `late`: of those, the
-    ones that were dropped because their budget was over."""
+    """The gateway's end of the queue, without a gateway: publishes, takes results, and notes how long each took.
+    `late`: of those, the ones that were dropped because their budget was over.
+    """
 
     def __init__(self, broker: Broker, revisions: dict[str, str]) -> None:
         self._broker = broker
@@ -89,13 +93,23 @@ class Publisher:
 
     def item(self, number: int, model: str) -> WorkItem:
         return WorkItem(
-            f"r{number}", 0, model, self._revisions[model], "encode", (Input(f"text {number}"),), RunOptions(),
-            f"sie.result.test.r{number}", 1000 * BUDGET_S, cost=10,
-        )  # fmt: skip
+            f"r{number}",
+            0,
+            model,
+            self._revisions[model],
+            "encode",
+            (Input(f"text {number}"),),
+            RunOptions(),
+            f"sie.result.test.r{number}",
+            1000 * BUDGET_S,
+            cost=10,
+        )
 
     async def publish(self, item: WorkItem) -> None:
         self._sent_s[item.request] = time.perf_counter()
-        await self._broker.publish(topology.work_subject(LANE, "interactive", item.model), messages.encode(item), item.request)
+        await self._broker.publish(
+            topology.work_subject(LANE, "interactive", item.model), messages.encode(item), item.request
+        )
 
     @property
     def open(self) -> int:
@@ -137,8 +151,9 @@ def start(workers: Sequence[Worker], data_bytes: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Figures:
-    """`late`: what was not answered within its budget, which counts in the times. `most_loaded`: the most models that one worker was seen
-    to have. `slots`: for how many each says that it has room, as heard by who writes the table."""
+    """`late`: what was not answered within its budget, which counts in the times. `most_loaded`: the most models that
+    one worker was seen to have. `slots`: for how many each says that it has room, as heard by who writes the table.
+    """
 
     loads_per_min: float
     p50_s: float
@@ -176,7 +191,9 @@ async def answered(broker: Broker, publisher: Publisher) -> None:
             await broker.flush()
 
 
-async def each_once(broker: Broker, publisher: Publisher, placer: Placer | None, models: Sequence[str], first: int = 0) -> None:
+async def each_once(
+    broker: Broker, publisher: Publisher, placer: Placer | None, models: Sequence[str], first: int = 0
+) -> None:
     """One request for each model, numbered from `first`, until all are answered."""
     for number, model in enumerate(models, first):
         await send(publisher, placer, number, model)
@@ -196,23 +213,33 @@ async def drive(stack: Stack, broker: Broker, publisher: Publisher, placer: Plac
             most_loaded = max(most_loaded, *await metric(stack, "sie_model_loaded"))
         await send(publisher, placer, number, chance.choices(models, weights)[0])
         number += 1
-        await asyncio.sleep(max(0.0, (number - first) / setup.rate - (time.perf_counter() - begin_s)))  # the pace of an open client
+        await asyncio.sleep(
+            max(0.0, (number - first) / setup.rate - (time.perf_counter() - begin_s))
+        )  # the pace of an open client
     after = await loads(stack)
     await answered(broker, publisher)
     times_s: Sequence[float] = [publisher.times_s[f"r{index}"] for index in range(measured, number)]
     p50_s, p99_s = np.quantile(times_s, (0.5, 0.99))
-    return Figures((after - before) * 60 / setup.measured_s, float(p50_s), float(p99_s), len(publisher.late), int(most_loaded))
+    return Figures(
+        (after - before) * 60 / setup.measured_s, float(p50_s), float(p99_s), len(publisher.late), int(most_loaded)
+    )
 
 
 @asynccontextmanager
 async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
     """What a gateway does about placement, and what it hears."""
-    fleet, clock, stop = Fleet(broker, load(environ={}).settings), BrokerClock(broker, topology.stream_name(LANE.pool)), Stop()
+    fleet, clock, stop = (
+        Fleet(broker, load(environ={}).settings),
+        BrokerClock(broker, topology.stream_name(LANE.pool)),
+        Stop(),
+    )
     await clock.measure()
     await fleet.start()
     placer = Placer(broker, 2.0, fleet, Ages(broker, Backlog(broker, [LANE.pool]), clock.now_s).of, clock.now_s)
     bucket = await broker.key_value(topology.PLACEMENT_BUCKET, storage="memory")
-    empty = messages.encode(Placement(clock.now_s()))  # of a lane that had workers before: without any table all would pull all
+    empty = messages.encode(
+        Placement(clock.now_s())
+    )  # of a lane that had workers before: without any table all would pull all
     await bucket.write([Write(topology.lane_key(LANE), empty, 0)])
     await placer.start(storage="memory", replicas=1)
     task = asyncio.create_task(placer.run(stop))
@@ -258,8 +285,9 @@ async def revisions(stack: Stack) -> dict[str, str]:
 
 
 async def compare(folder: Path, setup: Setup) -> None:
-    """With the table, and with workers that take any model. Checked here: with the table each worker has room for what it hosts and nothing
-    comes or goes any more, without it each is full and evicts."""
+    """With the table, and with workers that take any model. Checked here: with the table each worker has room for what
+    it hosts and nothing comes or goes any more, without it each is full and evicts.
+    """
     ours, theirs = await with_the_table(folder / "table", setup), await any_takes_any(folder / "any", setup)
     print(f"\ntable: {ours}\nany worker: {theirs}")
     assert ours.late == 0
@@ -304,7 +332,9 @@ async def test_a_second_worker_takes_what_does_not_fit_on_the_first(tmp_path: Pa
 # ---- real adapters
 
 WIDTH, LAYERS = 384, 6
-VOCABULARY = 40_000  # most of a model's bytes, and none of its work: what else a process holds varies by tens of megabytes
+VOCABULARY = (
+    40_000  # most of a model's bytes, and none of its work: what else a process holds varies by tens of megabytes
+)
 AMPLE_BYTES = 3 << 30  # for an adapter with all models
 
 
@@ -313,20 +343,33 @@ def checkpoints(root: Path) -> tuple[list[str], Plan]:
     made = local_models.under(root)
     for seed in range(12):
         toys.save(
-            made.weights / f"m{seed:02}", "bert", seed=seed, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
-            num_attention_heads=6, initializer_range=0.04, vocab_size=VOCABULARY,
-        )  # fmt: skip
-        made.add(f"m{seed:02}", {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": 64, "run": {"pooling": "mean"}})
+            made.weights / f"m{seed:02}",
+            "bert",
+            seed=seed,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=6,
+            initializer_range=0.04,
+            vocab_size=VOCABULARY,
+        )
+        made.add(
+            f"m{seed:02}",
+            {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": 64, "run": {"pooling": "mean"}},
+        )
     environ = {
-        "SIE_MODELS_DIR": str(made.folder), "SIE_MODEL_FILTER": ",".join(made.names), "SIE_HF_FALLBACK": "false",
+        "SIE_MODELS_DIR": str(made.folder),
+        "SIE_MODEL_FILTER": ",".join(made.names),
+        "SIE_HF_FALLBACK": "false",
         "MALLOC_ARENA_MAX": "1",  # memory that is free in another arena counts as held
-    }  # fmt: skip
+    }
     return made.names, Plan(models=(), gateways=0, workers=(None, None), preload=False, environ=environ)
 
 
 async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int:
-    """The limit on an adapter's data under which SLOTS models fit and one more does not, as an adapter counts that had to give back what is
-    no model's."""
+    """The limit on an adapter's data under which SLOTS models fit and one more does not, as an adapter counts that had
+    to give back what is no model's.
+    """
     setup = Setup(models, dataclasses.replace(plan, workers=(None,)), 0.0, 0.0, 0.0)
     async with workers(folder, setup) as (stack, broker), placing(broker) as (placer, fleet):
 

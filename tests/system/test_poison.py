@@ -1,4 +1,6 @@
-"""One input among many ends the process that runs it, with the real adapter, the parent that forks it and a real nats-server."""
+"""One input among many ends the process that runs it, with the real adapter, the parent that forks it and a real
+nats-server.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from fake_adapter import TOKENIZER
 MODEL = "mortal/one"
 DEADLY = "the text that ends its process"
 CLIENTS = 32
-BACK_S = 1.0  # the promise, from each death to the next answer: 0.33 s and 0.25 s on 2 cores under a load of 10; 3x is the test's margin
+# the promise, from each death to the next answer: 0.33 s and 0.25 s on 2 cores under a load of 10; 3x is the test's
+# margin
+BACK_S = 1.0
 LESS = 0.05  # the promise, of throughput outside the restarts; 3x as well
 _logger = logging.getLogger("tests.poison")
 FAMILY = '''
@@ -41,7 +45,8 @@ class Mortal:
     def encode(self, texts, options):
         if {deadly!r} in texts:
             os._exit(86)
-        return [{{"dense": np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.uint8).astype(np.float32)}} for text in texts]
+        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+        return [{{"dense": np.frombuffer(digest[:8], np.uint8).astype(np.float32)}} for digest in digests]
 '''
 
 
@@ -62,8 +67,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (site / "mortal.py").write_text(FAMILY.format(deadly=DEADLY))
     (weights / "tokenizer.json").write_bytes(TOKENIZER)
     entry = {
-        "id": MODEL, "license": "mit", "weights": {"path": str(weights)}, "family": "mortal", "outputs": {"dense": 8}, "max_tokens": 512,
-    }  # fmt: skip
+        "id": MODEL,
+        "license": "mit",
+        "weights": {"path": str(weights)},
+        "family": "mortal",
+        "outputs": {"dense": 8},
+        "max_tokens": 512,
+    }
     (models / "mortal.yaml").write_text(json.dumps(entry))
     environ = {"PYTHONPATH": str(site), "SIE_MODELS_DIR": str(models)}
     with running(tmp_path / "data", "--preload", MODEL, environ=environ) as cluster:
@@ -94,7 +104,9 @@ async def send_all(url: str, texts: list[str]) -> list[Answer]:
 
 
 async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float], float, float]:
-    """Check every answer. Returns the longest silences, and the requests a second before the first death and after the second."""
+    """Check every answer. Returns the longest silences, and the requests a second before the first death and after the
+    second.
+    """
     texts = [f"text number {number}" for number in range(count)]
     await send_all(cluster.url, texts[:200])
     texts[count // 2] = DEADLY

@@ -1,4 +1,6 @@
-"""Reservations before a real broker and real processes: two gateways, two workers, fixed costs. One cluster for the whole file."""
+"""Reservations before a real broker and real processes: two gateways, two workers, fixed costs. One cluster for the
+whole file.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from stack import Device, Plan, Stack
 MODEL = "toy/one"
 SPEC = {"name": "team", "gpus": {"cpu": 1}}
 ADMIN = {"authorization": "Bearer admin"}  # whose reservations may take the last worker
-FAST = {"SIE_ADMIN_TOKEN": "admin", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "250", "SIE_HEARTBEAT_TIMEOUT_MS": "2000", "SIE_LOAD_HOLD_S": "2"}
+FAST = {
+    "SIE_ADMIN_TOKEN": "admin",
+    "SIE_HEALTH_PUBLISH_INTERVAL_MS": "250",
+    "SIE_HEARTBEAT_TIMEOUT_MS": "2000",
+    "SIE_LOAD_HOLD_S": "2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +49,17 @@ def workers_of(stack: Stack, name: str, gateway: int = 0, state: str = "active")
 
 def pool_of(stack: Stack, worker: str) -> str:
     """What the worker itself tells, as gateways show it, while it is healthy."""
-    return next((info["pool"] for info in call(stack, "GET", "/health").json()["workers"] if info["name"] == worker), "")
+    return next(
+        (info["pool"] for info in call(stack, "GET", "/health").json()["workers"] if info["name"] == worker), ""
+    )
 
 
 def streams(stack: Stack) -> set[str]:
     """Of work, as the broker's monitor tells."""
     found = httpx.get(f"{stack.monitor_urls[0]}/jsz?streams=true", timeout=5, trust_env=False).json()
-    names = {stream["name"] for account in found.get("account_details", []) for stream in account.get("stream_detail") or []}
+    names = {
+        stream["name"] for account in found.get("account_details", []) for stream in account.get("stream_detail") or []
+    }
     return {name for name in names if name.startswith("WORK_")}
 
 
@@ -57,7 +68,9 @@ def free(stack: Stack) -> bool:
 
 
 def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(stack: Stack) -> None:
-    """1. Reserved over one gateway, served over both. 2. The lease ends: requests are told so, the worker is back, the stream gone."""
+    """1. Reserved over one gateway, served over both. 2. The lease ends: requests are told so, the worker is back, the
+    stream gone.
+    """
     until(lambda: free(stack), 30, "both workers serve the default pool")
     assert call(stack, "POST", "/v1/pools", json={**SPEC, "ttl_seconds": 6}).status_code == 201
     for gateway in range(2):
@@ -93,7 +106,9 @@ def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> N
     renewed = call(stack, "POST", "/v1/pools/team/renew", 1).json()
     assert renewed["expires_at"] > before["status"]["expires_at"]
     assert call(stack, "DELETE", "/v1/pools/team", 1).json() == {"message": "Pool deleted"}
-    assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201  # the name is free, also while the worker still leaves
+    assert (
+        call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
+    )  # the name is free, also while the worker still leaves
     until(lambda: workers_of(stack, "team"), 20, "active again")
     assert encode(stack, "team").status_code == 200
     assert call(stack, "DELETE", "/v1/pools/team").status_code == 200
@@ -101,8 +116,9 @@ def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> N
 
 
 def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(stack: Stack) -> None:
-    """1. Both workers are reserved, one each. 2. One dies: pending; requests wait, then are told that a worker has to start. 3. The other
-    reservation ends, and its worker takes the place."""
+    """1. Both workers are reserved, one each. 2. One dies: pending; requests wait, then are told that a worker has to
+    start. 3. The other reservation ends, and its worker takes the place.
+    """
     for name in ("team", "spare"):
         assert call(stack, "POST", "/v1/pools", json={**SPEC, "name": name}).status_code == 201
         until(lambda name=name: workers_of(stack, name), 20, f"{name} is active")

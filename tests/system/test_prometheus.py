@@ -1,4 +1,6 @@
-"""A real Prometheus scrapes a loaded cluster: its rules load, every panel of the dashboard shows something and can be drawn."""
+"""A real Prometheus scrapes a loaded cluster: its rules load, every panel of the dashboard shows something and can be
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class Load:
             thread.start()
 
     def _ask(self, number: int) -> None:
-        headers = {"X-SIE-Priority": ("interactive", "bulk")[number % 2], "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        headers = {
+            "X-SIE-Priority": ("interactive", "bulk")[number % 2],
+            "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
+        }
         if number == 0:  # some that are late
             headers["X-SIE-Timeout-Ms"] = "20"
         if number == 1:  # and some that no worker is there for
@@ -116,8 +121,11 @@ def test_what_alerts_look_at_is_there(scraping: Prometheus) -> None:
     """B1"""
     (group,) = scraping.ask("rules")["groups"]
     names = {
-        part.name for rule in group["rules"] for part in parts_of(promql.parse(rule["query"])) if isinstance(part, promql.VectorSelector)
-    }  # fmt: skip
+        part.name
+        for rule in group["rules"]
+        for part in parts_of(promql.parse(rule["query"]))
+        if isinstance(part, promql.VectorSelector)
+    }
     assert names <= {name for metric in every().values() for name in metric.exported}
     for name in names:
         until(lambda name=name: scraping.query(f'{name}{{namespace="{NAMESPACE}"}}'), WAIT_S, name)
@@ -125,6 +133,10 @@ def test_what_alerts_look_at_is_there(scraping: Prometheus) -> None:
 
 def test_latencies_lead_to_traces(scraping: Prometheus) -> None:
     for name in ("sie_gateway_request_latency_seconds_bucket", "sie_request_duration_seconds_bucket"):
-        until(lambda name=name: scraping.ask("query_exemplars", query=name, start="0", end="9999999999"), WAIT_S, "an exemplar")
+        until(
+            lambda name=name: scraping.ask("query_exemplars", query=name, start="0", end="9999999999"),
+            WAIT_S,
+            "an exemplar",
+        )
         found = scraping.ask("query_exemplars", query=name, start="0", end="9999999999")
         assert {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]} == {TRACE}

@@ -25,7 +25,9 @@ def waiting(cluster: Cluster) -> int:
 
 
 async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stopped(cluster: Cluster) -> None:
-    """1. the sidecar is stopped; 2. a request is sent; 3. the broker's monitor shows it at its consumer; 4. resumed, it is answered."""
+    """1. the sidecar is stopped; 2. a request is sent; 3. the broker's monitor shows it at its consumer; 4. resumed, it
+    is answered.
+    """
     assert cluster.encode(["warm"]).status_code == 200
     (sidecar,) = cluster.pids("sidecar")
     await asyncio.to_thread(until, lambda: waiting(cluster) == 0, 5, "an empty consumer")
@@ -42,7 +44,9 @@ async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stop
 
 
 async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(cluster: Cluster) -> None:
-    """The stream is deleted behind the gateway's back: what was in it ends with a retryable error, what comes next is served."""
+    """The stream is deleted behind the gateway's back: what was in it ends with a retryable error, what comes next is
+    served.
+    """
     assert cluster.encode(["warm"]).status_code == 200
     (sidecar,) = cluster.pids("sidecar")
     cluster.signal(sidecar, signal.SIGSTOP)
@@ -65,8 +69,10 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(cluste
 async def test_accepted_work_survives_a_killed_broker(cluster: Cluster) -> None:
     """L3, L10, S1, S2.
 
-    1. the sidecar is stopped and 100 requests are accepted by the broker; 2. 100 more are under way when the broker is killed with -9;
-    3. it is restarted, the sidecar resumed; 4. every accepted one is answered rightly, the others rightly or with a typed retryable
+    1. the sidecar is stopped and 100 requests are accepted by the broker; 2. 100 more are under way when the broker is
+      killed with -9;
+    3. it is restarted, the sidecar resumed; 4. every accepted one is answered rightly, the others rightly or with a
+      typed retryable
     error, none past its deadline; 5. every one sent 5 s after the restart is answered rightly.
     """
     assert cluster.encode(["warm"]).status_code == 200
@@ -81,7 +87,9 @@ async def test_accepted_work_survives_a_killed_broker(cluster: Cluster) -> None:
         second = [asyncio.create_task(late.one(client, cluster.url, number)) for number in range(100)]
         await asyncio.sleep(0)  # they are being sent
         cluster.signal(broker, signal.SIGKILL)
-        await asyncio.to_thread(until, lambda: cluster.pids("nats-server") not in ([], [broker]), 10, "the broker's restart")
+        await asyncio.to_thread(
+            until, lambda: cluster.pids("nats-server") not in ([], [broker]), 10, "the broker's restart"
+        )
         cluster.signal(sidecar, signal.SIGCONT)
         await asyncio.gather(*first, *second)
         await asyncio.sleep(5)  # the five seconds of the promise

@@ -17,11 +17,15 @@ from pages import DOCS, ELSEWHERE, README, blocks, differences, run
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The models that would be downloaded are small ones of their kinds here, under the same names. One of two workers may be reserved."""
+    """The models that would be downloaded are small ones of their kinds here, under the same names. One of two workers
+    may be reserved.
+    """
     models = local_models.under(tmp_path_factory.mktemp("readme-models"))
     for kind, name in (("cross", "BAAI/bge-reranker-v2-m3"), ("gliner", "urchade/gliner_multi-v2.1")):
         models.add(kind, {**local_models.KINDS[kind](models.weights / kind), "id": name})
-    with running(tmp_path_factory.mktemp("readme"), "--no-spare", "--models-dir", str(models.folder), workers=2) as cluster:
+    with running(
+        tmp_path_factory.mktemp("readme"), "--no-spare", "--models-dir", str(models.folder), workers=2
+    ) as cluster:
         yield cluster
 
 
@@ -48,7 +52,10 @@ def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) ->
     ranked, found = map(ast.literal_eval, run(blocks(README, "python")[1].code, cluster))
     assert {item for item, _ in ranked} == {"item-0", "item-1"}
     assert ranked[0][1] >= ranked[1][1]
-    assert all("Ada met Charles in London."[start:].startswith(text) and label in ("person", "place") for text, label, start in found)
+    assert all(
+        "Ada met Charles in London."[start:].startswith(text) and label in ("person", "place")
+        for text, label, start in found
+    )
 
 
 def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
@@ -67,5 +74,7 @@ def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
 
 def test_the_example_of_the_start_message_works(cluster: Cluster) -> None:
     line = next(line for line in cluster.lines if "try     curl" in line)
-    printed = subprocess.run(["sh", "-c", line.partition("try")[2]], capture_output=True, text=True, timeout=60, check=True).stdout
+    printed = subprocess.run(
+        ["sh", "-c", line.partition("try")[2]], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert '"dims":384' in printed

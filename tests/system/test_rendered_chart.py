@@ -1,10 +1,11 @@
-"""The rendered chart without Kubernetes: what its containers are told to run, run here to the letter, as each other's neighbours.
+"""The rendered chart without Kubernetes: what its containers are told to run, run here to the letter, as each other's
+neighbours.
 
-What a kubelet, a container engine and a cluster's network do is done as they do it: a container has processes of its own, the rendered user
-without capabilities, a read-only root with nothing writable but its volumes, and the files that an image would have; secrets and names of
-pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of their Dockerfile, probes say who is ready. A pod is an address
-of loopback in a network of the test's own, so every port is the rendered one, and the name of a service stands for the pods that its
-selector finds.
+What a kubelet, a container engine and a cluster's network do is done as they do it: a container has processes of its
+own, the rendered user without capabilities, a read-only root with nothing writable but its volumes, and the files that
+an image would have; secrets and names of pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of
+their Dockerfile, probes say who is ready. A pod is an address of loopback in a network of the test's own, so every port
+is the rendered one, and the name of a service stands for the pods that its selector finds.
 """
 
 from __future__ import annotations
@@ -39,17 +40,31 @@ pytestmark = [pytest.mark.debian, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 USERS = ("gateway", "config", "worker", "operator")
 SECRET = {
-    "auth-tokens": "client-token", "config-read-token": "reader-token", "admin-token": "admin-token", "nats-route": "in-a-url",
-    **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},  # what a URL, or a server's configuration, would read otherwise
-}  # fmt: skip
+    "auth-tokens": "client-token",
+    "config-read-token": "reader-token",
+    "admin-token": "admin-token",
+    "nats-route": "in-a-url",
+    **{
+        f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS
+    },  # what a URL, or a server's configuration, would read otherwise
+}
 VALUES = {"auth": {"mode": "static"}, "catalogue": {"configMap": "own-models"}}
 CLIENT = {"Authorization": "Bearer client-token"}
-ROLES: dict[str, Role] = {"nats": "broker", "config": "config", "gateway": "gateway", "worker-sidecar": "sidecar", "adapter": "adapter"}
+ROLES: dict[str, Role] = {
+    "nats": "broker",
+    "config": "config",
+    "gateway": "gateway",
+    "worker-sidecar": "sidecar",
+    "adapter": "adapter",
+}
 # What the images set, HOME being that of their user, and one thread, as a share of a processor would make it.
 IMAGE = {
-    "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/home/sie", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
+    "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    "HOME": "/home/sie",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+}
 START_S = 90.0
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
@@ -82,12 +97,15 @@ class Pod:
 
 @dataclass
 class Node:
-    """One that has all pods: a folder for each volume, an address for each pod. `replicas` says how many there are of a workload, one else;
-    `disk` is what every container sees as /srv."""
+    """One that has all pods: a folder for each volume, an address for each pod. `replicas` says how many there are of a
+    workload, one else; `disk` is what every container sees as /srv.
+    """
 
     folder: Path
     found: list[Object]
-    own_files: dict[str, dict[str, str]] = field(default_factory=dict)  # of ConfigMaps that are not the chart's, by name
+    own_files: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # of ConfigMaps that are not the chart's, by name
     replicas: dict[str, int] = field(default_factory=dict)
     disk: Path | None = None
     pods: list[Pod] = field(init=False)
@@ -96,10 +114,16 @@ class Node:
         names = [(name, number) for name in workloads(self.found) for number in range(self.replicas.get(name, 1))]
         specs = {name: pod(workload) for name, workload in workloads(self.found).items()}
         self.pods = [Pod(f"{name}-{n}", name, specs[name], f"127.1.0.{at}") for at, (name, n) in enumerate(names, 1)]
-        lines = [f"{each.address} {name} {name}.{NAMESPACE}.svc" for name in of_kind("Service", self.found) for each in self.behind(name)]
+        lines = [
+            f"{each.address} {name} {name}.{NAMESPACE}.svc"
+            for name in of_kind("Service", self.found)
+            for each in self.behind(name)
+        ]
         for name, workload in workloads(self.found).items():
             service = workload["spec"].get("serviceName")
-            lines += [f"{each.address} {each.name}.{service}" for each in self.pods if each.workload == name and service]
+            lines += [
+                f"{each.address} {each.name}.{service}" for each in self.pods if each.workload == name and service
+            ]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (self.folder / "passwd").write_text("root:x:0:0::/root:/bin/sh\nsie:x:10001:10001::/home/sie:/bin/sh\n")
 
@@ -110,9 +134,17 @@ class Node:
 
     def url(self, service: str, port: int) -> str:
         """Of the first pod behind a service, whose ports are those of its pods."""
-        (target,) = (each["targetPort"] for each in of_kind("Service", self.found)[service]["spec"]["ports"] if each["port"] == port)
+        (target,) = (
+            each["targetPort"]
+            for each in of_kind("Service", self.found)[service]["spec"]["ports"]
+            if each["port"] == port
+        )
         where = self.behind(service)[0]
-        declared = {(each["name"], each["containerPort"]) for container in where.spec["containers"] for each in container.get("ports", ())}
+        declared = {
+            (each["name"], each["containerPort"])
+            for container in where.spec["containers"]
+            for each in container.get("ports", ())
+        }
         assert (target, port) in declared
         return f"http://{where.address}:{port}"
 
@@ -145,7 +177,8 @@ class Node:
                 told[name] = where.name
             else:
                 told[name] = SECRET[given["secretKeyRef"]["key"]]
-        # a pod's address is a loopback one here, where only loopback names pass; on 0.0.0.0 any name does, unless the setting lists some
+        # a pod's address is a loopback one here, where only loopback names pass; on 0.0.0.0 any name does, unless the
+        # setting lists some
         return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **told}
 
     def argv(self, where: Pod, container: Object) -> list[str]:
@@ -162,7 +195,12 @@ class Node:
         """A script that makes the container's root, in a mount namespace of its own, and runs its arguments there."""
         root = self.folder / f"{where.name}.{container['name']}"
         root.mkdir(exist_ok=True)
-        steps = [f"mount -t tmpfs -o mode=0755 none {root}", f"cd {root}", "mkdir -p proc dev tmp etc home/sie", "mount -t proc none proc"]
+        steps = [
+            f"mount -t tmpfs -o mode=0755 none {root}",
+            f"cd {root}",
+            "mkdir -p proc dev tmp etc home/sie",
+            "mount -t proc none proc",
+        ]
         steps += [f"ln -s usr/{name} {name}" for name in ("bin", "lib", "lib64", "sbin")]
 
         def bind(source: Path | str, target: str, *, writable: bool = False, file: bool = False) -> None:
@@ -183,7 +221,9 @@ class Node:
             bind(folder, folder)
         if self.disk is not None:
             bind(self.disk, "srv")
-        return "\n".join([*steps, f"mount -o remount,ro {root}", f'exec /usr/sbin/chroot {root} {confined(where, container)} "$@"'])
+        return "\n".join(
+            [*steps, f"mount -o remount,ro {root}", f'exec /usr/sbin/chroot {root} {confined(where, container)} "$@"']
+        )
 
     def used(self, where: Pod) -> dict[str, tuple[int, int]]:
         """Of the volumes with a limit: bytes in them, and the limit."""
@@ -210,7 +250,13 @@ class Container(Part):
         self.where = where
         self.told = told
         readiness = functools.partial(self.probe, "readinessProbe")
-        super().__init__(ROLES[told["name"]], f"{where.name} {told['name']}", node.argv(where, told), node.environ(where, told), readiness)
+        super().__init__(
+            ROLES[told["name"]],
+            f"{where.name} {told['name']}",
+            node.argv(where, told),
+            node.environ(where, told),
+            readiness,
+        )
 
     def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         with namespace(_CLONE_NEWPID, "pid_for_children"):
@@ -218,7 +264,16 @@ class Container(Part):
 
     def execute(self, action: Object) -> bool:
         """What a kubelet does for an exec action: whether its command, run inside, ends with 0."""
-        inside = ["nsenter", "--target", str(self.pid), "--mount", "--pid", "--root", "--wd", *confined(self.where, self.told).split()]
+        inside = [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--mount",
+            "--pid",
+            "--root",
+            "--wd",
+            *confined(self.where, self.told).split(),
+        ]
         return subprocess.run([*inside, *action["exec"]["command"]], env=IMAGE, timeout=30, check=False).returncode == 0
 
     def probe(self, kind: str) -> bool:
@@ -252,20 +307,35 @@ class Running:
     def connections(self) -> set[tuple[str, str, int]]:
         """Workload that connected, workload that took it, port, of all that are open now."""
         owner = {each.address: each.workload for each in self.node.pods}
-        ends = ((each.where.workload, found.laddr, found.raddr) for each in self.containers for found in each.sockets() if found.raddr)
+        ends = (
+            (each.where.workload, found.laddr, found.raddr)
+            for each in self.containers
+            for found in each.sockets()
+            if found.raddr
+        )
         return {(workload, owner[to.ip], to.port) for workload, at, to in ends if to.ip in owner and at.ip not in owner}
 
     def check_probes(self) -> None:
         until(lambda: all(each.probe(kind) for each in self.containers for kind in PROBES), 60, "every probe passes")
 
     def check_connections(self) -> None:
-        """Processes listen on the ports that their containers declare, and connect to all that the policies let them, to nothing else."""
-        declared = {(each.where.workload, port["containerPort"]) for each in self.containers for port in each.told.get("ports", ())}
+        """Processes listen on the ports that their containers declare, and connect to all that the policies let them,
+        to nothing else.
+        """
+        declared = {
+            (each.where.workload, port["containerPort"])
+            for each in self.containers
+            for port in each.told.get("ports", ())
+        }
         for each in self.containers:
             listening = {(found.laddr.ip, found.laddr.port) for found in each.sockets() if found.status == "LISTEN"}
-            assert listening == {(each.where.address, port["containerPort"]) for port in each.told.get("ports", ())}, each.name
+            assert listening == {(each.where.address, port["containerPort"]) for port in each.told.get("ports", ())}, (
+                each.name
+            )
         sources = workloads(self.node.found)
-        expected = {(source, *target) for source in sources for target in declared if allowed(self.node.found, source, *target)}
+        expected = {
+            (source, *target) for source in sources for target in declared if allowed(self.node.found, source, *target)
+        }
         seen: set[tuple[str, str, int]] = set()
         until(lambda: seen.update(self.connections()) or seen >= expected, 30, f"connections: {expected}")
         assert seen == expected
@@ -273,7 +343,9 @@ class Running:
 
 @contextlib.contextmanager
 def started(node: Node) -> Iterator[Running]:
-    """All containers of all pods at once, as a cluster starts them; the end of the block checks that each ends with 0 when told to."""
+    """All containers of all pods at once, as a cluster starts them; the end of the block checks that each ends with 0
+    when told to.
+    """
     running = Running(node)
     try:
         for where in node.pods:
@@ -299,7 +371,9 @@ def started(node: Node) -> Iterator[Running]:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder below which a socket's path is short enough; within, a network of this test alone with nothing but loopback."""
+    """A folder below which a socket's path is short enough; within, a network of this test alone with nothing but
+    loopback.
+    """
     with tempfile.TemporaryDirectory(prefix="sie-") as folder, namespace(_CLONE_NEWNET, "net"):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
         yield Path(folder)
@@ -308,7 +382,8 @@ def short() -> Iterator[Path]:
 def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -> None:
     """P9, P12, X10, X13, X17.
 
-    1. All containers start from their rendered commands, variables, files and users, and write nowhere but to their volumes, of which less
+    1. All containers start from their rendered commands, variables, files and users, and write nowhere but to their
+      volumes, of which less
        than the limit is used.
     2. Models of the packaged catalogue and of the operator's ConfigMap answer over the gateway's service.
     3. Nobody gets in without a token, and what changes the catalogue wants the administrator's.
@@ -322,9 +397,10 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
     files = {file.name: file.read_text().replace(str(tmp_path), "/srv") for file in models.folder.iterdir()}
     found = objects(template("values-kind.yaml", VALUES))
     node = Node(short, found, {"own-models": files}, disk=tmp_path)
-    with started(node) as running, httpx.Client(
-        base_url=node.url("sie-gateway", 8080), headers=CLIENT, timeout=120, trust_env=False
-    ) as client:
+    with (
+        started(node) as running,
+        httpx.Client(base_url=node.url("sie-gateway", 8080), headers=CLIENT, timeout=120, trust_env=False) as client,
+    ):
         assert client.get("/readyz").status_code == 200
         listed = {each["name"] for each in client.get("/v1/models").json()["models"]}
         assert {MODEL, "test/cross", "test/gliner"} <= listed
@@ -337,7 +413,9 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         ranked = client.post("/v1/score/test/cross", json=body)
         assert ranked.status_code == 200, ranked.text
         assert len(ranked.json()["scores"]) == 2
-        extracted = client.post("/v1/extract/test/gliner", json={"items": ["Ada met Charles in London."], "labels": ["person"]})
+        extracted = client.post(
+            "/v1/extract/test/gliner", json={"items": ["Ada met Charles in London."], "labels": ["person"]}
+        )
         assert extracted.status_code == 200, extracted.text
 
         for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
@@ -347,11 +425,17 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         statuses = []
         for token in ("client-token", "reader-token", "wrong", "admin-token"):
             headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": "own"}
-            written = httpx.post(f"{config}/v1/configs/models", json=entry, headers=headers, timeout=30, trust_env=False)
+            written = httpx.post(
+                f"{config}/v1/configs/models", json=entry, headers=headers, timeout=30, trust_env=False
+            )
             statuses.append(written.status_code)
         assert statuses[-1] == 201, written.text
         assert set(statuses[:-1]) <= {401, 403}
-        until(lambda: client.get("/v1/models/own/one").status_code == 200, 30, "the gateway knows the model that was written")
+        until(
+            lambda: client.get("/v1/models/own/one").status_code == 200,
+            30,
+            "the gateway knows the model that was written",
+        )
 
         metrics = node.url("sie-gateway-metrics", 9090)
         assert httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False).json()["ready_workers"] == 1
@@ -361,7 +445,11 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         assert not [line for line in running.log("nats") if "Violation" in line]
         for user, subject in (("gateway", "sie.health.w"), ("config", "sie.work.x"), ("worker", "sie.config.models.x")):
             publish(node.url("sie-nats", 4222), user, subject)
-            until(lambda subject=subject: any(f'"{subject}"' in line for line in running.log("nats")), 30, f"{subject} refused")
+            until(
+                lambda subject=subject: any(f'"{subject}"' in line for line in running.log("nats")),
+                30,
+                f"{subject} refused",
+            )
         for where in node.pods:
             for name, (size, limit) in node.used(where).items():
                 assert size < limit, (where.name, name)
@@ -371,7 +459,11 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
 
 def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
     """And one that is told to end sends its clients to the others."""
-    found = [each for each in objects(template("values-ha.yaml", {"auth": {"mode": "static"}})) if "worker" not in each["metadata"]["name"]]
+    found = [
+        each
+        for each in objects(template("values-ha.yaml", {"auth": {"mode": "static"}}))
+        if "worker" not in each["metadata"]["name"]
+    ]
     with started(Node(short, found, replicas={"sie-nats": 3})) as running:
         running.check_probes()
         running.check_connections()
@@ -382,7 +474,11 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
             (account,) = httpx.get(f"{told[0]}/jsz?streams=1&config=1", trust_env=False).json()["account_details"]
             return list(account.get("stream_detail", ()))
 
-        until(lambda: {"WORK__default", "KV_sie_catalogue", "KV_sie_placement"} <= {each["name"] for each in streams()}, 30, "streams")
+        until(
+            lambda: {"WORK__default", "KV_sie_catalogue", "KV_sie_placement"} <= {each["name"] for each in streams()},
+            30,
+            "streams",
+        )
         assert {each["config"]["num_replicas"] for each in streams()} == {3}
         assert {each["config"]["storage"] for each in streams()} == {"file"}
         (first,) = (each for each in brokers if each.where.name == "sie-nats-0")
@@ -390,7 +486,11 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
         os.kill(first.pid, signal.SIGTERM)  # as a kubelet does at once
         until(lambda: not first.alive, 60, "the end of a broker whose clients have gone")
         assert any("Closing existing clients" in line for line in first.log)
-        until(lambda: all(each.probe("readinessProbe") for each in running.containers if each is not first), 30, "the others are ready")
+        until(
+            lambda: all(each.probe("readinessProbe") for each in running.containers if each is not first),
+            30,
+            "the others are ready",
+        )
 
 
 def publish(url: str, user: str, subject: str) -> None:

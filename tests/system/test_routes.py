@@ -1,4 +1,6 @@
-"""One text, one vector, whatever route it takes and whatever its reply is written in; and large requests beside small ones."""
+"""One text, one vector, whatever route it takes and whatever its reply is written in; and large requests beside small
+ones.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def as_msgpack(client: httpx.Client) -> Array:
 
 def from_msgpack(client: httpx.Client) -> Array:
     body = msgspec.msgpack.encode({"items": [{"text": TEXT}]})
-    answer = client.post(f"/v1/encode/{MODEL.replace('/', '%2F')}", content=body, headers={"content-type": "application/x-msgpack"})
+    answer = client.post(
+        f"/v1/encode/{MODEL.replace('/', '%2F')}", content=body, headers={"content-type": "application/x-msgpack"}
+    )
     return np.asarray(arrays.unpack(arrays.decode_msgpack(answer.content))["items"][0]["dense"]["values"])
 
 
@@ -69,7 +73,12 @@ def raw(client: httpx.Client) -> Array:
 
 
 def arrow(client: httpx.Client) -> Array:
-    answer = post(client, f"/v1/encode/{MODEL}", {"items": [{"id": "a", "text": TEXT}]}, accept="application/vnd.apache.arrow.stream")
+    answer = post(
+        client,
+        f"/v1/encode/{MODEL}",
+        {"items": [{"id": "a", "text": TEXT}]},
+        accept="application/vnd.apache.arrow.stream",
+    )
     assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
     (row,) = pyarrow.ipc.open_stream(answer.content).read_all().to_pylist()
     assert (row["id"], row["error"]) == ("a", None)
@@ -113,12 +122,24 @@ def sdk(client: httpx.Client) -> Array:
 
 
 ROUTES: tuple[Callable[[httpx.Client], Array], ...] = (
-    as_msgpack, from_msgpack, raw, arrow, openai_floats, openai_base64, openai_ids, openai_raw, cohere, tei, sdk,
-)  # fmt: skip
+    as_msgpack,
+    from_msgpack,
+    raw,
+    arrow,
+    openai_floats,
+    openai_base64,
+    openai_ids,
+    openai_raw,
+    cohere,
+    tei,
+    sdk,
+)
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
-def test_a_text_alone_has_the_same_bytes_by_every_route(client: httpx.Client, route: Callable[[httpx.Client], Array]) -> None:
+def test_a_text_alone_has_the_same_bytes_by_every_route(
+    client: httpx.Client, route: Callable[[httpx.Client], Array]
+) -> None:
     expected = native(client)
     found = route(client)
     assert found.dtype == np.float32
@@ -144,9 +165,12 @@ async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Clus
 
 
 @pytest.mark.timeout(180)
-async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(cluster: Cluster, client: httpx.Client) -> None:
-    """1. 2,048 texts through the OpenAI route as bulk: all, in order, with their usage. 2. Meanwhile single texts: none waits for the
-    bulk request's end, only for batches that are at the adapter. 3. One more text is refused at once."""
+async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(
+    cluster: Cluster, client: httpx.Client
+) -> None:
+    """1. 2,048 texts through the OpenAI route as bulk: all, in order, with their usage. 2. Meanwhile single texts: none
+    waits for the bulk request's end, only for batches that are at the adapter. 3. One more text is refused at once.
+    """
     texts = [f"number {number}" for number in range(AT_ONCE)]
     single: list[float] = []
 
@@ -165,31 +189,56 @@ async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(clust
             single.append(time.monotonic() - began_s)
         found, bulk_s = running_bulk.result()
     assert [each["index"] for each in found["data"]] == list(range(AT_ONCE))
-    vectors = np.frombuffer(b"".join(base64.b64decode(each["embedding"]) for each in found["data"]), "<f4").reshape(AT_ONCE, -1)
+    vectors = np.frombuffer(b"".join(base64.b64decode(each["embedding"]) for each in found["data"]), "<f4").reshape(
+        AT_ONCE, -1
+    )
     some = list(range(0, AT_ONCE, 256))
     expected = post(client, "/v1/embeddings", {"model": MODEL, "input": [texts[index] for index in some]}).json()
     np.testing.assert_allclose(vectors[some], [each["embedding"] for each in expected["data"]], atol=UNDER_LOAD)
     per_text = expected["usage"]["prompt_tokens"] / len(some)
-    assert AT_ONCE * (per_text - 1) < found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] < AT_ONCE * (per_text + 1)
+    assert (
+        AT_ONCE * (per_text - 1)
+        < found["usage"]["prompt_tokens"]
+        == found["usage"]["total_tokens"]
+        < AT_ONCE * (per_text + 1)
+    )
     assert len(single) >= 3, "single texts were answered while the bulk request ran"
     assert sorted(single)[len(single) // 2] < bulk_s / 2
     began_s = time.monotonic()
-    refused = await asyncio.to_thread(client.post, "/v1/embeddings", json={"model": MODEL, "input": ["a"] * (AT_ONCE + 1)})
+    refused = await asyncio.to_thread(
+        client.post, "/v1/embeddings", json={"model": MODEL, "input": ["a"] * (AT_ONCE + 1)}
+    )
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "too_many_items")
     assert time.monotonic() - began_s < 3 * 0.1
 
 
 def test_raw_bytes_say_what_they_cannot_carry(client: httpx.Client) -> None:
-    for params, reason in (({"output_dtype": "int8"}, "unsupported_dtype"), ({"output_dtype": "uint8"}, "unsupported_dtype")):
-        answer = client.post(f"/v1/encode/{MODEL}", json={"items": ["a"], **params}, headers={"accept": "application/octet-stream"})
+    for params, reason in (
+        ({"output_dtype": "int8"}, "unsupported_dtype"),
+        ({"output_dtype": "uint8"}, "unsupported_dtype"),
+    ):
+        answer = client.post(
+            f"/v1/encode/{MODEL}", json={"items": ["a"], **params}, headers={"accept": "application/octet-stream"}
+        )
         assert (answer.status_code, answer.json()["error"]["reason"]) == (400, reason)
     failed = client.post(
-        f"/v1/encode/{MODEL}", json={"items": ["a", "word " * 600], "truncate": "NONE"}, headers={"accept": "application/octet-stream"}
+        f"/v1/encode/{MODEL}",
+        json={"items": ["a", "word " * 600], "truncate": "NONE"},
+        headers={"accept": "application/octet-stream"},
     )
     assert (failed.status_code, failed.headers["content-type"]) == (400, "application/json")
     assert [each["index"] for each in failed.json()["errors"]] == [1]
-    half = post(client, f"/v1/encode/{MODEL}", {"items": ["a", "b"], "output_dtype": "float16"}, accept="application/octet-stream")
-    assert (half.headers["x-sie-shape"], half.headers["x-sie-dtype"], len(half.content)) == ("2,384", "float16", 2 * 2 * 384)
+    half = post(
+        client,
+        f"/v1/encode/{MODEL}",
+        {"items": ["a", "b"], "output_dtype": "float16"},
+        accept="application/octet-stream",
+    )
+    assert (half.headers["x-sie-shape"], half.headers["x-sie-dtype"], len(half.content)) == (
+        "2,384",
+        "float16",
+        2 * 2 * 384,
+    )
 
 
 def test_large_replies_are_the_same_in_pieces(client: httpx.Client) -> None:

@@ -1,6 +1,7 @@
 """The outputs of every head, scores and extractions as clients see them, on the cluster and standalone alike.
 
-Numbers are compared with the public library on the same folder, or with what a formula makes of the API's own float32 vectors.
+Numbers are compared with the public library on the same folder, or with what a formula makes of the API's own float32
+vectors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=["cluster", "standalone"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels
+) -> Iterator[Cluster]:
     args = ["--standalone"] if request.param == "standalone" else []
     args += [*every_family.arguments, "--no-spare", "--batcher-coalesce-ms", "20"]
     with running(tmp_path_factory.mktemp("every-family"), *args) as cluster:
@@ -72,7 +75,9 @@ def refusal(client: httpx.Client, verb: str, model: str, body: object) -> tuple[
 
 
 def in_both_formats(client: httpx.Client, verb: str, model: str, body: Json) -> tuple[Json, Json]:
-    """The reply in JSON and in msgpack, arrays of the latter decoded. Fails unless they hold the same values, timing apart."""
+    """The reply in JSON and in msgpack, arrays of the latter decoded. Fails unless they hold the same values, timing
+    apart.
+    """
     as_json = ask(client, verb, model, body, accept="application/json")
     answer = client.post(f"/v1/{verb}/test/{model}", json=body, headers={"accept": "application/msgpack"})
     assert answer.headers["content-type"] == "application/msgpack"
@@ -82,7 +87,9 @@ def in_both_formats(client: httpx.Client, verb: str, model: str, body: Json) -> 
 
 
 def _plain(value: Any) -> Any:
-    """float32 and float16 as JSON prints them: as short as tells them from their neighbours, so read back as their own kind."""
+    """float32 and float16 as JSON prints them: as short as tells them from their neighbours, so read back as their own
+    kind.
+    """
     if isinstance(value, np.ndarray):
         return json.loads(json.dumps(value.tolist())) if value.dtype.kind != "f" else _printed(value)
     if isinstance(value, dict):
@@ -133,7 +140,9 @@ def check_converted(slot: Json, rows: Array, dtype: str) -> None:
 def test_sparse_vectors_equal_the_library_s(client: httpx.Client, every_family: LocalModels) -> None:
     from sentence_transformers import SparseEncoder
 
-    expected = SparseEncoder(str(every_family.weights / "sparse"), device="cpu").encode_document(TEXTS).to_dense().numpy()
+    expected = (
+        SparseEncoder(str(every_family.weights / "sparse"), device="cpu").encode_document(TEXTS).to_dense().numpy()
+    )
     _, reply = in_both_formats(client, "encode", "sparse", {"items": TEXTS})
     for slot, row in zip(reply["items"], expected, strict=True):
         sparse = slot["sparse"]
@@ -147,7 +156,9 @@ def test_sparse_vectors_equal_the_library_s(client: httpx.Client, every_family: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_in_every_dtype(client: httpx.Client, dtype: str) -> None:
-    """Dense vectors and each row of a multivector are converted as their formula says; of sparse ones only float16 changes values."""
+    """Dense vectors and each row of a multivector are converted as their formula says; of sparse ones only float16
+    changes values.
+    """
     for text in TEXTS:
         (exact,) = vectors(client, "m3", [text], output_types=M3_OUTPUTS)
         body = {"items": [text], "params": {"output_types": M3_OUTPUTS, "output_dtype": dtype}}
@@ -185,7 +196,9 @@ def test_dimensions_cut_first_and_normalise_then(client: httpx.Client) -> None:
     np.testing.assert_allclose(cut["dense"]["values"], first / np.linalg.norm(first), atol=1e-6)
     np.testing.assert_array_equal(raw["dense"]["values"], first)
     rows = whole["multivector"]["values"][:, :16]
-    np.testing.assert_allclose(cut["multivector"]["values"], rows / np.linalg.norm(rows, axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(
+        cut["multivector"]["values"], rows / np.linalg.norm(rows, axis=1, keepdims=True), atol=1e-6
+    )
     assert native["dense"]["dims"] == M3_WIDTH
     assert refusal(client, "encode", "m3", {"items": ["a"], "params": {"dimensions": 15}})[2] == "bad_dimensions"
 
@@ -197,8 +210,10 @@ def test_muvera_by_option_by_profile_and_by_name_are_one(client: httpx.Client, *
     expected = muvera_naive.encode(tokens["multivector"]["values"], parameters, is_query=is_query)
     base: Json = {"items": [PAIRED], "params": {"is_query": is_query}}
     ways = [
-        ("late", {**base, "muvera": SKETCH}), ("late:muvera", base), ("late", {**base, "options": {"profile": "muvera"}}),
-    ]  # fmt: skip
+        ("late", {**base, "muvera": SKETCH}),
+        ("late:muvera", base),
+        ("late", {**base, "options": {"profile": "muvera"}}),
+    ]
     for model, body in ways:
         _, reply = in_both_formats(client, "encode", model, body)
         assert reply["muvera"] == msgspec.to_builtins(parameters)
@@ -206,9 +221,17 @@ def test_muvera_by_option_by_profile_and_by_name_are_one(client: httpx.Client, *
         assert set(slot) == {"dense", "usage"}
         assert {**slot["dense"], "values": 0} == {"dims": 96, "dtype": "float32", "source": "muvera", "values": 0}
         np.testing.assert_allclose(slot["dense"]["values"], expected, atol=1e-4)
-    (small,) = vectors(client, "late:muvera", [PAIRED], is_query=is_query, output_dtype="int8", output_types=["dense", "multivector"])
-    assert (small["dense"]["values"].dtype, small["dense"]["source"], set(small)) == (np.int8, "muvera", {"dense", "multivector", "usage"})
-    np.testing.assert_allclose(small["dense"]["values"] * small["dense"]["scale"], expected, atol=float(small["dense"]["scale"]))
+    (small,) = vectors(
+        client, "late:muvera", [PAIRED], is_query=is_query, output_dtype="int8", output_types=["dense", "multivector"]
+    )
+    assert (small["dense"]["values"].dtype, small["dense"]["source"], set(small)) == (
+        np.int8,
+        "muvera",
+        {"dense", "multivector", "usage"},
+    )
+    np.testing.assert_allclose(
+        small["dense"]["values"] * small["dense"]["scale"], expected, atol=float(small["dense"]["scale"])
+    )
 
 
 def test_the_defaults_of_muvera_and_what_it_refuses(client: httpx.Client) -> None:
@@ -217,16 +240,29 @@ def test_the_defaults_of_muvera_and_what_it_refuses(client: httpx.Client) -> Non
     assert len(reply["items"][0]["dense"]["values"]) == reply["items"][0]["dense"]["dims"] == 10240
     off = ask(client, "encode", "late:muvera", {"items": ["a"], "muvera": False})
     assert ("muvera" in off, set(off["items"][0])) == (False, {"multivector", "usage"})
-    assert refusal(client, "encode", "mini", {"items": ["a"], "muvera": True}) == (400, "INVALID_INPUT", "muvera_unsupported")
-    assert refusal(client, "encode", "late", {"items": ["a"], "muvera": {"repetitions": 3}}) == (400, "INVALID_INPUT", "schema")
+    assert refusal(client, "encode", "mini", {"items": ["a"], "muvera": True}) == (
+        400,
+        "INVALID_INPUT",
+        "muvera_unsupported",
+    )
+    assert refusal(client, "encode", "late", {"items": ["a"], "muvera": {"repetitions": 3}}) == (
+        400,
+        "INVALID_INPUT",
+        "schema",
+    )
     assert refusal(client, "encode", "sparse", {"items": ["a"], "output_types": ["dense"]})[2] == "unsupported_output"
 
 
 MIXED: list[Json] = [
-    {}, {"output_dtype": "int8"}, {"output_dtype": "ubinary", "dimensions": 16}, {"normalize": False}, {"muvera": SKETCH},
-    {"output_types": ["sparse"]}, {"output_types": ["multivector"], "output_dtype": "float16"},
+    {},
+    {"output_dtype": "int8"},
+    {"output_dtype": "ubinary", "dimensions": 16},
+    {"normalize": False},
+    {"muvera": SKETCH},
+    {"output_types": ["sparse"]},
+    {"output_types": ["multivector"], "output_dtype": "float16"},
     {"output_types": ["dense", "sparse", "multivector"], "output_dtype": "uint8"},
-]  # fmt: skip
+]
 
 
 async def test_requests_of_one_batch_each_get_what_they_asked_for(cluster: Cluster, client: httpx.Client) -> None:
@@ -235,7 +271,9 @@ async def test_requests_of_one_batch_each_get_what_they_asked_for(cluster: Clust
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as many:
 
         async def one(params: Json) -> tuple[Any, str]:
-            answer = await many.post("/v1/encode/test/m3", json={"items": [PAIRED], "params": params}, headers={"x-sie-explain": "1"})
+            answer = await many.post(
+                "/v1/encode/test/m3", json={"items": [PAIRED], "params": params}, headers={"x-sie-explain": "1"}
+            )
             return answer.json()["items"], answer.json()["explain"][0]["batch"]["id"]
 
         for _ in range(20):
@@ -251,7 +289,9 @@ async def test_requests_of_one_batch_each_get_what_they_asked_for(cluster: Clust
 
 
 def check_close(found: Any, expected: Any) -> None:
-    """Equal but for the last bits of floats and the rounding of codes: a batch is computed in another order than a text alone."""
+    """Equal but for the last bits of floats and the rounding of codes: a batch is computed in another order than a text
+    alone.
+    """
     if isinstance(expected, dict):
         assert set(found) == set(expected)
         for key in expected:
@@ -285,7 +325,9 @@ def cross_encoder_scores(every_family: LocalModels, query: str, texts: list[str]
     return np.asarray(model.predict([(query, text) for text in texts], show_progress_bar=False), np.float64)
 
 
-def test_a_cross_encoder_scores_like_the_library_in_order_of_score(client: httpx.Client, every_family: LocalModels) -> None:
+def test_a_cross_encoder_scores_like_the_library_in_order_of_score(
+    client: httpx.Client, every_family: LocalModels
+) -> None:
     texts = documents(30)
     expected = cross_encoder_scores(every_family, PAIRED, texts)
     reply, _ = in_both_formats(client, "score", "cross", {"query": PAIRED, "items": texts})
@@ -302,10 +344,16 @@ def test_a_cross_encoder_scores_like_the_library_in_order_of_score(client: httpx
 def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client) -> None:
     """The table of docs/coming-from.md, line by line."""
     packed = msgspec.msgpack.encode({"items": ["a"]})
-    for content, accept, expected in ((None, "*/*", "json"), (None, "application/msgpack", "msgpack"), (packed, "*/*", "msgpack")):
-        sent = {"content": content, "headers": {"accept": accept, "content-type": "application/msgpack"}} if content else {
-            "json": {"items": ["a"]}, "headers": {"accept": accept}
-        }  # fmt: skip
+    for content, accept, expected in (
+        (None, "*/*", "json"),
+        (None, "application/msgpack", "msgpack"),
+        (packed, "*/*", "msgpack"),
+    ):
+        sent = (
+            {"content": content, "headers": {"accept": accept, "content-type": "application/msgpack"}}
+            if content
+            else {"json": {"items": ["a"]}, "headers": {"accept": accept}}
+        )
         assert client.post("/v1/encode/test/dense", **sent).headers["content-type"] == f"application/{expected}"
     wrong = client.post("/v1/encode/test/nothing", json={"items": ["a"]}, headers={"accept": "application/msgpack"})
     assert wrong.headers["content-type"] == "application/json"
@@ -314,7 +362,10 @@ def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client
     schema = {"type": "object"}
     for model, labels in (("gliner", ["a"]), ("zero-shot", ["a"]), ("tags", None)):
         params = {"output_schema": schema, **({"labels": labels} if labels else {})}
-        assert refusal(client, "extract", model, {"items": ["a"], "params": params})[::2] == (400, "output_schema_unsupported")
+        assert refusal(client, "extract", model, {"items": ["a"], "params": params})[::2] == (
+            400,
+            "output_schema_unsupported",
+        )
     assert refusal(client, "extract", "gliner", {"items": ["a"]})[::2] == (400, "labels_required")
     for items in ([], None):
         assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")
@@ -334,21 +385,31 @@ def test_ids_and_metadata_come_back_and_failures_stand_last(client: httpx.Client
     body = {
         "query": {"id": "q7", "text": PAIRED},
         "items": [
-            {"images": ["aGVsbG8="], "id": "picture"}, {"text": "kernel", "id": "a"}, {"text": "violin", "metadata": {"n": 1}}, {"id": "a"},
+            {"images": ["aGVsbG8="], "id": "picture"},
+            {"text": "kernel", "id": "a"},
+            {"text": "violin", "metadata": {"n": 1}},
+            {"id": "a"},
             {"text": "kernel"},
         ],
-    }  # fmt: skip
+    }
     reply, _ = in_both_formats(client, "score", "cross", body)
     assert reply["query_id"] == "q7"
     entries = reply["scores"]
     assert [entry["rank"] for entry in entries] == [0, 1, 2, 3, 4]
     good, failed = entries[:3], entries[3:]
     assert [entry["item_id"] for entry in failed] == ["picture", "a"]
-    assert [(entry["score"], entry["error"]["reason"]) for entry in failed] == [(None, "unsupported_modality"), (None, "empty_item")]
+    assert [(entry["score"], entry["error"]["reason"]) for entry in failed] == [
+        (None, "unsupported_modality"),
+        (None, "empty_item"),
+    ]
     twins = [entry["item_id"] for entry in good if entry["item_id"] != "item-2"]
     assert twins == ["a", "item-4"]  # equal scores stay in the order of the inputs
     assert next(entry for entry in good if entry["item_id"] == "item-2")["metadata"] == {"n": 1}
-    assert refusal(client, "score", "cross", {**body, "on_item_error": "fail"}) == (400, "INVALID_INPUT", "unsupported_modality")
+    assert refusal(client, "score", "cross", {**body, "on_item_error": "fail"}) == (
+        400,
+        "INVALID_INPUT",
+        "unsupported_modality",
+    )
 
 
 def test_a_pair_that_is_cut_is_told(client: httpx.Client) -> None:
@@ -384,7 +445,9 @@ def test_a_decoder_answers_yes_as_its_model_card_computes_it(client: httpx.Clien
     default = local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
     for given, used in (({}, default), ({"instruction": "Find the river"}, "Find the river")):
         reply = ask(client, "score", "reranker", {"query": PAIRED, "items": texts, **given})
-        expected = [local_models.yes_probability(every_family.weights / "reranker", used, PAIRED, text) for text in texts]
+        expected = [
+            local_models.yes_probability(every_family.weights / "reranker", used, PAIRED, text) for text in texts
+        ]
         assert by_position(reply) == pytest.approx(expected, abs=1e-5)
 
 
@@ -392,9 +455,12 @@ def test_a_late_interaction_model_scores_by_maxsim(client: httpx.Client) -> None
     (query,) = vectors(client, "late", [PAIRED], is_query=True)
     texts = documents(12)
     expected = [
-        float((query["multivector"]["values"] @ slot["multivector"]["values"].T).max(1).sum()) for slot in vectors(client, "late", texts)
+        float((query["multivector"]["values"] @ slot["multivector"]["values"].T).max(1).sum())
+        for slot in vectors(client, "late", texts)
     ]
-    assert by_position(ask(client, "score", "late", {"query": PAIRED, "items": texts})) == pytest.approx(expected, abs=1e-4)
+    assert by_position(ask(client, "score", "late", {"query": PAIRED, "items": texts})) == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def m3_scores(client: httpx.Client, texts: list[str]) -> dict[str, list[float]]:
@@ -408,7 +474,9 @@ def m3_scores(client: httpx.Client, texts: list[str]) -> dict[str, list[float]]:
         found["sparse"].append(sum(weight * weights.get(index, 0.0) for index, weight in shared))
         best = (query["multivector"]["values"] @ slot["multivector"]["values"].T).max(1)
         found["colbert"].append(float(best.mean()))
-    found["hybrid"] = [0.4 * a + 0.2 * b + 0.4 * c for a, b, c in zip(found["dense"], found["sparse"], found["colbert"], strict=True)]
+    found["hybrid"] = [
+        0.4 * a + 0.2 * b + 0.4 * c for a, b, c in zip(found["dense"], found["sparse"], found["colbert"], strict=True)
+    ]
     return found
 
 
@@ -418,7 +486,9 @@ def test_the_score_modes_of_bge_m3(client: httpx.Client) -> None:
     asked = {"query": PAIRED, "items": texts}
     assert by_position(ask(client, "score", "m3", asked)) == pytest.approx(expected["dense"], abs=1e-5)
     for mode, scores in expected.items():
-        assert by_position(ask(client, "score", "m3", {**asked, "options": {"score_mode": mode}})) == pytest.approx(scores, abs=1e-5)
+        assert by_position(ask(client, "score", "m3", {**asked, "options": {"score_mode": mode}})) == pytest.approx(
+            scores, abs=1e-5
+        )
     weighted = {"score_mode": "hybrid", "score_weights": {"dense": 1, "sparse": 3}}
     mixed = [(a + 3 * b) / 4 for a, b in zip(expected["dense"], expected["sparse"], strict=True)]
     assert by_position(ask(client, "score", "m3", {**asked, "options": weighted})) == pytest.approx(mixed, abs=1e-5)
@@ -447,7 +517,9 @@ def test_gliner_finds_what_the_package_finds(client: httpx.Client, every_family:
 
     labels = ["person", "river mountain", "Engine"]
     texts = [*ragged_texts(8, seed=3, longest=60), *ODD]
-    reply, _ = in_both_formats(client, "extract", "gliner", {"items": texts, "params": {"labels": labels, "threshold": 0.3}})
+    reply, _ = in_both_formats(
+        client, "extract", "gliner", {"items": texts, "params": {"labels": labels, "threshold": 0.3}}
+    )
     check_slots(reply)
     package = GLiNER.from_pretrained(str(every_family.weights / "gliner"))
     count = 0
@@ -467,11 +539,15 @@ def test_gliner_finds_what_the_package_finds(client: httpx.Client, every_family:
 def zero_shot_pipeline(every_family: LocalModels) -> Callable[..., Any]:
     from transformers import pipeline
 
-    return functools.partial(pipeline("zero-shot-classification", model=str(every_family.weights / "zero-shot"), device="cpu"))
+    return functools.partial(
+        pipeline("zero-shot-classification", model=str(every_family.weights / "zero-shot"), device="cpu")
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"multi_label": True}, {"hypothesis_template": "It has {}, or not."}], ids=str)
-def test_zero_shot_classes_equal_the_pipeline_s_best_first(client: httpx.Client, every_family: LocalModels, options: Json) -> None:
+def test_zero_shot_classes_equal_the_pipeline_s_best_first(
+    client: httpx.Client, every_family: LocalModels, options: Json
+) -> None:
     labels = ["music", "Winter Garden", "the harbour of a planet"]
     reply, _ = in_both_formats(client, "extract", "zero-shot", {"items": TEXTS, "labels": labels, "options": options})
     check_slots(reply)
@@ -487,12 +563,16 @@ def test_tags_become_entities_as_the_pipeline_merges_them(client: httpx.Client, 
 
     reply, _ = in_both_formats(client, "extract", "tags", {"items": [*TEXTS, *ODD]})
     check_slots(reply)
-    reference = pipeline("token-classification", model=str(every_family.weights / "tags"), aggregation_strategy="simple", device="cpu")
+    reference = pipeline(
+        "token-classification", model=str(every_family.weights / "tags"), aggregation_strategy="simple", device="cpu"
+    )
     for text, slot in zip([*TEXTS, *ODD], reply["items"], strict=True):
         expected = reference(text)
         spans = [(each["entity_group"], each["start"], each["end"]) for each in expected]
         assert [(each["label"], each["start"], each["end"]) for each in slot["entities"]] == spans
-        assert [each["score"] for each in slot["entities"]] == pytest.approx([float(each["score"]) for each in expected], abs=1e-5)
+        assert [each["score"] for each in slot["entities"]] == pytest.approx(
+            [float(each["score"]) for each in expected], abs=1e-5
+        )
         assert [each["text"] for each in slot["entities"]] == [text[each["start"] : each["end"]] for each in expected]
     assert any(slot["entities"] for slot in reply["items"])
 
@@ -519,9 +599,16 @@ def test_a_failed_slot_has_all_keys_too(client: httpx.Client) -> None:
 
 def test_a_verb_that_a_model_does_not_have_is_refused_before_any_load(client: httpx.Client) -> None:
     able = {
-        "mini": {"encode"}, "sparse": {"encode"}, "late": {"encode", "score"}, "m3": {"encode", "score"}, "cross": {"score"},
-        "reranker": {"score"}, "gliner": {"extract"}, "zero-shot": {"extract"}, "tags": {"extract"},
-    }  # fmt: skip
+        "mini": {"encode"},
+        "sparse": {"encode"},
+        "late": {"encode", "score"},
+        "m3": {"encode", "score"},
+        "cross": {"score"},
+        "reranker": {"score"},
+        "gliner": {"extract"},
+        "zero-shot": {"extract"},
+        "tags": {"extract"},
+    }
     body = {"query": "a", "items": ["a"], "labels": ["a"]}
     for (model, verbs), verb in itertools.product(able.items(), ("encode", "score", "extract")):
         if verb not in verbs:
@@ -534,7 +621,10 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         ask(client, verb, model, {"query": "a", "items": ["a"], "labels": ["a"]})
     infos = {info["id"].removeprefix("test/"): info for info in client.get("/v1/models").json()["data"]}
     assert {"late:muvera", "mini:bf16"} <= set(infos)
-    told = {name: (info["outputs"], info["tasks"], info["score_scale"], info["supports_lora"]) for name, info in infos.items()}
+    told = {
+        name: (info["outputs"], info["tasks"], info["score_scale"], info["supports_lora"])
+        for name, info in infos.items()
+    }
     assert told["mini"] == (["dense"], ["encode"], None, True)
     assert told["m3"] == (["dense", "sparse", "multivector", "score"], ["encode", "score"], "cosine", True)
     assert told["late"] == (["multivector", "score"], ["encode", "score"], "maxsim", True)
@@ -549,7 +639,10 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         assert infos[name]["loaded"], name
         assert infos[name]["fingerprint"]
         assert min(infos[name]["certificate"]["packed"].values()) >= 0.9999
-    for task, able in (("score", {"late", "m3", "cross", "reranker"}), ("extract", {"gliner", "zero-shot", "tags", "classes"})):
+    for task, able in (
+        ("score", {"late", "m3", "cross", "reranker"}),
+        ("extract", {"gliner", "zero-shot", "tags", "classes"}),
+    ):
         found = client.get(f"/v1/models?task={task}&variants=false").json()["data"]
         assert {info["id"].removeprefix("test/") for info in found} == able
 
@@ -565,7 +658,11 @@ def test_a_profile_in_another_precision_is_a_copy_of_its_own(client: httpx.Clien
     # where the CPU has no bfloat16 the copy computes in float32, and the models API says so
     lacks = bfloat16_lacks()
     assert infos[0]["precision"] == {"requested": "float32", "served": ["float32"], "reason": None}
-    assert infos[1]["precision"] == {"requested": "bfloat16", "served": ["float32" if lacks else "bfloat16"], "reason": lacks or None}
+    assert infos[1]["precision"] == {
+        "requested": "bfloat16",
+        "served": ["float32" if lacks else "bfloat16"],
+        "reason": lacks or None,
+    }
     differs = np.abs(exact["dense"]["values"] - rounded["dense"]["values"]).max() > 1e-5
     assert bool(differs) == (not lacks)
 

@@ -44,7 +44,9 @@ print(len(results), results.usage["total_tokens"])
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("sdk") / "stack", Plan(workers=(Device(batch_ms=BATCH_MS),))) as running:
         yield running
-        running.workers[0].sidecar.kill()  # it would offer results to the gateway that was killed for as long as it may drain
+        running.workers[
+            0
+        ].sidecar.kill()  # it would offer results to the gateway that was killed for as long as it may drain
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -74,13 +76,17 @@ def expected(count: int) -> NDArray[np.float32]:
 class Run:
     """CLIENT in a process of its own, its standard error a terminal or a pipe. `shown` is what came there so far."""
 
-    def __init__(self, url: str, count: int, path: Path, *, terminal: bool, part_tokens: int = 16_384, concurrency: int = 8) -> None:
+    def __init__(
+        self, url: str, count: int, path: Path, *, terminal: bool, part_tokens: int = 16_384, concurrency: int = 8
+    ) -> None:
         self.count, self.path = count, path
         self.shown = ""
         self._told = threading.Condition()
         reading, writing = pty.openpty() if terminal else os.pipe()
         argv = [sys.executable, "-c", CLIENT, url, str(count), str(path), str(part_tokens), str(concurrency)]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=writing, text=True, env={**os.environ, "COLUMNS": "100"})
+        self.process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=writing, text=True, env={**os.environ, "COLUMNS": "100"}
+        )
         os.close(writing)
         self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
         self._reader.start()
@@ -105,7 +111,9 @@ class Run:
 
     def wait_until_done(self, count: int, timeout_s: float = 60.0) -> int:
         with self._told:
-            assert self._told.wait_for(lambda: self.done() >= count or self.process.poll() is not None, timeout_s), self.shown
+            assert self._told.wait_for(lambda: self.done() >= count or self.process.poll() is not None, timeout_s), (
+                self.shown
+            )
             return self.done()
 
     def result(self, timeout_s: float = 90.0) -> str:
@@ -127,7 +135,9 @@ def check(run: Run) -> None:
 
 
 def test_a_hundred_thousand_texts_survive_a_gateway_that_is_killed(stack: Stack, tmp_path: Path) -> None:
-    """1. A fifth is answered. 2. kill -9 of the only gateway. 3. Started again. 4. All results, in order, once each; the bar went on."""
+    """1. A fifth is answered. 2. kill -9 of the only gateway. 3. Started again. 4. All results, in order, once each;
+    the bar went on.
+    """
     run = Run(stack.urls[0], LONG, tmp_path / "vectors.npy", terminal=True)
     before = run.wait_until_done(LONG // 5)
     (gateway,) = stack.gateways
@@ -141,7 +151,9 @@ def test_a_hundred_thousand_texts_survive_a_gateway_that_is_killed(stack: Stack,
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_a_long_call_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe(stack: Stack, tmp_path: Path, terminal: bool) -> None:
+def test_a_long_call_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe(
+    stack: Stack, tmp_path: Path, terminal: bool
+) -> None:
     """70 parts, one after the other, each a batch of 20 ms: longer than the second after which a bar appears."""
     run = Run(stack.urls[0], 700, tmp_path / "vectors.npy", terminal=terminal, part_tokens=40, concurrency=1)
     check(run)
@@ -170,7 +182,9 @@ def test_errors_have_their_classes_and_tell_what_to_do(using: Callable[..., Any]
     assert MODEL in unknown.value.details["suggestions"]
     with pytest.raises(sie_sdk.InvalidInputError) as wrong:
         using(lambda client: client.encode(MODEL, ["a"] * 30 + [{"text": 5}], part_tokens=16))
-    assert (wrong.value.reason, wrong.value.param) == ("schema", "items[30].text"), "the place in the list that was given"
+    assert (wrong.value.reason, wrong.value.param) == ("schema", "items[30].text"), (
+        "the place in the list that was given"
+    )
     with pytest.raises(sie_sdk.PoolNotFoundError):
         using(lambda client: client.encode(MODEL, "text", pool="nowhere"))
 

@@ -1,5 +1,6 @@
-"""Tokens guard the API and are seen nowhere else, nor is what clients send. What is not HTTP, or means harm, gets a typed refusal and costs
-nothing. One `sie serve` in SIE_AUTH_MODE=token for the whole file."""
+"""Tokens guard the API and are seen nowhere else, nor is what clients send. What is not HTTP, or means harm, gets a
+typed refusal and costs nothing. One `sie serve` in SIE_AUTH_MODE=token for the whole file.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from sie_contracts.runtime.http import HEAD_S
 
 ADMIN, USER = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(2))
 MARK = f"canary{secrets.token_hex(6)}"  # in everything that is nobody's business
-NAMED = f"named{secrets.token_hex(6)}"  # in names of models, options and pools: errors may say them, logs and metrics may not
+# in names of models, options and pools: errors may say them, logs and metrics may not
+NAMED = f"named{secrets.token_hex(6)}"
 IDLE, SLOW = 1000, 200
 ANSWER = re.compile(rb"HTTP/1\.1 (\d+) ")
 Json = dict[str, Any]
@@ -104,12 +106,16 @@ def test_static_tokens_open_what_their_scopes_say(cluster: Cluster) -> None:
     assert answer.json()["error"]["type"] == "authentication_error"
     assert httpx.get(f"{cluster.url}/health").status_code == 401
     assert httpx.get(f"{cluster.url}/readyz").status_code == 200
-    assert httpx.get(f"{cluster.url}/metrics", headers={"authorization": USER}).status_code == 403, "it has a scope of its own"
+    assert httpx.get(f"{cluster.url}/metrics", headers={"authorization": USER}).status_code == 403, (
+        "it has a scope of its own"
+    )
 
 
 def test_the_export_wants_the_read_or_the_admin_token(cluster: Cluster) -> None:
     """X14: a user's token is not enough."""
-    url = httpx.get(f"{cluster.url}/health", headers={"authorization": USER}).json()["config_url"] + "/v1/configs/export"
+    url = (
+        httpx.get(f"{cluster.url}/health", headers={"authorization": USER}).json()["config_url"] + "/v1/configs/export"
+    )
     statuses = [httpx.get(url, headers={"authorization": f"Bearer {token}"}).status_code for token in (USER, ADMIN)]
     assert statuses == [401, 200]
 
@@ -175,40 +181,69 @@ def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
         yield f"{name}, failing", encode, body, {"x-sie-on-item-error": "fail", "x-sie-strict": "true"}
     yield "one good, one bad", encode, {"items": [MARK, {"id": MARK, "metadata": {"a": MARK}}]}, {}
     yield "a query", f"/v1/score/{MODEL}", {"query": MARK, "items": [{"text": MARK, "id": MARK}]}, {}
-    yield "labels", f"/v1/extract/{MODEL}", {"items": [MARK], "params": {"labels": [MARK], "output_schema": {MARK: MARK}}}, {}
+    yield (
+        "labels",
+        f"/v1/extract/{MODEL}",
+        {"items": [MARK], "params": {"labels": [MARK], "output_schema": {MARK: MARK}}},
+        {},
+    )
     yield "an unknown option", encode, encode_of("a", options={NAMED: MARK}), {"x-sie-strict": "true"}
     for name, content in (
-        ("cut", b'{"items": ["' + MARK.encode()), ("not JSON", MARK.encode()), ("NaN", b'{"items": ["' + MARK.encode() + b'", NaN]}'),
-        ("no UTF-8", b'{"items": ["' + MARK.encode() + b'\xff"]}'), ("twice", b'{"items": ["' + MARK.encode() + b'"]} {}'),
-    ):  # fmt: skip
+        ("cut", b'{"items": ["' + MARK.encode()),
+        ("not JSON", MARK.encode()),
+        ("NaN", b'{"items": ["' + MARK.encode() + b'", NaN]}'),
+        ("no UTF-8", b'{"items": ["' + MARK.encode() + b'\xff"]}'),
+        ("twice", b'{"items": ["' + MARK.encode() + b'"]} {}'),
+    ):
         yield f"a body that is {name}", encode, content, {}
         yield f"a body that is {name} as msgpack", encode, content, {"content-type": "application/msgpack"}
     for header in (
-        "x-sie-timeout-ms", "x-sie-priority", "traceparent", "tracestate", "accept", "content-type", "idempotency-key", "user-agent",
-        "x-sie-sdk-version", "x-sie-on-item-error", "x-sie-explain", "cookie", "x-forwarded-for",
-    ):  # fmt: skip
+        "x-sie-timeout-ms",
+        "x-sie-priority",
+        "traceparent",
+        "tracestate",
+        "accept",
+        "content-type",
+        "idempotency-key",
+        "user-agent",
+        "x-sie-sdk-version",
+        "x-sie-on-item-error",
+        "x-sie-explain",
+        "cookie",
+        "x-forwarded-for",
+    ):
         yield f"the header {header}", encode, encode_of("a"), {header: MARK}
     for header in ("x-sie-machine-profile", "x-sie-pool"):
         yield f"the header {header}", encode, encode_of("a"), {header: NAMED}
     for path, body in (
-        ("/v1/embeddings", {"model": MODEL, "input": [MARK, ""], "user": MARK}), ("/v1/embeddings", {"model": MODEL, "input": MARK}),
-        ("/v1/embeddings", {"model": NAMED, "input": MARK}), ("/v1/embeddings", {"model": MODEL, "input": {MARK: 1}}),
+        ("/v1/embeddings", {"model": MODEL, "input": [MARK, ""], "user": MARK}),
+        ("/v1/embeddings", {"model": MODEL, "input": MARK}),
+        ("/v1/embeddings", {"model": NAMED, "input": MARK}),
+        ("/v1/embeddings", {"model": MODEL, "input": {MARK: 1}}),
         ("/v1/rerank", {"model": MODEL, "query": MARK, "documents": [MARK, {"text": MARK}]}),
         ("/v2/rerank", {"model": MODEL, "query": [MARK], "documents": MARK}),
         ("/v2/embed", {"model": MODEL, "input_type": "search_query", "texts": [MARK]}),
         ("/v2/embed", {"model": MODEL, "texts": {MARK: MARK}}),
-        ("/embed", {"inputs": MARK}), ("/embed", {"inputs": {MARK: MARK}}), ("/tokenize", {"inputs": [MARK], "prompt_name": NAMED}),
-        ("/rerank", {"query": MARK, "texts": [MARK]}), ("/predict", {"inputs": [[MARK, MARK]]}), ("/similarity", {"inputs": MARK}),
-        ("/classify", {"model": MODEL, "input": [MARK]}), ("/decode", {"ids": [MARK]}),
-        ("/v1/pools", {"name": f"{MARK} x", "gpus": {MARK: MARK}}), ("/v1/configs/resolve", {"model": NAMED, MARK: MARK}),
-    ):  # fmt: skip
+        ("/embed", {"inputs": MARK}),
+        ("/embed", {"inputs": {MARK: MARK}}),
+        ("/tokenize", {"inputs": [MARK], "prompt_name": NAMED}),
+        ("/rerank", {"query": MARK, "texts": [MARK]}),
+        ("/predict", {"inputs": [[MARK, MARK]]}),
+        ("/similarity", {"inputs": MARK}),
+        ("/classify", {"model": MODEL, "input": [MARK]}),
+        ("/decode", {"ids": [MARK]}),
+        ("/v1/pools", {"name": f"{MARK} x", "gpus": {MARK: MARK}}),
+        ("/v1/configs/resolve", {"model": NAMED, MARK: MARK}),
+    ):
         yield f"{path} {list(body)[-1]}", path, body, {}
 
 
 def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client: httpx.Client) -> None:
-    """X4, X11, B4, 27.8: every place of a request, in requests that are right and that are not; then every sink is searched.
+    """X4, X11, B4, 27.8: every place of a request, in requests that are right and that are not; then every sink is
+    searched.
 
-    1. requests with a mark in one place each; no error says it; 2. wrong tokens with the mark; 3. no process wrote it into its log or
+    1. requests with a mark in one place each; no error says it; 2. wrong tokens with the mark; 3. no process wrote it
+      into its log or
     shows it in its metrics, its command line, /health, or the frames of its websockets.
     """
     statuses = Counter[int]()
@@ -226,21 +261,31 @@ def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client
     for token in (MARK, f"Bearer {MARK}", f"Basic {MARK}", f"Bearer sie_{MARK}"):
         for path in ("/v1/models", f"/v1/encode/{MODEL}", f"/{MARK}", f"/v1/pools/{MARK}?{MARK}={MARK}"):
             assert MARK not in cluster_call(cluster, path, token).text
-    asked = f"models/{NAMED}", f"models?task={MARK}&output={MARK}", f"scaling/{NAMED}.a.b", f"pools/assignments?worker={NAMED}", NAMED
+    asked = (
+        f"models/{NAMED}",
+        f"models?task={MARK}&output={MARK}",
+        f"scaling/{NAMED}.a.b",
+        f"pools/assignments?worker={NAMED}",
+        NAMED,
+    )
     for path in asked:
         client.get(f"/v1/{path}")
     client.request(f"X{NAMED.upper()}"[:20], "/v1/models")
 
     sinks = {"the log": "\n".join(cluster.lines), "/health": client.get("/health").text}
     assert all(cluster.said(f"encode {status} in") for status in (200, 400)), "the log is all there"
-    ports = [port for line in cluster.lines if (found := line.partition("metrics on ")[2]).isdigit() for port in [int(found)]]
+    ports = [
+        port for line in cluster.lines if (found := line.partition("metrics on ")[2]).isdigit() for port in [int(found)]
+    ]
     config = urlsplit(client.get("/health").json()["config_url"])
     sidecar = f"127.0.0.1:{cluster.worker_port}"
     for name, address in (("gateway", f"127.0.0.1:{ports[-1]}"), ("sidecar", sidecar), ("config", config.netloc)):
         sinks[f"metrics of {name}"] = httpx.get(f"http://{address}/metrics").text
         assert "# HELP" in sinks[f"metrics of {name}"]
     for path in ("/ws/cluster-status", "/ws/status"):
-        with connect(cluster.url.replace("http", "ws") + path, additional_headers={"authorization": f"Bearer {USER}"}) as socket_:
+        with connect(
+            cluster.url.replace("http", "ws") + path, additional_headers={"authorization": f"Bearer {USER}"}
+        ) as socket_:
             sinks[path] = "\n".join(str(socket_.recv(timeout=10)) for _ in range(2))
     for role in ("gateway", "config", "sidecar", "adapter", "nats-server"):
         for pid in cluster.pids(role):
@@ -270,7 +315,15 @@ def raw(cluster: Cluster, sent: bytes) -> bytes:
 
 
 def head(path: str, *headers: str, method: str = "GET") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"authorization: {USER}", "connection: close", *headers, "", ""]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "host: localhost",
+        f"authorization: {USER}",
+        "connection: close",
+        *headers,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode("latin-1")
 
 
@@ -302,15 +355,44 @@ def test_no_header_can_be_forged(cluster: Cluster, place: str, value: str) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["..", "../..", "../../healthz", "%2e%2e", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "a/../b", "%00", "a%00b", "%0d%0a", "a%2500", ".", "%2f",
-     "a" * 5000, "%ff", "%", "%zz", "*", ">", "sie.work.%3E", "a%20b", "$KV.sie_keys.x", "';drop-table-models;--", "${jndi:ldap://x}",
-     "{{7*7}}", "!!python/object:os.system"],
-)  # fmt: skip
+    [
+        "..",
+        "../..",
+        "../../healthz",
+        "%2e%2e",
+        "%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+        "a/../b",
+        "%00",
+        "a%00b",
+        "%0d%0a",
+        "a%2500",
+        ".",
+        "%2f",
+        "a" * 5000,
+        "%ff",
+        "%",
+        "%zz",
+        "*",
+        ">",
+        "sie.work.%3E",
+        "a%20b",
+        "$KV.sie_keys.x",
+        "';drop-table-models;--",
+        "${jndi:ldap://x}",
+        "{{7*7}}",
+        "!!python/object:os.system",
+    ],
+)
 def test_names_are_names_and_nothing_else(cluster: Cluster, client: httpx.Client, name: str) -> None:
     """X7, X9: in every path that has a name. Unknown, or refused; never another route, never a fault."""
     for route in ("/v1/encode/{}", "/v1/score/{}", "/tei/{}/embed", "/tei/{}", "/v1/embeddings"):
         body = {"items": ["a"], "inputs": "a", "query": "a", "input": "a", "model": name}
-        sent = head(route.format(name), "content-type: application/json", f"content-length: {len(json.dumps(body))}", method="POST")
+        sent = head(
+            route.format(name),
+            "content-type: application/json",
+            f"content-length: {len(json.dumps(body))}",
+            method="POST",
+        )
         status = raw(cluster, sent + json.dumps(body).encode()).split(b" ", 2)[1]
         assert status in (b"400", b"404", b"413", b"422"), (route, status)
     for route in ("/v1/models/{}", "/v1/pools/{}", "/v1/scaling/{}", "/v1/configs/models/{}"):
@@ -345,7 +427,10 @@ NESTED = {
     "four billion entries of a map": (b"\xdf\xff\xff\xff\xff", "application/msgpack"),
     "four gigabytes of a text": (b"\x81\xa5items\x91\xdb\xff\xff\xff\xff", "application/msgpack"),
     "an extension of four gigabytes": (b"\x81\xa5items\x91\xc9\xff\xff\xff\xff\x4e", "application/msgpack"),
-    "a number of a million digits": (b'{"items":["a"],"params":{"dimensions":' + b"9" * 1_000_000 + b"}}", "application/json"),
+    "a number of a million digits": (
+        b'{"items":["a"],"params":{"dimensions":' + b"9" * 1_000_000 + b"}}",
+        "application/json",
+    ),
     "an exponent": (b'{"items":["a"],"params":{"dimensions":1e999999999}}', "application/json"),
 }
 
@@ -357,7 +442,9 @@ def test_a_body_that_claims_more_than_it_is_is_refused(client: httpx.Client, nam
 
 
 def test_nothing_is_unpacked(cluster: Cluster, client: httpx.Client) -> None:
-    """A body in any encoding but none is refused before it is read: 256 MiB of zeros in 256 kB cost a gateway nothing."""
+    """A body in any encoding but none is refused before it is read: 256 MiB of zeros in 256 kB cost a
+    gateway nothing.
+    """
     (pid,) = cluster.pids("gateway")
     before = psutil.Process(pid).memory_info().rss
     zeros = zlib.compressobj(9, zlib.DEFLATED, 31)
@@ -368,8 +455,14 @@ def test_nothing_is_unpacked(cluster: Cluster, client: httpx.Client) -> None:
         for content in (bomb, small):
             for path in (f"/v1/encode/{MODEL}", "/v1/embeddings"):
                 refused(client.post(path, content=content, headers={"content-encoding": encoding}), "INVALID_INPUT")
-    assert client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]}, headers={"content-encoding": "identity"}).status_code == 200
-    coded = raw(cluster, head(f"/v1/encode/{MODEL}", "transfer-encoding: gzip, chunked", method="POST") + b"2\r\n{}\r\n0\r\n\r\n")
+    assert (
+        client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]}, headers={"content-encoding": "identity"}).status_code
+        == 200
+    )
+    coded = raw(
+        cluster,
+        head(f"/v1/encode/{MODEL}", "transfer-encoding: gzip, chunked", method="POST") + b"2\r\n{}\r\n0\r\n\r\n",
+    )
     assert b" 400 " in coded.partition(b"\r\n")[0]
     assert psutil.Process(pid).memory_info().rss - before < 100 << 20
 
@@ -387,10 +480,23 @@ def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path)
     pickled = b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR."
     array = {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled}
     structured = {b"nd": True, b"type": [["a", "<f4"]], b"kind": b"V", b"shape": [1], b"data": b"\0" * 4}
-    for value in (array, structured, msgspec.msgpack.Ext(78, pickled), msgspec.msgpack.Ext(1, pickled), msgspec.msgpack.Ext(-1, pickled)):
-        for body in ({"items": [value]}, {"items": [{"text": value}]}, {"items": ["a"], "options": {"x": value}}, {"items": value}):
+    for value in (
+        array,
+        structured,
+        msgspec.msgpack.Ext(78, pickled),
+        msgspec.msgpack.Ext(1, pickled),
+        msgspec.msgpack.Ext(-1, pickled),
+    ):
+        for body in (
+            {"items": [value]},
+            {"items": [{"text": value}]},
+            {"items": ["a"], "options": {"x": value}},
+            {"items": value},
+        ):
             content = msgspec.msgpack.encode(body)
-            answer = client.post(f"/v1/encode/{MODEL}", content=content, headers={"content-type": "application/msgpack"})
+            answer = client.post(
+                f"/v1/encode/{MODEL}", content=content, headers={"content-type": "application/msgpack"}
+            )
             assert answer.status_code in (200, 400), answer.text[:300]  # an unknown option is a warning
             if answer.status_code == 200:
                 assert "options" in body
@@ -401,8 +507,9 @@ def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path)
 
 
 def test_connections_that_wait_or_never_finish_hold_nobody_up(cluster: Cluster, crowd: Crowd) -> None:
-    """All of this file ran beside them. 1. requests are answered; 2. heads that never end are closed with an envelope after HEAD_S, however
-    much of them came; 3. connections that have asked and wait still answer."""
+    """All of this file ran beside them. 1. requests are answered; 2. heads that never end are closed with an envelope
+    after HEAD_S, however much of them came; 3. connections that have asked and wait still answer.
+    """
     for _ in range(10):
         assert cluster.encode(["Hello"], authorization=USER).status_code == 200
     for connection in crowd.slow:
@@ -419,7 +526,9 @@ def test_connections_that_wait_or_never_finish_hold_nobody_up(cluster: Cluster, 
 
 
 async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
-    """1. 100 clients send half a megabyte of a body and stop; 2. others are answered; 3. they leave, and nothing of them stays."""
+    """1. 100 clients send half a megabyte of a body and stop; 2. others are answered; 3. they leave, and nothing of
+    them stays.
+    """
     (pid,) = cluster.pids("gateway")
     before = psutil.Process(pid).memory_info().rss
     writers = []
@@ -436,16 +545,22 @@ async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
         writer.transport.abort()
     await asyncio.sleep(0)  # aborts are sent in the loop's next turn
     assert held < 100 * (4 << 20), "not what was announced"
-    await asyncio.to_thread(until, lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") == 0, 20, "they are gone")
+    await asyncio.to_thread(
+        until, lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") == 0, 20, "they are gone"
+    )
 
 
 def test_a_length_that_lies_smuggles_no_request(cluster: Cluster) -> None:
     """Two ways to frame a body: refused, and what stands behind it is not read as a request."""
     inner = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for headers in (
-        ("content-length: 4", "transfer-encoding: chunked"), ("content-length: 4", "content-length: 5"), ("transfer-encoding: xchunked",),
-        ("transfer-encoding: chunked, identity",), ("content-length: 0x4",), ("content-length : 4",),
-    ):  # fmt: skip
+        ("content-length: 4", "transfer-encoding: chunked"),
+        ("content-length: 4", "content-length: 5"),
+        ("transfer-encoding: xchunked",),
+        ("transfer-encoding: chunked, identity",),
+        ("content-length: 0x4",),
+        ("content-length : 4",),
+    ):
         sent = head(f"/v1/encode/{MODEL}", *headers, method="POST").replace(b"connection: close\r\n", b"")
         arrived = raw(cluster, sent + b"0\r\n\r\n" + inner)
         assert b" 400 " in arrived.partition(b"\r\n")[0], headers

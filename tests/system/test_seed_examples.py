@@ -1,5 +1,6 @@
-"""The two examples that end the documentation of the configuration, each as it stands there but for the device, the bucket and the
-collector of its machine: `sie serve` starts with it and answers, from what the example says it should."""
+"""The two examples that end the documentation of the configuration, each as it stands there but for the device, the
+bucket and the collector of its machine: `sie serve` starts with it and answers, from what the example says it should.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ def disk() -> Iterator[None]:
 
 
 def test_the_production_example_serves(bucket: Place, collector: Collector, disk: None, tmp_path: Path) -> None:
-    """1. a model is in the bucket: its entry in models/, its weights in weights/; 2. `sie serve` reads both, keeps the weights on the disk,
-    logs JSON, and sends its traces to the collector."""
+    """1. a model is in the bucket: its entry in models/, its weights in weights/; 2. `sie serve` reads both, keeps the
+    weights on the disk, logs JSON, and sends its traces to the collector.
+    """
     replaced = {"=cuda": "=cpu", "my-bucket": BUCKET, "http://collector:4317": collector.url}
     environ = exported(PRODUCTION, replaced)
     models = local_models.under(tmp_path)
@@ -66,12 +68,20 @@ def test_the_production_example_serves(bucket: Place, collector: Collector, disk
     assert pushed.returncode == 0, pushed.stdout + pushed.stderr
     (revision,) = set(re.findall(r"revision: (\w+)", pushed.stdout))
     entry = json.loads((models.folder / "dense.yaml").read_text())
-    bucket.put("model.yaml", json.dumps({**entry, "id": "my/model", "weights": {"hub": "my/model", "revision": revision}}).encode())
+    bucket.put(
+        "model.yaml",
+        json.dumps({**entry, "id": "my/model", "weights": {"hub": "my/model", "revision": revision}}).encode(),
+    )
     with running(tmp_path / "data", environ=environ) as cluster:
         assert len(values(cluster.url, "my/model")) == local_models.WIDTH
-        collector.until(lambda spans: {"gateway", "sidecar", "adapter"} <= {span.component for span in spans}, "spans of every component")
+        collector.until(
+            lambda spans: {"gateway", "sidecar", "adapter"} <= {span.component for span in spans},
+            "spans of every component",
+        )
         said = [json.loads(line) for line in cluster.lines]
-        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= said[-1].keys()
+        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= said[
+            -1
+        ].keys()
     assert list((DISK / "cache").rglob("*.safetensors"))
     assert {span.resource["service.name"] for span in collector.spans} == {"sie-server"}
 

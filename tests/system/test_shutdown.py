@@ -26,7 +26,9 @@ GONE_S = 5.0
 
 @pytest.mark.parametrize("mode", ["cluster", "standalone"])
 async def test_sigterm_under_load_drains_and_exits_with_0(tmp_path: Path, mode: str) -> None:
-    """P1, L24: accepted requests are answered, later ones refused or not connected; status 0 within 15 s; nothing is left."""
+    """P1, L24: accepted requests are answered, later ones refused or not connected; status 0 within 15 s; nothing is
+    left.
+    """
     args = ["--standalone"] if mode == "standalone" else []
     with running(tmp_path, "--preload", MODEL, *args) as cluster:
         load = Load([cluster.url])
@@ -61,11 +63,16 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(number: str) -> None:
     """As under nohup."""
-    code = "import signal; from sie_contracts.runtime.process import end_signals; print(*(each.name for each in end_signals()))"
+    code = (
+        "import signal; from sie_contracts.runtime.process import end_signals; print(*(each.name for each in "
+        "end_signals()))"
+    )
 
     def names(ignored: bool) -> list[str]:
         before = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_{'IGN' if ignored else 'DFL'}); "
-        return subprocess.run([sys.executable, "-c", before + code], check=True, capture_output=True, text=True).stdout.split()
+        return subprocess.run(
+            [sys.executable, "-c", before + code], check=True, capture_output=True, text=True
+        ).stdout.split()
 
     assert number in names(ignored=False)
     assert (number in names(ignored=True)) == (number != "SIGHUP")
@@ -81,14 +88,28 @@ def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
     """SIGHUP drains as SIGTERM does, although nothing can be printed any more."""
     port, worker_port = free_ports(2)
     command = [
-        SIE, "serve", "--standalone", "--no-spare", "--port", str(port), "--data-dir", str(tmp_path), "--gateway-metrics-port", "0",
-        "--worker-metrics-port", str(worker_port),
-    ]  # fmt: skip
+        SIE,
+        "serve",
+        "--standalone",
+        "--no-spare",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(tmp_path),
+        "--gateway-metrics-port",
+        "0",
+        "--worker-metrics-port",
+        str(worker_port),
+    ]
     terminal, inside = pty.openpty()
     with subprocess.Popen(
-        command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+        command,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
         preexec_fn=_of_a_terminal,
-    ) as process:  # fmt: skip
+    ) as process:
         os.close(inside)
         shown = b""
         while b"ready in" not in shown:
@@ -119,11 +140,23 @@ def test_exit_with_parent_ends_serve_when_the_process_that_started_it_is_killed(
     """`make serve` is killed with -9: serve ends, and with it everything that it started."""
     port, worker_port = free_ports(2)
     command = [
-        SIE, "serve", "--exit-with-parent", "--no-spare", "--port", str(port), "--data-dir", str(tmp_path / "data"),
-        "--gateway-metrics-port", "0", "--worker-metrics-port", str(worker_port),
-    ]  # fmt: skip
+        SIE,
+        "serve",
+        "--exit-with-parent",
+        "--no-spare",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--gateway-metrics-port",
+        "0",
+        "--worker-metrics-port",
+        str(worker_port),
+    ]
     log = tmp_path / "log"
-    code = f"import subprocess, sys; subprocess.run({command!r}, stdout=open({str(log)!r}, 'w'), stderr=subprocess.STDOUT)"
+    code = (
+        f"import subprocess, sys; subprocess.run({command!r}, stdout=open({str(log)!r}, 'w'), stderr=subprocess.STDOUT)"
+    )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         until(lambda: log.exists() and "ready in" in log.read_text(), 60, "ready")
         family = psutil.Process(parent.pid).children(recursive=True)
@@ -136,23 +169,37 @@ def test_a_sidecar_that_waits_to_preload_ends_at_sigterm(tmp_path: Path) -> None
     """P1: no adapter ever answers at its socket."""
     with running(tmp_path, "--no-spare") as cluster:
         argv = [
-            SIE, "sidecar", "--preload", MODEL, "--worker-metrics-port", "0",
-            "--ipc-socket-path", str(tmp_path / "none.sock"), "--worker-id", "late",
-        ]  # fmt: skip
+            SIE,
+            "sidecar",
+            "--preload",
+            MODEL,
+            "--worker-metrics-port",
+            "0",
+            "--ipc-socket-path",
+            str(tmp_path / "none.sock"),
+            "--worker-id",
+            "late",
+        ]
         environ = {**os.environ, "SIE_NATS_URL": cluster.broker_url()}
         with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as sidecar:
             assert sidecar.stderr is not None
             for line in sidecar.stderr:
                 if "waiting for the adapter" in line:
                     break
-            until(lambda: any(worker["name"] == "late" for worker in cluster.health()["unhealthy_workers"]), 10, "its heartbeat")  # type: ignore[attr-defined]
+            until(
+                lambda: any(worker["name"] == "late" for worker in cluster.health()["unhealthy_workers"]),
+                10,
+                "its heartbeat",
+            )  # type: ignore[attr-defined]
             sidecar.send_signal(signal.SIGTERM)
             assert sidecar.wait(10) == 0
 
 
 def test_two_serves_do_not_share_a_data_directory(tmp_path: Path) -> None:
     with running(tmp_path, "--standalone", "--no-spare"):
-        second = subprocess.run([SIE, "serve", "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=30, check=False)
+        second = subprocess.run(
+            [SIE, "serve", "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=30, check=False
+        )
         assert second.returncode == 2
         assert "in use by another sie serve" in second.stderr
 
@@ -189,9 +236,12 @@ async def _in_progress(metrics_url: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("once", "code"), [((), None), (("--drain-s", "1"), "SHUTTING_DOWN")])
-async def test_a_gateway_drains_as_long_as_a_request_may_take(tmp_path: Path, once: tuple[str, ...], code: str | None) -> None:
-    """P3: 1. a request whose batch takes 12 s; 2. SIGTERM: it is answered, then the gateway ends with 0; a shorter drain is one that its
-    supervisor asked for, and refuses it with a code that says to ask elsewhere."""
+async def test_a_gateway_drains_as_long_as_a_request_may_take(
+    tmp_path: Path, once: tuple[str, ...], code: str | None
+) -> None:
+    """P3: 1. a request whose batch takes 12 s; 2. SIGTERM: it is answered, then the gateway ends with 0; a shorter
+    drain is one that its supervisor asked for, and refuses it with a code that says to ask elsewhere.
+    """
     with Stack(tmp_path, Plan(workers=(Device(batch_ms=12_000),))) as stack:
         (gateway,), (url,) = stack.gateways, stack.urls
         if once:

@@ -1,4 +1,6 @@
-"""A model that takes a minute to load, on a worker that serves two others meanwhile: what it costs them, and what its own clients see."""
+"""A model that takes a minute to load, on a worker that serves two others meanwhile: what it costs them, and what its
+own clients see.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,24 @@ BATCH_MS = 20.0
 RATE = 40.0  # requests a second, of both models together: about two thirds of the device
 WARM_S = 5.0
 SPAN_S = 66.0  # of each measurement: the load, and after it the work that waited for it
-ARRIVALS = (0.0, 0.0, 5.0, 25.0, LOAD_S - 15.0)  # of the clients of the slow model, the last of them within one hold of the load's end
-# Both measurements have the same arrivals, so on a machine with nothing else to do they differ by how late six processes wake up. With two
-# cores that others keep busy for part of the time, the p99 says what they did.
+ARRIVALS = (
+    0.0,
+    0.0,
+    5.0,
+    25.0,
+    LOAD_S - 15.0,
+)  # of the clients of the slow model, the last of them within one hold of the load's end
+# Both measurements have the same arrivals, so on a machine with nothing else to do they differ by how late six
+# processes wake up. With two cores that others keep busy for part of the time, the p99 says what they did.
 NOISE_S = 0.003
 RETRY_S = 5.0  # the longest that a client is told to wait
 
 
 @dataclass
 class Traffic:
-    """What the clients of the loaded models saw: how long each request took, and how often its message was delivered."""
+    """What the clients of the loaded models saw: how long each request took, and how often its message
+    was delivered.
+    """
 
     took_s: list[float] = field(default_factory=list)
     deliveries: list[int] = field(default_factory=list)
@@ -117,9 +127,11 @@ async def watch(stack: Stack, seen: list[dict[str, Any]]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tmp_path: Path) -> None:
-    """1. Two models alone; 2. the same arrivals while a third one loads for 60 s, with requests that wait for it: their p99 is less than
-    one batch longer; 3. a request for the third is told to come again when it was held for long enough, and in the end answered right;
-    4. it is loaded once, and no message was delivered twice, though some were held for several times the ack wait."""
+    """1. Two models alone; 2. the same arrivals while a third one loads for 60 s, with requests that wait for it: their
+    p99 is less than one batch longer; 3. a request for the third is told to come again when it was held for long
+    enough, and in the end answered right;
+    4. it is loaded once, and no message was delivered twice, though some were held for several times the ack wait.
+    """
     device = Device(batch_ms=BATCH_MS, load_s_of={SLOW: LOAD_S})
     environ = {"SIE_PRELOAD_MODELS": ",".join(STEADY), "SIE_GATEWAY_REQUEST_TIMEOUT": "600"}
     plan = Plan([*STEADY, SLOW], workers=(device,), preload=False, environ=environ)
@@ -132,14 +144,18 @@ async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tm
             seen: list[dict[str, Any]] = []
             watching, begin_s = asyncio.create_task(watch(stack, seen)), time.perf_counter()
             waiting = [
-                asyncio.create_task(patient(client, f"text {number}", after_s, begin_s)) for number, after_s in enumerate(ARRIVALS)
+                asyncio.create_task(patient(client, f"text {number}", after_s, begin_s))
+                for number, after_s in enumerate(ARRIVALS)
             ]
             beside = await steady(client, SPAN_S)
             waited = await asyncio.gather(*waiting)
             watching.cancel()
         metrics = f"{worker.url}/metrics"
         print(f"\nalone: {alone}\nbeside a load of {LOAD_S:.0f} s: {beside}")
-        print("clients of the slow model:", ", ".join(f"answered at {each.answered_s:.1f} s, refused {each.refused}x" for each in waited))
+        print(
+            "clients of the slow model:",
+            ", ".join(f"answered at {each.answered_s:.1f} s, refused {each.refused}x" for each in waited),
+        )
         assert beside.p99_s <= alone.p99_s + BATCH_MS / 1000 + NOISE_S
         assert len(beside.took_s) == len(alone.took_s)
         assert all(LOAD_S <= each.answered_s < LOAD_S + RETRY_S + 1.0 for each in waited)

@@ -1,4 +1,6 @@
-"""Status, websockets and metrics of a real `sie serve`: what the contract names is there, and what should move moves."""
+"""Status, websockets and metrics of a real `sie serve`: what the contract names is there, and what
+should move moves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ TOKEN = "user-token"
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
 ENCODER, LATE, EXTRACTOR = "test/mini", "test/late", "test/tags"
 
-# Every stable name with its labels, and what requests of each verb must have done to it: "moves", or "is" there with any value.
+# Every stable name with its labels, and what requests of each verb must have done to it: "moves", or "is" there with
+# any value.
 GATEWAY = {
     "sie_gateway_requests_total": ({"endpoint", "status", "machine_profile"}, "moves"),
     "sie_gateway_request_latency_seconds_count": ({"endpoint", "machine_profile"}, "moves"),
@@ -60,11 +63,16 @@ WORKER = {
     **{
         f"sie_oom_{remedy}_total": ({"model"}, "is")
         for remedy in (
-            "recoveries_attempted", "recoveries_succeeded", "terminal_failures", "cache_clears", "evictions_triggered", "batch_splits"
+            "recoveries_attempted",
+            "recoveries_succeeded",
+            "terminal_failures",
+            "cache_clears",
+            "evictions_triggered",
+            "batch_splits",
         )
     },
     "sie_idle_evictions_total": (set(), "is"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=["cluster", "standalone"])
@@ -124,7 +132,9 @@ def metrics_url(cluster: Cluster, role: str) -> str:
 
 def test_the_start_message_says_where_to_look_and_how_a_token_is_sent(cluster: Cluster) -> None:
     assert cluster.said(f"live status: {cluster.url}/)")
-    assert cluster.said(f"try     curl {cluster.url}/v1/models -H 'Authorization: Bearer TOKEN'"), "it serves no model of the README"
+    assert cluster.said(f"try     curl {cluster.url}/v1/models -H 'Authorization: Bearer TOKEN'"), (
+        "it serves no model of the README"
+    )
     assert not cluster.said("sie keys create"), "there are keys in mode token alone"
 
 
@@ -135,7 +145,11 @@ def test_every_stable_metric_is_there_and_moves_with_requests(
     """B1, B7: names and labels are those of the contract."""
     url = metrics_url(cluster, role)
     moving = [name for name, (_, how) in names.items() if how == "moves"]
-    until(lambda: all(any(value > 0 for _, value in samples(url).get(name, ())) for name in moving), 20, f"{moving} above zero")
+    until(
+        lambda: all(any(value > 0 for _, value in samples(url).get(name, ())) for name in moving),
+        20,
+        f"{moving} above zero",
+    )
     found = samples(url)
     for name, (labels, _) in names.items():
         assert name in found, name
@@ -154,7 +168,9 @@ def test_requests_are_counted_by_verb_and_route_at_the_worker(cluster: Cluster, 
     def counted() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
         """Which of the two metrics say 1, for which labels."""
         text = httpx.get(f"http://127.0.0.1:{cluster.worker_port}/metrics", timeout=5).text
-        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples if sample.value == 1]
+        found = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples if sample.value == 1
+        ]
         return (
             {_labels(each, "status") for each in found if each.name == "sie_requests_total"},
             {_labels(each, "phase") for each in found if each.name == "sie_request_duration_seconds_count"},
@@ -164,7 +180,9 @@ def test_requests_are_counted_by_verb_and_route_at_the_worker(cluster: Cluster, 
     until(lambda: counted() == expected, 10, "one request each")
 
 
-def test_the_frames_of_the_cluster_come_at_once_and_tell_what_health_tells(cluster: Cluster, client: httpx.Client) -> None:
+def test_the_frames_of_the_cluster_come_at_once_and_tell_what_health_tells(
+    cluster: Cluster, client: httpx.Client
+) -> None:
     with looking(cluster, "/ws/cluster-status") as socket:
         until(lambda: frame(socket)["cluster"]["models_loaded"] == 3, 20, "the three models")
         told = frame(socket)
@@ -183,7 +201,11 @@ def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluste
         later = [frame(socket) for _ in range(3)]
         stamps = [told["timestamp"] for told in (first, *later)]
         assert stamps == sorted(set(stamps))
-        until(lambda: frame(socket)["counters"].get("sie_requests_total", {}).get(ENCODER) == 2, 10, "the metrics of the requests")
+        until(
+            lambda: frame(socket)["counters"].get("sie_requests_total", {}).get(ENCODER) == 2,
+            10,
+            "the metrics of the requests",
+        )
         told = frame(socket)
     server = told["server"]
     assert server["version"] == sie_contracts.__version__
@@ -208,7 +230,9 @@ def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluste
 
 
 def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -> None:
-    """X14: plain 401 before the handshake; the worker knows the config read token alone, which `sie serve` makes for each run."""
+    """X14: plain 401 before the handshake; the worker knows the config read token alone, which `sie serve` makes for
+    each run.
+    """
     for path in ("/ws/cluster-status", "/ws/status"):
         for given in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
             with pytest.raises(InvalidStatus) as refused:
@@ -225,12 +249,21 @@ def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -
 
 
 def test_a_reader_that_stops_holds_up_neither_others_nor_the_end(cluster: Cluster) -> None:
-    """P1: 1001 to those who read, inside the grace period, with status 0. The last test of this file: it ends the cluster."""
+    """P1: 1001 to those who read, inside the grace period, with status 0. The last test of this file: it ends the
+    cluster.
+    """
     deaf = socket.create_connection(("127.0.0.1", cluster.port))
     head = (
-        "GET /ws/status HTTP/1.1", "Host: localhost", f"Authorization: Bearer {TOKEN}", "Upgrade: websocket", "Connection: Upgrade",
-        "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", "",
-    )  # fmt: skip
+        "GET /ws/status HTTP/1.1",
+        "Host: localhost",
+        f"Authorization: Bearer {TOKEN}",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        "",
+        "",
+    )
     deaf.sendall("\r\n".join(head).encode())
     with looking(cluster, "/ws/status") as worker, looking(cluster, "/ws/cluster-status") as whole:
         frame(worker)

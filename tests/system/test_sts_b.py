@@ -1,4 +1,6 @@
-"""Trained models on the semantic textual similarity benchmark, through the API: the numbers of the public library, and its ranking."""
+"""Trained models on the semantic textual similarity benchmark, through the API: the numbers of the public library, and
+its ranking.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_minilm_ranks_as_published(client: httpx.Client, model: str, low: float,
     texts = list(dict.fromkeys([*left, *right]))
     for start in range(0, len(texts), 512):
         part = texts[start : start + 512]
-        answer = client.post(f"/v1/encode/test/{model}", json={"items": part}, headers={"accept": "application/msgpack"})
+        answer = client.post(
+            f"/v1/encode/test/{model}", json={"items": part}, headers={"accept": "application/msgpack"}
+        )
         slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
         vectors |= {text: slot["dense"]["values"] for text, slot in zip(part, slots, strict=True)}
     scores = [float(vectors[a] @ vectors[b]) for a, b in zip(left, right, strict=True)]

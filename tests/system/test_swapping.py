@@ -1,4 +1,6 @@
-"""Two models under a hard limit on the memory of every process: on a budget for one they take turns, on a budget for both neither goes."""
+"""Two models under a hard limit on the memory of every process: on a budget for one they take turns, on a budget for
+both neither goes.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     for seed, model in enumerate(MODELS):
         name = model.removeprefix("test/")
         toys.save(
-            found.weights / name, "bert", seed=seed, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
-            num_attention_heads=12, initializer_range=0.04,
-        )  # fmt: skip
-        found.add(name, {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": 64, "run": {"pooling": "mean"}})
+            found.weights / name,
+            "bert",
+            seed=seed,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=12,
+            initializer_range=0.04,
+        )
+        found.add(
+            name, {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": 64, "run": {"pooling": "mean"}}
+        )
     return found
 
 
@@ -55,7 +65,10 @@ def expected(models: LocalModels) -> dict[str, np.ndarray]:
     found = {}
     for name in MODELS:
         folder = models.weights / name.removeprefix("test/")
-        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        tokenizer, model = (
+            AutoTokenizer.from_pretrained(folder),
+            AutoModel.from_pretrained(folder, dtype=torch.float32).eval(),
+        )
         with torch.inference_mode():
             means = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in TEXTS]
         found[name] = torch.nn.functional.normalize(torch.stack(means), dim=-1).numpy()
@@ -63,11 +76,15 @@ def expected(models: LocalModels) -> dict[str, np.ndarray]:
 
 
 def served(models: LocalModels, data_dir: Path, limit_bytes: int) -> Cluster:
-    """A cluster whose processes may each hold so much data (RLIMIT_DATA). One arena: memory that is free in another one counts as held."""
+    """A cluster whose processes may each hold so much data (RLIMIT_DATA). One arena: memory that is free in another one
+    counts as held.
+    """
     environ = {
-        "SIE_HF_FALLBACK": "false", "SIE_LOCAL_CACHE": str(data_dir), "MALLOC_ARENA_MAX": "1",
+        "SIE_HF_FALLBACK": "false",
+        "SIE_LOCAL_CACHE": str(data_dir),
+        "MALLOC_ARENA_MAX": "1",
         "SIE_LOAD_HOLD_S": "29",  # on a busy machine a turn and two loads take longer than the default
-    }  # fmt: skip
+    }
     cluster = Cluster(data_dir, "--no-spare", *models.arguments, environ=environ)
     cluster.argv = ["prlimit", f"--data={limit_bytes}", *cluster.argv]
     return cluster
@@ -119,7 +136,9 @@ def data_bytes(cluster: Cluster) -> int:
 
 
 def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, seconds: float) -> None:
-    """1. Room for both: each is loaded once. 2. Room for one, by what the first run held: they take turns, nothing fails."""
+    """1. Room for both: each is loaded once. 2. Room for one, by what the first run held: they take turns, nothing
+    fails.
+    """
     cluster = served(models, folder / "both", _BOTH)
     try:
         cluster.start()
@@ -140,7 +159,10 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         cluster.start()
         traffic = alternate(cluster, expected, seconds)
         loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps_total")
-        print(f"room for one: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads, {swaps:.0f} of a busy model")
+        print(
+            f"room for one: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads, "
+            f"{swaps:.0f} of a busy model"
+        )
         assert traffic.errors == [], cluster.log(4000)
         assert traffic.wrong < 1e-4
         assert traffic.answers >= CLIENTS
@@ -153,7 +175,9 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
 
 
 @pytest.mark.timeout(180)
-def test_two_models_on_a_budget_for_one_take_turns(models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_two_models_on_a_budget_for_one_take_turns(
+    models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
     budgets(models, expected, tmp_path, 15)
 
 

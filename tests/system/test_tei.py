@@ -1,4 +1,6 @@
-"""Text Embeddings Inference: its routes, its errors and its clients, against a running cluster. Numbers are those of the native routes."""
+"""Text Embeddings Inference: its routes, its errors and its clients, against a running cluster. Numbers are those of
+the native routes.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from transformers import AutoModel, AutoTokenizer, pipeline
 TEXTS = ["river search queue", "the winter garden (of music)", "Z\u00fcrich, \u6771\u4eac and \U0001f600", "kernel"]
 LONG = "winter " * 600
 TEI_HEADERS = (
-    "x-compute-type", "x-compute-time", "x-compute-characters", "x-compute-tokens", "x-total-time", "x-tokenization-time", "x-queue-time",
+    "x-compute-type",
+    "x-compute-time",
+    "x-compute-characters",
+    "x-compute-tokens",
+    "x-total-time",
+    "x-tokenization-time",
+    "x-queue-time",
     "x-inference-time",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -176,24 +184,29 @@ def test_info(client: httpx.Client) -> None:
     assert "reranker" in client.get("/tei/test/cross/info").json()["model_type"]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "kind"), [
-    ("/embed", {"inputs": []}, 400, "Empty"),
-    ("/embed", {}, 400, "Empty"),
-    ("/embed", {"inputs": 1}, 422, "Validation"),
-    ("/embed", {"inputs": ["a", 1]}, 422, "Validation"),
-    ("/embed", {"inputs": ["a"] * 65}, 413, "Validation"),
-    ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "Validation"),
-    ("/embed", {"inputs": "a", "prompt_name": "poem"}, 422, "Validation"),
-    ("/embed", {"inputs": "a", "dimensions": 7}, 422, "Validation"),
-    ("/tei/test/cross/embed", {"inputs": "a"}, 424, "Backend"),
-    ("/tei/test/dense/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend"),
-    ("/tei/test/dense/predict", {"inputs": "a"}, 424, "Backend"),
-    ("/tei/test/nothing/embed", {"inputs": "a"}, 404, "Validation"),
-    ("/rerank", {"query": 1, "texts": ["b"]}, 422, "Validation"),
-    ("/similarity", {"inputs": "a"}, 422, "Validation"),
-    ("/decode", {"ids": [1, -1]}, 422, "Tokenizer"),
-])  # fmt: skip
-def test_what_cannot_be_served_is_told_in_words_of_tei(client: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind"),
+    [
+        ("/embed", {"inputs": []}, 400, "Empty"),
+        ("/embed", {}, 400, "Empty"),
+        ("/embed", {"inputs": 1}, 422, "Validation"),
+        ("/embed", {"inputs": ["a", 1]}, 422, "Validation"),
+        ("/embed", {"inputs": ["a"] * 65}, 413, "Validation"),
+        ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "Validation"),
+        ("/embed", {"inputs": "a", "prompt_name": "poem"}, 422, "Validation"),
+        ("/embed", {"inputs": "a", "dimensions": 7}, 422, "Validation"),
+        ("/tei/test/cross/embed", {"inputs": "a"}, 424, "Backend"),
+        ("/tei/test/dense/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend"),
+        ("/tei/test/dense/predict", {"inputs": "a"}, 424, "Backend"),
+        ("/tei/test/nothing/embed", {"inputs": "a"}, 404, "Validation"),
+        ("/rerank", {"query": 1, "texts": ["b"]}, 422, "Validation"),
+        ("/similarity", {"inputs": "a"}, 422, "Validation"),
+        ("/decode", {"ids": [1, -1]}, 422, "Tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_words_of_tei(
+    client: httpx.Client, path: str, body: Any, status: int, kind: str
+) -> None:
     assert refused(client, path, body) == (status, kind)
 
 
@@ -204,7 +217,9 @@ def test_a_method_that_a_route_does_not_take(client: httpx.Client) -> None:
 
 def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
     dense = InferenceClient(f"{cluster.url}/tei/test/dense")
-    np.testing.assert_array_equal(dense.feature_extraction(TEXTS[0])[0], np.float32(native(client, "dense", TEXTS[:1])[0]))
+    np.testing.assert_array_equal(
+        dense.feature_extraction(TEXTS[0])[0], np.float32(native(client, "dense", TEXTS[:1])[0])
+    )
     vectors = np.array(native(client, "dense", TEXTS))
     np.testing.assert_allclose(dense.sentence_similarity(TEXTS[0], TEXTS), vectors @ vectors[0], atol=1e-5)
     with pytest.raises(HfHubHTTPError) as unknown:

@@ -80,19 +80,29 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
     at(server, work)
     shown = json.loads(sie(server, "show", "--json").stdout)
     stream = next(each for each in shown if each["name"] == "WORK__default")
-    assert (stream["messages"], stream["storage"], stream["replicas"], stream["version"]) == (3, "file", 1, topology.TOPOLOGY_VERSION)
+    assert (stream["messages"], stream["storage"], stream["replicas"], stream["version"]) == (
+        3,
+        "file",
+        1,
+        topology.TOPOLOGY_VERSION,
+    )
     (lane,) = stream["lanes"]
     assert (lane["lane"], lane["own"], lane["shared"], lane["waiting"]) == ("_default.cpu.default", 1, 1, 3)
     text = sie(server, "show", "--consumers").stdout
     assert f"WORK__default  file, 1 copy, topology {topology.TOPOLOGY_VERSION}, 3 messages" in text
     assert "toy_2fa" in text
     checked = sie(server, "check")
-    assert (checked.exit_code, checked.stdout.strip()) == (0, f"all is as topology {topology.TOPOLOGY_VERSION} and these settings want it")
+    assert (checked.exit_code, checked.stdout.strip()) == (
+        0,
+        f"all is as topology {topology.TOPOLOGY_VERSION} and these settings want it",
+    )
     assert sie(server, "migrate", "--yes").stdout.strip() == "nothing to do"
 
 
 def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(server: NatsServer) -> None:
-    """L16 L18: (1) check says what differs, (2) migrate shows the same and changes nothing, (3) --yes does it, (4) a gateway agrees."""
+    """L16 L18: (1) check says what differs, (2) migrate shows the same and changes nothing, (3) --yes does it, (4) a
+    gateway agrees.
+    """
     older = dataclasses.replace(WANTED, max_per_subject=0, version=1)
     consumer = dataclasses.replace(topology.work_consumer(LANE, "interactive", "toy/a", 10.0), version=1)
     make(server, older, consumer, messages=500)
@@ -111,7 +121,9 @@ def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(ser
 
     done = sie(server, "migrate", "--yes")
     assert done.exit_code == 0, done.output
-    assert "create stream DEAD__default" in done.stdout, "where the older version kept what was given up is of no use to this one"
+    assert "create stream DEAD__default" in done.stdout, (
+        "where the older version kept what was given up is of no use to this one"
+    )
     assert "3 of 3 done" in done.stdout
     assert stored(server) == 500
     assert sie(server, "check").exit_code == 0
@@ -126,7 +138,10 @@ def test_a_changed_setting_is_applied_in_place(server: NatsServer) -> None:
     changed = {change["field"]: change["wanted"] for step in steps for change in step["changes"]}
     assert changed == {"max_bytes": 2 << 30, "max_msgs_per_subject": 32768}
     missing = [step for step in steps if step["action"] == "create"]
-    assert [(step["kind"], step["reason"]) for step in missing] == [("consumer", "its subject holds messages"), ("stream", "")]
+    assert [(step["kind"], step["reason"]) for step in missing] == [
+        ("consumer", "its subject holds messages"),
+        ("stream", ""),
+    ]
     assert missing[1]["name"] == "DEAD__default"
     assert sie(server, "migrate", "--yes", *args).exit_code == 0
     assert sie(server, "check", *args).exit_code == 0

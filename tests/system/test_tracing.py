@@ -1,4 +1,6 @@
-"""Traces of a whole cluster, as a collector gets them: from HTTP through the queue and the socket to the forward pass."""
+"""Traces of a whole cluster, as a collector gets them: from HTTP through the queue and the socket to the
+forward pass.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,17 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector, every_family: LocalModels) -> Iterator[Cluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector, every_family: LocalModels
+) -> Iterator[Cluster]:
     models = LocalModels(tmp_path_factory.mktemp("models"), every_family.weights)
     for name, _ in BODIES.values():
         shutil.copy(every_family.folder / f"{name}.yaml", models.folder)
-    environ = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    environ = {
+        "SIE_TRACING_ENABLED": "true",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
     args = [*models.arguments, "--batcher-coalesce-ms", "50"]
     with running(tmp_path_factory.mktemp("tracing"), *args, environ=environ) as cluster:
         with httpx.Client(base_url=cluster.url, timeout=120) as client:
@@ -100,8 +108,12 @@ def whole(collector: Collector, trace: str) -> list[Seen]:
 
 
 @pytest.mark.parametrize("verb", BODIES)
-def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(client: httpx.Client, collector: Collector, verb: str) -> None:
-    """B5: connected from the client's span on, with the stages of its reply; the batch is linked to all that ran in it."""
+def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
+    client: httpx.Client, collector: Collector, verb: str
+) -> None:
+    """B5: connected from the client's span on, with the stages of its reply; the batch is linked to all
+    that ran in it.
+    """
     requests = sharing(client, verb)
     works: dict[str, Asked] = {}
     for asked in requests:
@@ -124,19 +136,26 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(client: 
         assert root.ms > timing["total_time"] - 1  # by two clocks
         (work,) = [span for span in spans if span.name == "work"]
         works[work.id] = asked
-    batches = [span for span in collector.spans if span.name == "batch" and {link[1] for link in span.links} & works.keys()]
+    batches = [
+        span for span in collector.spans if span.name == "batch" and {link[1] for link in span.links} & works.keys()
+    ]
     assert {link for batch in batches for _, link in batch.links} == works.keys()
     assert sum(len(batch.links) for batch in batches) == len(works)
     for batch in batches:
         assert {works[link].trace for _, link in batch.links} == {trace for trace, _ in batch.links}
         assert len(batch.links) == batch.attributes["sie.batch.chunks"] == works[batch.links[0][1]].mates
         (forward,) = collector.until(
-            lambda spans, batch=batch: [span for span in spans if span.name == "forward" and span.parent == batch.id], "its forward pass"
+            lambda spans, batch=batch: [span for span in spans if span.name == "forward" and span.parent == batch.id],
+            "its forward pass",
         )
         assert forward.component == "adapter"
         assert forward.attributes["sie.batch"] == batch.attributes["sie.batch"]
         for trace, work_id in batch.links:
-            told = {span.name: span for span in collector.of(trace) if span.component == "adapter" and span.parent == work_id}
+            told = {
+                span.name: span
+                for span in collector.of(trace)
+                if span.component == "adapter" and span.parent == work_id
+            }
             assert told.keys() == {"inference", "postprocess"}
             assert all(span.links == ((forward.trace, forward.id),) for span in told.values())
             assert told["inference"].end_ns <= forward.end_ns
@@ -148,19 +167,30 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
 ) -> None:
     """X4: the canary is in texts, ids, metadata, names, parameters, headers, paths and bodies that cannot be read."""
     item = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}
-    path, headers = "/v1/encode/test/mini", {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY}
+    path, headers = (
+        "/v1/encode/test/mini",
+        {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY},
+    )
     answers = [
         client.post(path, json={"items": [item]}, headers=headers),
-        client.post(path, params={"q": CANARY}, json={"items": [item], "params": {"truncate": CANARY}}, headers=headers),
+        client.post(
+            path, params={"q": CANARY}, json={"items": [item], "params": {"truncate": CANARY}}, headers=headers
+        ),
         client.post(path, content=f'{{"items": ["{CANARY}'.encode(), headers=headers),
         client.post(f"/v1/encode/{CANARY}", json={"items": [item]}, headers=headers),
         client.delete(f"/v1/models/{CANARY}", headers=headers),
-        client.post("/v1/score/test/cross", json={"query": CANARY, "items": [item]}, headers={"traceparent": CANARY, "tracestate": CANARY}),
+        client.post(
+            "/v1/score/test/cross",
+            json={"query": CANARY, "items": [item]},
+            headers={"traceparent": CANARY, "tracestate": CANARY},
+        ),
     ]
     for answer in answers:
         found = collector.until(
             lambda spans, answer=answer: [
-                span for span in spans if span.trace == answer.headers["x-trace-id"] and "http.response.status_code" in span.attributes
+                span
+                for span in spans
+                if span.trace == answer.headers["x-trace-id"] and "http.response.status_code" in span.attributes
             ],
             "its span",
         )
@@ -172,11 +202,15 @@ def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_
 
 def test_the_config_service_traces_what_is_asked_of_it(cluster: Cluster, collector: Collector) -> None:
     asked = httpx.get(f"{cluster.health()['config_url']}/v1/configs/models", timeout=30)
-    (span,) = collector.until(lambda spans: [span for span in spans if span.trace == asked.headers["x-trace-id"]], "its span")
+    (span,) = collector.until(
+        lambda spans: [span for span in spans if span.trace == asked.headers["x-trace-id"]], "its span"
+    )
     assert (span.component, span.name) == ("config", "GET configs")
 
 
-def test_an_adapter_that_was_forked_again_traces_as_the_one_before(client: httpx.Client, cluster: Cluster, collector: Collector) -> None:
+def test_an_adapter_that_was_forked_again_traces_as_the_one_before(
+    client: httpx.Client, cluster: Cluster, collector: Collector
+) -> None:
     *_, serving = cluster.pids("adapter")
     cluster.signal(serving, 9)
     asked = Asked(client, "encode")

@@ -93,7 +93,9 @@ def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path)
                 if len(starts) == 1:  # a heartbeat, which brings it, takes seconds to come
                     told = until(functools.partial(told_by_both, bound), WAIT_S, "both workers tell of it")
                     assert isinstance(told, list)
-                    assert {each["total_bytes"] for each in told} == {sum(map(len, hub.repositories[REPOSITORY].values()))}
+                    assert {each["total_bytes"] for each in told} == {
+                        sum(map(len, hub.repositories[REPOSITORY].values()))
+                    }
                     assert {each["worker"] for each in told} == {"worker-0", "worker-1"}
                 until(lambda: len(serving_adapters(cluster)) == 2, WAIT_S, "both adapters are there")
                 assert len(hub.of("/api/models/")) == len(starts)

@@ -14,9 +14,13 @@ from sie_cli.options import gateway_token
 from sie_contracts.settings import Loaded, Secret, SettingError, load
 
 HERE = Access(
-    gateway_url="http://127.0.0.1:8080,http://127.0.0.1:8081", config_url="http://127.0.0.1:9001", broker_url="nats://127.0.0.1:9002",
-    broker_monitor_url="http://127.0.0.1:9003/x", operator_password="pw", admin_token="adm",
-)  # fmt: skip
+    gateway_url="http://127.0.0.1:8080,http://127.0.0.1:8081",
+    config_url="http://127.0.0.1:9001",
+    broker_url="nats://127.0.0.1:9002",
+    broker_monitor_url="http://127.0.0.1:9003/x",
+    operator_password="pw",
+    admin_token="adm",
+)
 
 
 @pytest.fixture
@@ -27,7 +31,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-def found(*, flags: dict[str, str] | None = None, environ: dict[str, str] | None = None, named: Path | None = None) -> Loaded:
+def found(
+    *, flags: dict[str, str] | None = None, environ: dict[str, str] | None = None, named: Path | None = None
+) -> Loaded:
     return with_access(load(flags=flags or {}, environ=environ or {}), named)
 
 
@@ -45,20 +51,31 @@ def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
 def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> None:
     """One that looks alike gets nothing, and with it the others are not of this machine either."""
     for name, field, value in (
-        ("SIE_NATS_URL", "nats_url", "nats://127.0.0.1:902"), ("SIE_NATS_URL", "nats_url", "nats://other:9002"),
+        ("SIE_NATS_URL", "nats_url", "nats://127.0.0.1:902"),
+        ("SIE_NATS_URL", "nats_url", "nats://other:9002"),
         ("SIE_CONFIG_SERVICE_URL", "config_service_url", "http://127.0.0.1.evil.com:9001"),
         ("SIE_GATEWAY_URL", "gateway_url", "http://127.0.0.1:808"),
-    ):  # fmt: skip
+    ):
         told = found(**{where: {name: value}})
         settings = told.settings
         assert getattr(settings, field) == value
-        assert (settings.nats_password, settings.admin_token, gateway_token(settings, told.sources)) == (None, None, None), value
-        assert [each for each in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, each)] == [field]
+        assert (settings.nats_password, settings.admin_token, gateway_token(settings, told.sources)) == (
+            None,
+            None,
+            None,
+        ), value
+        assert [each for each in ("nats_url", "config_service_url", "gateway_url") if getattr(settings, each)] == [
+            field
+        ]
 
 
 def test_an_address_of_the_local_one_gets_its_credentials(home: Path) -> None:
     """As `sie serve` or /health of a gateway told it."""
-    for flags in ({"SIE_NATS_URL": HERE.broker_url}, {"SIE_CONFIG_SERVICE_URL": "http://127.0.0.1:9001/"}, {"SIE_GATEWAY_URL": "http://127.0.0.1:8081"}):
+    for flags in (
+        {"SIE_NATS_URL": HERE.broker_url},
+        {"SIE_CONFIG_SERVICE_URL": "http://127.0.0.1:9001/"},
+        {"SIE_GATEWAY_URL": "http://127.0.0.1:8081"},
+    ):
         settings = found(flags=flags).settings
         assert (settings.nats_url, settings.nats_password) == ("nats://operator@127.0.0.1:9002", Secret("pw"))
         assert settings.admin_token == Secret("adm")

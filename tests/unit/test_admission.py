@@ -99,13 +99,15 @@ async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs
 
 
 async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_refused() -> None:
-    """Steps: 1. Two gateways, work of one in the queue, a client refused there. 2. They announce. 3. The other counts that work, and
-    expects the client. 4. A gateway that is alone tells nothing."""
+    """Steps: 1. Two gateways, work of one in the queue, a client refused there. 2. They announce. 3. The other counts
+    that work, and expects the client. 4. A gateway that is alone tells nothing.
+    """
     server, now_s = MemoryServer(), 100.0
     brokers = [server.connect(f"g{number}") for number in range(2)]
     settings = settings_of()
     both = [
-        Admission(settings, broker, Fleet(broker, settings), Backlog(broker, ()), Metrics(), clock=lambda: now_s) for broker in brokers
+        Admission(settings, broker, Fleet(broker, settings), Backlog(broker, ()), Metrics(), clock=lambda: now_s)
+        for broker in brokers
     ]
     for one in both:
         await one.peers.start()
@@ -140,7 +142,9 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
 
 
 def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_next() -> None:
-    """One of them finds out. The others come again when an adapter may be there again. After a result all is as before."""
+    """One of them finds out. The others come again when an adapter may be there again. After a result
+    all is as before.
+    """
     now_s = 100.0
     settings = settings_of()
     fleet = Fleet(Mock(), settings)
@@ -174,7 +178,12 @@ class Alone:
         self.metrics = Metrics()
         entry = toy_entry()
         self.feed = CatalogueFeed(
-            self.broker, None, trusted=("x",), poll_s=1, full_export_s=1, initial=Catalogue({entry.id: entry}, {}, {}, "test:1")
+            self.broker,
+            None,
+            trusted=("x",),
+            poll_s=1,
+            full_export_s=1,
+            initial=Catalogue({entry.id: entry}, {}, {}, "test:1"),
         )
         self.fleet = Fleet(self.broker, settings)
         self.inbox = Inbox(self.broker, self.metrics)
@@ -182,9 +191,16 @@ class Alone:
         self.admission = Admission(settings, self.broker, self.fleet, Backlog(self.broker, {"_default"}), self.metrics)
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
         self.inference = Inference(
-            settings, self.feed, self.fleet, self.queue, self.inbox, self.metrics, {"_default"}, self.admission,
+            settings,
+            self.feed,
+            self.fleet,
+            self.queue,
+            self.inbox,
+            self.metrics,
+            {"_default"},
+            self.admission,
             ColdStarts(self.fleet, demand, self.metrics, lambda pool: ""),
-        )  # fmt: skip
+        )
 
     async def ask(self, number: int, key: str, texts: int) -> None:
         async def read() -> bytes:
@@ -196,13 +212,16 @@ class Alone:
 
 
 async def test_ten_thousand_cancelled_requests_leave_every_permit_and_byte_free() -> None:
-    """S7: each is cancelled some steps of the loop after it began, wherever it then is; few may be in the queue at a time.
+    """S7: each is cancelled some steps of the loop after it began, wherever it then is; few may be in the queue at a
+    time.
 
-    Steps: 1. 100 rounds of 100 requests of three keys, of one to six chunks. 2. All cancelled, at random steps. 3. Nothing is held,
-    nothing waits, nothing is in the queue or in the inbox.
+    Steps: 1. 100 rounds of 100 requests of three keys, of one to six chunks. 2. All cancelled, at random steps. 3.
+    Nothing is held, nothing waits, nothing is in the queue or in the inbox.
     """
     server = MemoryServer()
-    gateway = Alone(server, settings_of(SIE_CHUNK_COST="104", SIE_KEY_WINDOW_TOKENS="800", SIE_MAX_CONCURRENT_REQUESTS="1000"))
+    gateway = Alone(
+        server, settings_of(SIE_CHUNK_COST="104", SIE_KEY_WINDOW_TOKENS="800", SIE_MAX_CONCURRENT_REQUESTS="1000")
+    )
     await gateway.queue.ensure_pool("_default")
     gateway.fleet.note(beat(credit_cost=2000, credit_items=20))
     chance = random.Random(7)
@@ -232,7 +251,9 @@ async def test_ten_thousand_cancelled_requests_leave_every_permit_and_byte_free(
 
 async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:
     """L25: the stream takes so many of its chunks; the others, and those stored, are gone."""
-    gateway = await cluster.gateway(SIE_CHUNK_COST="8192", SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_KEY_WINDOW_TOKENS=str(1 << 20))
+    gateway = await cluster.gateway(
+        SIE_CHUNK_COST="8192", SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_KEY_WINDOW_TOKENS=str(1 << 20)
+    )
     await tell(cluster, beat(credit_cost=20_000))
     answer = await gateway.encode(*["é" * 16_000] * 60, X_SIE_Timeout_Ms="2000")
     assert (answer.status_code, answer.json()["code"]) in ((503, "QUEUE_FULL"), (504, "GATEWAY_TIMEOUT"))
@@ -241,7 +262,9 @@ async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_it
 
 
 async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluster: InProcess) -> None:
-    """2,048 texts where a key may have three chunks in the queue: all are answered, in order, and the window holds all the time."""
+    """2,048 texts where a key may have three chunks in the queue: all are answered, in order, and the window holds all
+    the time.
+    """
     await cluster.sidecar(ready=False)
     gateway = await cluster.gateway(SIE_CHUNK_COST="260", SIE_KEY_WINDOW_TOKENS="800")
     most = 0
@@ -266,16 +289,24 @@ async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluste
 # refusals
 
 
-async def overloaded(cluster: InProcess, *, requests: int, **environ: str) -> tuple[GatewayProcess, list[asyncio.Task[Any]]]:
-    """So many requests of 100 tokens before a worker that runs one after the other, twenty a second; returned when eight are answered."""
+async def overloaded(
+    cluster: InProcess, *, requests: int, **environ: str
+) -> tuple[GatewayProcess, list[asyncio.Task[Any]]]:
+    """So many requests of 100 tokens before a worker that runs one after the other, twenty a second; returned when
+    eight are answered.
+    """
     adapter = TimedAdapter(cluster.folder / "timed.sock", 5e-4)
     await adapter.start()
     cluster.adapters.append(adapter)
     gateway = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="60", **environ)
     await cluster.sidecar(adapter, SIE_BATCHER_MAX_BATCH_REQUESTS="1")
     assert (await gateway.encode("x" * 98)).status_code == 200
-    await until(lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded")
-    open_ones = [asyncio.create_task(gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="60000")) for number in range(requests)]
+    await until(
+        lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded"
+    )
+    open_ones = [
+        asyncio.create_task(gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="60000")) for number in range(requests)
+    ]
     await until(lambda: sum(task.done() for task in open_ones) >= 8, "eight answers", 30)
     return gateway, open_ones
 
@@ -307,14 +338,18 @@ async def test_nothing_is_refused_without_a_measured_wait(cluster: InProcess) ->
 
 
 async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_over(cluster: InProcess) -> None:
-    """Sixty requests of 3 s of work with budgets of 1.5 s, all before anything is known: the first are answered, the others told early."""
+    """Sixty requests of 3 s of work with budgets of 1.5 s, all before anything is known: the first are answered, the
+    others told early.
+    """
     adapter = TimedAdapter(cluster.folder / "timed.sock", 5e-4)
     await adapter.start()
     cluster.adapters.append(adapter)
     gateway = await cluster.gateway()
     await cluster.sidecar(adapter, SIE_BATCHER_MAX_BATCH_REQUESTS="1")
     assert (await gateway.encode("x" * 98)).status_code == 200
-    await until(lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded")
+    await until(
+        lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded"
+    )
     begun_s = asyncio.get_running_loop().time()
 
     async def one(number: int) -> tuple[int, float]:
@@ -332,12 +367,16 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
 
 
 async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess) -> None:
-    """E11: twenty requests are in progress, about as many end in a second. It grows with those who were refused before."""
+    """E11: twenty requests are in progress, about as many end in a second. It grows with those who were
+    refused before.
+    """
     gateway, open_ones = await overloaded(cluster, requests=20, SIE_MAX_CONCURRENT_REQUESTS="20")
     more = [asyncio.create_task(gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="60000")) for number in range(100)]
     refused = [answer for answer in await asyncio.gather(*more) if answer.status_code == 503]
     assert len(refused) >= 40
-    assert {(answer.json()["code"], answer.json()["error"]["queue_depth"]) for answer in refused} == {("QUEUE_FULL", 20)}
+    assert {(answer.json()["code"], answer.json()["error"]["queue_depth"]) for answer in refused} == {
+        ("QUEUE_FULL", 20)
+    }
     told = [int(answer.headers["retry-after"]) for answer in refused]
     assert min(told) >= 1
     assert max(told) >= min(told) + 2
@@ -348,7 +387,9 @@ async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess
 
 
 async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(cluster: InProcess) -> None:
-    """A8, O11: 503 to everybody, 202 to the client that expects it; the work is withdrawn, and the demand stands at every gateway."""
+    """A8, O11: 503 to everybody, 202 to the client that expects it; the work is withdrawn, and the demand stands at
+    every gateway.
+    """
     gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
     plain, told = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="1"))
     error = plain.json()["error"]
@@ -358,19 +399,29 @@ async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(clus
     assert set(told.json()) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
     assert (told.json()["status"], told.json()["gpu"], told.json()["bundle"]) == ("provisioning", "_default", "default")
     assert told.headers["retry-after"] == "5"
-    assert {name: error[name] for name in ("status", "gpu", "bundle")} == {name: told.json()[name] for name in ("status", "gpu", "bundle")}
+    assert {name: error[name] for name in ("status", "gpu", "bundle")} == {
+        name: told.json()[name] for name in ("status", "gpu", "bundle")
+    }
     assert not cluster.server.streams[STREAM].messages
     assert await gateways[0].metric("sie_gateway_provisioning_responses_total") == 2
     assert await gateways[0].metric("sie_gateway_pending_demand", machine_profile="_default", bundle="default") == 1
     for gateway in gateways:
         figures = (await gateway.get(SCALING)).json()
         assert figures == {
-            "lane": "_default._default.default", "backlog_items": 0, "backlog_cost": 0, "oldest_age_s": 0.0, "ready_workers": 0,
-            "wanted_replicas": 1, "reserved": 0, "demand": 1,
-        }  # fmt: skip
+            "lane": "_default._default.default",
+            "backlog_items": 0,
+            "backlog_cost": 0,
+            "oldest_age_s": 0.0,
+            "ready_workers": 0,
+            "wanted_replicas": 1,
+            "reserved": 0,
+            "demand": 1,
+        }
 
 
-async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start_is_a_slow_200(cluster: InProcess) -> None:
+async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start_is_a_slow_200(
+    cluster: InProcess,
+) -> None:
     """A8"""
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
     asked = asyncio.create_task(gateway.encode("x"))
@@ -397,7 +448,9 @@ async def test_a_model_that_is_being_loaded_says_so_when_the_hold_ends_and_never
     assert (await gateway.encode("x")).status_code == 200
 
 
-async def test_a_ready_worker_that_has_not_begun_to_load_is_waited_for_to_the_end_of_the_budget(cluster: InProcess) -> None:
+async def test_a_ready_worker_that_has_not_begun_to_load_is_waited_for_to_the_end_of_the_budget(
+    cluster: InProcess,
+) -> None:
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="0.1")
     await tell(cluster, beat(model="toy/other"))
     answer = await gateway.encode("x", X_SIE_Timeout_Ms="600")
@@ -444,8 +497,9 @@ def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
 
 
 async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(tmp_path: Path) -> None:
-    """S3, L7, L8: 200 requests for a model whose load is held; 40 for another meanwhile run as before, one after the other at most a
-    batch late; then the first are answered by their first delivery."""
+    """S3, L7, L8: 200 requests for a model whose load is held; 40 for another meanwhile run as before, one after the
+    other at most a batch late; then the first are answered by their first delivery.
+    """
     async with InProcess(tmp_path, toy_entry(), toy_entry("toy/slow")) as cluster:
         adapter, gateway = await cluster.adapter(), await cluster.gateway()
         await cluster.sidecar(adapter)
@@ -468,23 +522,42 @@ async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(
 # scaling
 
 
-@pytest.mark.parametrize(("backlog", "arriving", "rate", "ready", "reserved", "demand", "expected"), [
-    (0, 0, 0, 0, 0, False, 0), (0, 0, 1000, 3, 0, False, 0),  # nothing to do
-    (1, 0, 0, 0, 0, False, 1), (0, 0, 0, 0, 0, True, 1), (1, 0, 0, 3, 0, False, 3),  # no rate yet: one, or those that are ready
-    (0, 0, 1000, 0, 2, False, 2),  # what is reserved
-    (0, 700, 1000, 1, 0, False, 1), (0, 710, 1000, 1, 0, False, 2), (0, 7000, 1000, 3, 0, False, 10),  # by what comes in
-    (21_000, 0, 1000, 0, 0, False, 1), (210_000, 0, 1000, 4, 0, False, 10), (210_000, 700, 1000, 4, 0, False, 11),  # and what is there
-    (0, 1, 1000, 1, 0, False, 0),  # what fades out
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backlog", "arriving", "rate", "ready", "reserved", "demand", "expected"),
+    [
+        (0, 0, 0, 0, 0, False, 0),
+        (0, 0, 1000, 3, 0, False, 0),  # nothing to do
+        (1, 0, 0, 0, 0, False, 1),
+        (0, 0, 0, 0, 0, True, 1),
+        (1, 0, 0, 3, 0, False, 3),  # no rate yet: one, or those that are ready
+        (0, 0, 1000, 0, 2, False, 2),  # what is reserved
+        (0, 700, 1000, 1, 0, False, 1),
+        (0, 710, 1000, 1, 0, False, 2),
+        (0, 7000, 1000, 3, 0, False, 10),  # by what comes in
+        (21_000, 0, 1000, 0, 0, False, 1),
+        (210_000, 0, 1000, 4, 0, False, 10),
+        (210_000, 700, 1000, 4, 0, False, 11),  # and what is there
+        (0, 1, 1000, 1, 0, False, 0),  # what fades out
+    ],
+)
 def test_wanted_replicas_follow_from_work_and_rate(
     backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool, expected: int
 ) -> None:
     """A11"""
-    found = wanted_replicas(backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand)
+    found = wanted_replicas(
+        backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand
+    )
     assert found == expected
 
 
-@given(st.floats(0, 1e7), st.floats(0, 1e6), st.just(0.0) | st.floats(1, 1e6), st.integers(0, 50), st.integers(0, 5), st.booleans())
+@given(
+    st.floats(0, 1e7),
+    st.floats(0, 1e6),
+    st.just(0.0) | st.floats(1, 1e6),
+    st.integers(0, 50),
+    st.integers(0, 5),
+    st.booleans(),
+)
 def test_more_work_never_wants_fewer_workers(
     backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool
 ) -> None:
@@ -511,7 +584,9 @@ async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_wr
 
     async def written(count: int) -> None:
         buckets = server.buckets
-        await until(lambda: (bucket := buckets.get(topology.DEMAND_BUCKET)) and bucket.revision == count, f"{count} writes")
+        await until(
+            lambda: (bucket := buckets.get(topology.DEMAND_BUCKET)) and bucket.revision == count, f"{count} writes"
+        )
 
     writer.note(LANE)
     await written(1)
@@ -542,15 +617,23 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
     broker = server.connect("g")
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
     assert backlog.messages(LANE, "bulk") is None
-    await broker.ensure_stream(topology.work_stream("_default", storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True)
+    await broker.ensure_stream(
+        topology.work_stream("_default", storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True
+    )
     other = Lane("_default", "_default", "default-2")
     work = [(LANE, "bulk", "a"), (LANE, "bulk", "b"), (LANE, "interactive", "a"), (other, "bulk", "a")]
     for number, (lane, priority, model) in enumerate(work):
         for subject in (topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)):
             await broker.publish(subject, b"x", f"{number}.{subject}")
     await asyncio.gather(*(backlog.fresh("_default", 1.0) for _ in range(5)))
-    assert (backlog.messages(LANE, "bulk"), backlog.messages(LANE, "interactive"), backlog.messages(other, "bulk")) == (4, 2, 2)
-    assert backlog.by_subject("_default") == {of(*each): 1 for each in work for of in (topology.work_subject, topology.slot_subject)}
+    assert (backlog.messages(LANE, "bulk"), backlog.messages(LANE, "interactive"), backlog.messages(other, "bulk")) == (
+        4,
+        2,
+        2,
+    )
+    assert backlog.by_subject("_default") == {
+        of(*each): 1 for each in work for of in (topology.work_subject, topology.slot_subject)
+    }
     server.disconnect()
     with pytest.raises(BrokerError):
         await backlog.fresh("_default", 0.0)
@@ -598,7 +681,10 @@ async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cann
     for lane in ("_default.l4.default", "_default.a100.default", "_default._default.default"):
         answer = await gateway.client.get(f"/v1/scaling/{lane}")
         assert answer.status_code == 200
-        assert [answer.json()[name] for name in ("backlog_items", "backlog_cost", "oldest_age_s", "wanted_replicas", "demand")] == [0] * 5
+        assert [
+            answer.json()[name]
+            for name in ("backlog_items", "backlog_cost", "oldest_age_s", "wanted_replicas", "demand")
+        ] == [0] * 5
     for lane in ("_default.h100.default", "other.l4.default", "_default.l4.nothing", "x"):
         answer = await gateway.client.get(f"/v1/scaling/{lane}")
         assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
@@ -620,7 +706,9 @@ async def test_scaling_needs_a_token_on_the_main_port_and_none_on_that_of_metric
 
 
 class TimedAdapter(FakeAdapter):
-    """A device that runs one batch after the other, each in a time by its tokens. `waits` says what each batch found before it."""
+    """A device that runs one batch after the other, each in a time by its tokens. `waits` says what each batch found
+    before it.
+    """
 
     def __init__(self, path: Path, token_s: float) -> None:
         super().__init__(path)
@@ -641,16 +729,22 @@ def tokens_of(batch: ipc.RunBatch) -> int:
 
 
 async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next_batch(cluster: InProcess) -> None:
-    """S9: key a has 40,960 texts of 60 tokens before it, key b asks one at a time. Steps: 1. ten requests of a; 2. when the device is
-    busy, requests of b; each runs after at most what two full batches hold, of the 150 that are to come. 3. The backlog ends as usual."""
+    """S9: key a has 40,960 texts of 60 tokens before it, key b asks one at a time. Steps: 1. ten requests of a; 2. when
+    the device is busy, requests of b; each runs after at most what two full batches hold, of the 150 that are to come.
+    3. The backlog ends as usual.
+    """
     adapter = TimedAdapter(cluster.folder / "timed.sock", 2e-6)
     await adapter.start()
     cluster.adapters.append(adapter)
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b", SIE_CHUNK_COST="1024")
     await cluster.sidecar(adapter, SIE_MAX_BATCH_COST="4096", SIE_BATCHER_MAX_BATCH_REQUESTS="64")
     a, b = ({"Authorization": f"Bearer key-{name}"} for name in "ab")
-    assert (await gateway.encode(*["x" * 58] * 40, **a)).status_code == 200  # a token of this tokenizer is a byte: that is learnt
-    await until(lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded")
+    assert (
+        await gateway.encode(*["x" * 58] * 40, **a)
+    ).status_code == 200  # a token of this tokenizer is a byte: that is learnt
+    await until(
+        lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded"
+    )
     assert (await gateway.encode("warm", **b)).status_code == 200
     backlog = [asyncio.create_task(gateway.encode(*[f"{number:058d}"] * 2048, **a)) for number in range(10)]
     await until(lambda: len(adapter.batches) > 5, "a busy device")

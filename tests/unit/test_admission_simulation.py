@@ -1,4 +1,6 @@
-"""A few cells of the matrix of `bench/admission.py`: who is refused, who is late and what the device does, in virtual time."""
+"""A few cells of the matrix of `bench/admission.py`: who is refused, who is late and what the device does, in virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from admission_simulation import SLOWER, Before, Case, Report, Try, World
 from sie_gateway.admission import Admission
 
 IDLE = (
-    Case(0.03, 2e-5, 40, 10, "tiny", requests=400), Case(0.5, 2e-6, 200, 10, "tiny", requests=600, seconds=60),
-    Case(0.01, 2e-3, 100, 10, "stall", requests=900, seconds=60), Case(0.1, 2e-4, 500, 10, "cold", requests=1200, seconds=60),
-)  # fmt: skip
+    Case(0.03, 2e-5, 40, 10, "tiny", requests=400),
+    Case(0.5, 2e-6, 200, 10, "tiny", requests=600, seconds=60),
+    Case(0.01, 2e-3, 100, 10, "stall", requests=900, seconds=60),
+    Case(0.1, 2e-4, 500, 10, "cold", requests=1200, seconds=60),
+)
 FULL = (
     Case(0.1, 2e-3, 0, 2, load="open", seconds=10, requests=4000, batch_items=8),
     Case(0.1, 2e-3, 0, 2, load="open", seconds=10, requests=4000, batch_items=4, workers=2, gateways=2),
     Case(0.01, 2e-3, 0, 1, load="open", seconds=6, requests=7000, batch_items=8, gateways=2),
-    Case(0.5, 2e-3, 500, 10, requests=2500, seconds=200), Case(0.05, 2e-4, 500, 10, "slow", requests=2500, seconds=150),
-)  # fmt: skip
+    Case(0.5, 2e-3, 500, 10, requests=2500, seconds=200),
+    Case(0.05, 2e-4, 500, 10, "slow", requests=2500, seconds=150),
+)
 
 
 def shares(report: Report) -> tuple[float, float, float]:
@@ -53,7 +58,7 @@ def test_above_capacity_the_device_stays_busy_with_what_is_answered_in_time(case
 BUNCHES = (
     Case(0.01, 2e-3, 500, 1, requests=2000),
     Case(0.04, 7e-4, 250, 1.5, "slow", tokens=24, batch_items=32, seconds=60, requests=2000, seed=77),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", BUNCHES, ids=str)
@@ -80,7 +85,13 @@ def test_a_run_is_the_same_each_time() -> None:
 
 def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -> None:
     report = Report(Case(0.1, 2e-3, 1, 1, "slow"), begun_s=10.0, known_s=14.0)
-    told = ((1.0, 5.0, "answered"), (1.0, 12.0, "refused"), (9.0, 13.0, "answered"), (13.0, 20.0, "late"), (15.0, 20.0, "answered"))
+    told = (
+        (1.0, 5.0, "answered"),
+        (1.0, 12.0, "refused"),
+        (9.0, 13.0, "answered"),
+        (13.0, 20.0, "late"),
+        (15.0, 20.0, "answered"),
+    )
     report.tries = [Try(end_s - 1, 8, end_s, 0, True, end_s, outcome, told_s=told_s) for told_s, end_s, outcome in told]
     assert report.returns() == (2, 2)
     assert report.returns(foreseen=False) == (1, 3)
@@ -88,5 +99,9 @@ def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -
 
 def test_a_slow_down_can_be_known_after_two_slow_batches() -> None:
     report = World(FULL[-1]).run()
-    assert report.begun_s + 2 * report.case.batch_s * SLOWER < report.known_s < report.begun_s + 4 * report.case.full_s(SLOWER)
+    assert (
+        report.begun_s + 2 * report.case.batch_s * SLOWER
+        < report.known_s
+        < report.begun_s + 4 * report.case.full_s(SLOWER)
+    )
     assert World(FULL[0]).run().begun_s == math.inf

@@ -37,9 +37,17 @@ WEIGHTS = save({"weight": np.arange(4096, dtype=np.float32)})
 def model_files(folder: Path, **more: str | bytes) -> Path:
     """What every load begins with, and files that none reads."""
     files: dict[str, str | bytes] = {
-        "config.json": "{}", "model.safetensors": WEIGHTS, "tokenizer.json": "{}", "README.md": CARD, "1_Pooling/config.json": "{}",
-        "pytorch_model.bin": b"never", "onnx/model.json": "{}", ".cache/x.json": "{}", "LICENSE": "Do what you like.\n", **more,
-    }  # fmt: skip
+        "config.json": "{}",
+        "model.safetensors": WEIGHTS,
+        "tokenizer.json": "{}",
+        "README.md": CARD,
+        "1_Pooling/config.json": "{}",
+        "pytorch_model.bin": b"never",
+        "onnx/model.json": "{}",
+        ".cache/x.json": "{}",
+        "LICENSE": "Do what you like.\n",
+        **more,
+    }
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,18 +67,29 @@ class Site:
         return load(environ=self.environ).settings
 
     def sie(self, *arguments: str, status: int = 0) -> Result:
-        result = CliRunner().invoke(airgap, list(arguments), env=dict.fromkeys(os.environ) | self.environ, prog_name="sie airgap")
+        result = CliRunner().invoke(
+            airgap, list(arguments), env=dict.fromkeys(os.environ) | self.environ, prog_name="sie airgap"
+        )
         assert result.exit_code == status, result.output
         return result
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         environ = {"PATH": os.environ["PATH"], **self.environ}
         return subprocess.Popen(
-            [SIE, "airgap", *arguments], env=environ, cwd=self.folder, stderr=subprocess.PIPE, preexec_fn=_heed_ctrl_c, **options
-        )  # fmt: skip
+            [SIE, "airgap", *arguments],
+            env=environ,
+            cwd=self.folder,
+            stderr=subprocess.PIPE,
+            preexec_fn=_heed_ctrl_c,
+            **options,
+        )
 
     def entries(self) -> dict[str, ModelEntry]:
-        return {name: found for name, (found, _) in Overlay(self.settings).folders().models.items() if isinstance(found, ModelEntry)}
+        return {
+            name: found
+            for name, (found, _) in Overlay(self.settings).folders().models.items()
+            if isinstance(found, ModelEntry)
+        }
 
     def add(self, name: str, **fields: Any) -> None:
         (self.folder / "models").mkdir(exist_ok=True)
@@ -78,13 +97,17 @@ class Site:
 
 
 def _heed_ctrl_c() -> None:
-    """In the child: a shell has what it starts in the background ignore it, and so has all that is started from there."""
+    """In the child: a shell has what it starts in the background ignore it, and so has all that is
+    started from there.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def begun(folder: Path) -> Site:
     """An office with one model, that of a folder. Downloads are off."""
-    site = Site(folder, {"HF_HOME": str(folder / "cache"), "SIE_HF_FALLBACK": "false", "SIE_MODELS_DIR": str(folder / "models")})
+    site = Site(
+        folder, {"HF_HOME": str(folder / "cache"), "SIE_HF_FALLBACK": "false", "SIE_MODELS_DIR": str(folder / "models")}
+    )
     folder.mkdir()
     site.add("path", weights={"path": str(model_files(folder / "weights" / "path"))})
     return site
@@ -117,11 +140,15 @@ def office(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     site.add("hub", weights={"hub": "my/hub", "revision": COMMIT}, license="mit")
     about = folder / "site" / "tiny_weights-1.5.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.4\nName: tiny-weights\nVersion: 1.5\nLicense-Expression: MIT\n")
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: tiny-weights\nVersion: 1.5\nLicense-Expression: MIT\n"
+    )
     (about / "LICENSE").write_text("MIT text\n")
     packaged = model_files(folder / "site" / "tiny_weights")
     names = [*sorted(packaged.rglob("*")), *sorted(about.iterdir()), about / "RECORD"]
-    (about / "RECORD").write_text("".join(f"{path.relative_to(folder / 'site')},,\n" for path in names if not path.is_dir()))
+    (about / "RECORD").write_text(
+        "".join(f"{path.relative_to(folder / 'site')},,\n" for path in names if not path.is_dir())
+    )
     site.add("package", weights={"package": "tiny-weights"})
     monkeypatch.syspath_prepend(folder / "site")
     importlib.invalidate_caches()
@@ -148,7 +175,9 @@ def gone(office: Site) -> None:
 
 
 def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site, site: Site) -> None:
-    """Entries, fingerprints and bytes are equal, and weights are found where there is no cache, no package, no hub and no first place."""
+    """Entries, fingerprints and bytes are equal, and weights are found where there is no cache, no package, no hub and
+    no first place.
+    """
     before = office.entries()
     archive, folder = site.folder / "models.tar", site.folder / "airgap"
     office.sie("create", "--models", "my/path,my/hub", "--models", "my/package", "-o", str(archive))
@@ -164,7 +193,14 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
         found = WeightSources.of(there.settings).folder(entry)
         assert found.is_relative_to(folder)
         names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
-        assert names == {"config.json", "model.safetensors", "tokenizer.json", "README.md", "1_Pooling/config.json", "LICENSE"}
+        assert names == {
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "README.md",
+            "1_Pooling/config.json",
+            "LICENSE",
+        }
         assert (found / "model.safetensors").read_bytes() == WEIGHTS
     site.sie("verify", str(folder))
 
@@ -201,7 +237,9 @@ def test_licences_and_the_bill_of_materials_come_along(office: Site, site: Site)
 
 
 def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site) -> None:
-    """Files that their snapshot's manifest describes are read once, while they are written, and must be what it says."""
+    """Files that their snapshot's manifest describes are read once, while they are written, and must be
+    what it says.
+    """
     folder = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
     wanted = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
     facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in wanted}
@@ -217,8 +255,12 @@ def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site
     site.sie("verify", str(archive))  # the old one is still there
 
 
-def test_weights_that_differ_from_their_entry_are_refused_where_they_can_be_repaired(office: Site, tmp_path: Path) -> None:
-    office.add("path", weights={"path": str(office.folder / "weights" / "path"), "digests": {"model.safetensors": "0" * 64}})
+def test_weights_that_differ_from_their_entry_are_refused_where_they_can_be_repaired(
+    office: Site, tmp_path: Path
+) -> None:
+    office.add(
+        "path", weights={"path": str(office.folder / "weights" / "path"), "digests": {"model.safetensors": "0" * 64}}
+    )
     refused = office.sie("create", "--models", "my/path", "-o", str(tmp_path / "models.tar"), status=1)
     assert "my/path: model.safetensors has the SHA-256" in refused.output
     assert list(tmp_path.glob("*.tar")) == []
@@ -252,8 +294,12 @@ def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Sit
         assert profile_fingerprint("x", entry, profile) == profile_fingerprint("x", before, profile)
 
 
-@pytest.mark.parametrize("fields", [{"load": {"trust_remote_code": True}}, {"profiles": {"own": {"load": {"trust_remote_code": True}}}}])
-def test_code_of_a_model_comes_along_and_is_told_of_wherever_its_entry_allows_it(office: Site, site: Site, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"load": {"trust_remote_code": True}}, {"profiles": {"own": {"load": {"trust_remote_code": True}}}}]
+)
+def test_code_of_a_model_comes_along_and_is_told_of_wherever_its_entry_allows_it(
+    office: Site, site: Site, fields: dict[str, Any]
+) -> None:
     """A profile has load options of its own."""
     weights = {"path": str(model_files(office.folder / "weights" / "code", **{"modeling.py": "x = 1"}))}
     office.add("code", weights=weights, **fields)
@@ -272,7 +318,9 @@ def test_backbones_that_a_gliner_only_names_come_along(office: Site, site: Site)
     model_files(backbone / "snapshots" / COMMIT)
     (backbone / "refs").mkdir()
     (backbone / "refs" / "main").write_text(COMMIT)
-    gliner = model_files(office.folder / "weights" / "gliner", **{"gliner_config.json": json.dumps({"model_name": "org/backbone"})})
+    gliner = model_files(
+        office.folder / "weights" / "gliner", **{"gliner_config.json": json.dumps({"model_name": "org/backbone"})}
+    )
     office.add("gliner", weights={"path": str(gliner)}, family="gliner", outputs={"entities": 0})
     archive = site.folder / "models.tar"
     office.sie("create", "--models", "my/gliner", "-o", str(archive))
@@ -303,7 +351,9 @@ def test_golden_vectors_aliases_and_bundles_of_an_operator_come_along(office: Si
     assert Path(entry.golden).read_text() == '{"dense": []}'
 
 
-def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(archive: Archive, office: Site, site: Site) -> None:
+def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
+    archive: Archive, office: Site, site: Site
+) -> None:
     first, second, folder = archive.path, site.folder / "2.tar", site.folder / "airgap"
     office.sie("create", "--models", "my/hub", "-o", str(second))
     site.sie("load", str(first), "--folder", str(folder))
@@ -312,7 +362,10 @@ def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
     assert f"loaded {folder}" in again.output
     assert folder.stat().st_ino == inode
     assert "holds another archive" in site.sie("load", str(second), "--folder", str(folder), status=1).output
-    assert "holds something else: name another --folder" in site.sie("load", str(second), "--folder", str(site.folder), status=1).output
+    assert (
+        "holds something else: name another --folder"
+        in site.sie("load", str(second), "--folder", str(site.folder), status=1).output
+    )
     (folder / "weights" / "my_2fpath" / "config.json").write_text("[]x")
     assert "config.json has 3 bytes" in site.sie("load", str(first), "--folder", str(folder), status=1).output
 
@@ -320,7 +373,9 @@ def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
 def test_the_index_that_create_printed_can_be_asked_for(archive: Archive, site: Site) -> None:
     """A chain of custody without signatures: one line to be carried apart from the file."""
     folder, index = site.folder / "airgap", archive.index
-    assert "--index says" in site.sie("load", str(archive), "--index", "0" * 64, "--folder", str(folder), status=1).output
+    assert (
+        "--index says" in site.sie("load", str(archive), "--index", "0" * 64, "--folder", str(folder), status=1).output
+    )
     assert not folder.exists()
     site.sie("load", str(archive), "--index", index.upper(), "--folder", str(folder))
     assert index in site.sie("verify", str(folder), "--index", index).output
@@ -366,12 +421,18 @@ def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) 
         (["--models", "my/path", "--profile", "fast"], 2, "no profile fast of these models; there are: none"),
         (["--models", "my/absent"], 1, "is not in the local cache"),
         (["--models", "my/linked"], 1, "2_Dense is a link to a folder, which is not followed"),
-        (["--models", "my/foreign"], 1, "names its backbone by the path /weights/deberta, which another machine does not have"),
+        (
+            ["--models", "my/foreign"],
+            1,
+            "names its backbone by the path /weights/deberta, which another machine does not have",
+        ),
         (["--models", "my/unproven"], 1, "golden vectors absent.json are not there"),
         (["--models", "my/path", "-o", "/proc/absent/m.tar"], 1, "there is no folder /proc/absent"),
     ],
 )
-def test_what_cannot_be_archived_is_said_in_one_line(office: Site, tmp_path: Path, arguments: list[str], status: int, told: str) -> None:
+def test_what_cannot_be_archived_is_said_in_one_line(
+    office: Site, tmp_path: Path, arguments: list[str], status: int, told: str
+) -> None:
     office.add("absent", weights={"hub": "my/absent", "revision": COMMIT})
     office.add("linked", weights={"path": str(model_files(office.folder / "linked"))})
     (office.folder / "linked" / "2_Dense").symlink_to(office.folder / "weights" / "path")
@@ -385,10 +446,15 @@ def test_what_cannot_be_archived_is_said_in_one_line(office: Site, tmp_path: Pat
     assert list(tmp_path.glob("*.tar*")) == []
 
 
-def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anything_is_read(office: Site, tmp_path: Path) -> None:
+def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anything_is_read(
+    office: Site, tmp_path: Path
+) -> None:
     archive = tmp_path / "models.tar"
     archive.write_bytes(b"precious")
-    assert "exists: --force replaces it" in office.sie("create", "--models", "my/path", "-o", str(archive), status=1).output
+    assert (
+        "exists: --force replaces it"
+        in office.sie("create", "--models", "my/path", "-o", str(archive), status=1).output
+    )
     os.truncate(office.folder / "weights" / "path" / "model.safetensors", 8 << 40)  # reading so much would take an hour
     refused = office.sie("create", "--models", "my/path", "-o", str(archive), "--force", status=1)
     assert "8192.0 GiB: make room" in refused.output
@@ -398,7 +464,9 @@ def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anyt
 def test_from_pipe_to_pipe(office: Site, site: Site) -> None:
     """`sie airgap create -o - | ssh site sie airgap load -`: no file between."""
     environ = {"PYTHONPATH": str(office.folder / "site"), **office.environ}
-    create = Site(office.folder, environ).start("create", "--models", "my/path,my/package", "-o", "-", stdout=subprocess.PIPE)
+    create = Site(office.folder, environ).start(
+        "create", "--models", "my/path,my/package", "-o", "-", stdout=subprocess.PIPE
+    )
     loading = site.start("load", "-", stdin=create.stdout, stdout=subprocess.PIPE)
     assert create.stdout is not None
     create.stdout.close()
@@ -412,7 +480,9 @@ def test_from_pipe_to_pipe(office: Site, site: Site) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(archive: Archive, site: Site, number: int) -> None:
+def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(
+    archive: Archive, site: Site, number: int
+) -> None:
     """Ctrl-C leaves nothing at all; kill -9 what the next load removes."""
     folder, data = site.folder / "airgap", archive.path.read_bytes()
     loading = site.start("load", "-", stdin=subprocess.PIPE)

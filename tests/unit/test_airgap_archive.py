@@ -21,12 +21,19 @@ from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Refused, encode, 
 from sie_contracts.weights import FileFact
 
 ENTRY = {
-    "id": "my/model", "weights": {"path": "weights/my_2fmodel"}, "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 16,
-}  # fmt: skip
+    "id": "my/model",
+    "weights": {"path": "weights/my_2fmodel"},
+    "family": "text-encoder",
+    "outputs": {"dense": 8},
+    "max_tokens": 16,
+}
 FILES = {
-    "licences/models/my_2fmodel.txt": b"my/model\nlicence: MIT\n", "sbom.cdx.json": b"{}\n", "weights/my_2fmodel/config.json": b"{}",
-    "weights/my_2fmodel/empty.txt": b"", "weights/my_2fmodel/model.safetensors": bytes(range(256)) * 3,
-}  # fmt: skip
+    "licences/models/my_2fmodel.txt": b"my/model\nlicence: MIT\n",
+    "sbom.cdx.json": b"{}\n",
+    "weights/my_2fmodel/config.json": b"{}",
+    "weights/my_2fmodel/empty.txt": b"",
+    "weights/my_2fmodel/model.safetensors": bytes(range(256)) * 3,
+}
 
 
 def silent(_: int) -> None:
@@ -190,18 +197,42 @@ def test_the_tampering_itself_is_no_reason(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        instead(type=tarfile.SYMTYPE, linkname="/etc/passwd", size=0), instead(type=tarfile.LNKTYPE, linkname=INDEX, size=0),
-        instead(type=tarfile.CHRTYPE, devmajor=1, devminor=3, size=0), instead(type=tarfile.FIFOTYPE, size=0),
-        instead(type=tarfile.DIRTYPE, size=0), instead(type=tarfile.CONTTYPE), instead(name="../evil"), instead(name="/tmp/evil"),
-        before(name="weights/evil"), before(name=SUMS), before(name="weights", type=tarfile.SYMTYPE, linkname="/tmp", size=0),
-        before(name="././@LongLink", type=tarfile.GNUTYPE_LONGNAME, size=2), before(type=tarfile.XHDTYPE, size=2),
+        instead(type=tarfile.SYMTYPE, linkname="/etc/passwd", size=0),
+        instead(type=tarfile.LNKTYPE, linkname=INDEX, size=0),
+        instead(type=tarfile.CHRTYPE, devmajor=1, devminor=3, size=0),
+        instead(type=tarfile.FIFOTYPE, size=0),
+        instead(type=tarfile.DIRTYPE, size=0),
+        instead(type=tarfile.CONTTYPE),
+        instead(name="../evil"),
+        instead(name="/tmp/evil"),
+        before(name="weights/evil"),
+        before(name=SUMS),
+        before(name="weights", type=tarfile.SYMTYPE, linkname="/tmp", size=0),
+        before(name="././@LongLink", type=tarfile.GNUTYPE_LONGNAME, size=2),
+        before(type=tarfile.XHDTYPE, size=2),
     ],
-    ids=["symlink", "hardlink", "device", "fifo", "folder", "contiguous", "up", "absolute", "more", "again", "above", "long", "pax"],
-)  # fmt: skip
+    ids=[
+        "symlink",
+        "hardlink",
+        "device",
+        "fifo",
+        "folder",
+        "contiguous",
+        "up",
+        "absolute",
+        "more",
+        "again",
+        "above",
+        "long",
+        "pax",
+    ],
+)
 def test_anything_but_the_files_of_the_index_in_their_order_is_refused(
     folder: Path, change: Callable[[tarfile.TarFile, str, bytes], bool]
 ) -> None:
-    with pytest.raises(Refused, match=r"expected the file weights/my_2fmodel/config\.json|there is no weights/my_2fmodel/config\.json"):
+    with pytest.raises(
+        Refused, match=r"expected the file weights/my_2fmodel/config\.json|there is no weights/my_2fmodel/config\.json"
+    ):
         load(tampered(change), folder)
     assert nothing_is_left(folder)
 
@@ -216,8 +247,20 @@ def resealed(**changes: Any) -> bytes:
     return out.getvalue() + bytes(1 << 16)
 
 
-HOSTILE_NAMES = ["../evil", "/etc/evil", "weights/../../evil", "weights//a", "models/my_2fmodel.yaml", "serve.env", INDEX, "weights\\a",
-                 "weights/a\nb", "", ".", "weights/\0"]  # fmt: skip
+HOSTILE_NAMES = [
+    "../evil",
+    "/etc/evil",
+    "weights/../../evil",
+    "weights//a",
+    "models/my_2fmodel.yaml",
+    "serve.env",
+    INDEX,
+    "weights\\a",
+    "weights/a\nb",
+    "",
+    ".",
+    "weights/\0",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
@@ -237,18 +280,25 @@ def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: str
         ({"entries": [{**ENTRY, "golden": "/etc/passwd"}]}, r"golden '/etc/passwd', which is no file of the archive"),
         ({"entries": [{**ENTRY, "surprise": 1}]}, r"sie 0\.1\.0 made it, and this sie cannot read the entry"),
         ({"aliases": [{"id": "a"}]}, r"has an alias that sie 0\.1\.0 made and this one cannot read"),
-        ({"files": {"weights/my_2fmodel/a": FileFact(1 << 60, "0" * 64)}}, r"free, the archive needs .* GiB: make room"),
+        (
+            {"files": {"weights/my_2fmodel/a": FileFact(1 << 60, "0" * 64)}},
+            r"free, the archive needs .* GiB: make room",
+        ),
         ({"files": {"weights/my_2fmodel/a": FileFact(-1, "0" * 64)}}, r"no size and SHA-256"),
         ({"files": {"weights/my_2fmodel/a": FileFact(1, "A" * 64)}}, r"no size and SHA-256"),
     ],
 )
-def test_an_index_that_cannot_be_served_is_refused_before_a_file_is_read(folder: Path, changes: dict[str, Any], told: str) -> None:
+def test_an_index_that_cannot_be_served_is_refused_before_a_file_is_read(
+    folder: Path, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(Refused, match=told):
         load(resealed(**changes), folder)
     assert nothing_is_left(folder)
 
 
-@pytest.mark.parametrize("data", [b"", b"hello" * 500, bytes(4096), made()[512:]], ids=["empty", "text", "zeros", "no head"])
+@pytest.mark.parametrize(
+    "data", [b"", b"hello" * 500, bytes(4096), made()[512:]], ids=["empty", "text", "zeros", "no head"]
+)
 def test_what_is_no_archive_is_refused(data: bytes) -> None:
     with pytest.raises(Refused, match=r"there is no airgap\.json|the archive ends after 0 bytes"):
         Reader(io.BytesIO(data))

@@ -16,14 +16,22 @@ from sie_contracts.catalogue import parse_entry
 from sie_contracts.weights import FileFact
 
 ENTRIES = [
-    {"id": "org/model", "weights": {"hub": "org/model", "revision": "AB" * 20}, "license": "apache-2.0", "description": "A model."},
+    {
+        "id": "org/model",
+        "weights": {"hub": "org/model", "revision": "AB" * 20},
+        "license": "apache-2.0",
+        "description": "A model.",
+    },
     {"id": "org/gemma", "weights": {"hub": "org/gemma", "revision": "c" * 40}, "license": "gemma"},
-    {"id": "mine", "weights": {"path": "/weights/mine"}}, {"id": "both", "weights": {"package": "Tiny"}, "license": "MIT OR apache-2.0"},
-]  # fmt: skip
+    {"id": "mine", "weights": {"path": "/weights/mine"}},
+    {"id": "both", "weights": {"package": "Tiny"}, "license": "MIT OR apache-2.0"},
+]
 
 
 def bill(packages: dict[str, sbom.Package]) -> bytes:
-    entries = [parse_entry({"family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 16, **entry}) for entry in ENTRIES]
+    entries = [
+        parse_entry({"family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 16, **entry}) for entry in ENTRIES
+    ]
     files = {"weights/org_2fmodel/model.safetensors": FileFact(3, "0" * 64)}
     return sbom.bill([(entry, files if entry.id == "org/model" else {}) for entry in entries], packages, "0.1.0")
 
@@ -43,10 +51,14 @@ def test_it_is_what_the_standard_says(document: dict[str, Any]) -> None:
     folder = importlib.resources.files("cyclonedx") / "schema" / "_res"
     names = {"bom-1.6": "", "spdx": "spdx.schema.json", "jsf-0.82": "jsf-0.82.schema.json"}
     schemas = {name: json.loads((folder / f"{name}.SNAPSHOT.schema.json").read_text()) for name in names}
-    registry = jsonschema_rs.Registry([
-        (f"http://cyclonedx.org/schema/{name}", schemas[key]) for key, short in names.items() if short
-        for name in (short, f"{key}.SNAPSHOT.schema.json")
-    ])  # fmt: skip
+    registry = jsonschema_rs.Registry(
+        [
+            (f"http://cyclonedx.org/schema/{name}", schemas[key])
+            for key, short in names.items()
+            if short
+            for name in (short, f"{key}.SNAPSHOT.schema.json")
+        ]
+    )
     validator = jsonschema_rs.validator_for(schemas["bom-1.6"], registry=registry, validate_formats=True)
     assert [f"{error.instance_path}: {error.message[:300]}" for error in validator.iter_errors(document)] == []
     library = {"type": "library", "name": "x"}
@@ -77,7 +89,9 @@ def test_package_urls_are_package_urls(document: dict[str, Any]) -> None:
     """Oracle: the package-url library."""
     purls = {each["name"]: each["purl"] for each in document["components"] if "purl" in each}
     assert PackageURL.from_string(purls["org/model"]) == PackageURL("huggingface", "org", "model", "ab" * 20)
-    assert PackageURL.from_string(purls["torch"]) == PackageURL("pypi", None, "torch", importlib.metadata.version("torch"))
+    assert PackageURL.from_string(purls["torch"]) == PackageURL(
+        "pypi", None, "torch", importlib.metadata.version("torch")
+    )
     assert all(PackageURL.from_string(purl).to_string() == purl for purl in purls.values())
 
 

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_contracts.aliases import MOST_TARGETS, Alias, Shadow, Target, changes_vectors, check, choose, model_of, resolve_all
+from sie_contracts.aliases import (
+    MOST_TARGETS,
+    Alias,
+    Shadow,
+    Target,
+    changes_vectors,
+    check,
+    choose,
+    model_of,
+    resolve_all,
+)
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError, ValidationFailed
 from sie_contracts.options import run_options
@@ -19,7 +29,9 @@ COMMIT = "a" * 40
 
 def model(name: str, commit: str = COMMIT, **more: Any) -> ModelEntry:
     weights = {"hub": "org/hub", "revision": commit}
-    return parse_entry({"id": name, "weights": weights, "family": "text-encoder", "outputs": {"dense": 4}, "max_tokens": 16, **more})
+    return parse_entry(
+        {"id": name, "weights": weights, "family": "text-encoder", "outputs": {"dense": 4}, "max_tokens": 16, **more}
+    )
 
 
 PROFILES = {"plain": {"run": {"normalize": False}}, "short": {"run": {"dimensions": [2]}}}
@@ -30,19 +42,33 @@ CATALOGUE = Catalogue.of(
     {
         entry.id: entry
         for entry in (
-            model("org/one", profiles=PROFILES), model("org/two", "b" * 40, profiles=PROFILES), model("org/Same", profiles=PROFILES),
-            model("org/other-profile", profiles={**PROFILES, "plain": {}}), model("org/pooled", run={"pooling": "cls"}),
+            model("org/one", profiles=PROFILES),
+            model("org/two", "b" * 40, profiles=PROFILES),
+            model("org/Same", profiles=PROFILES),
+            model("org/other-profile", profiles={**PROFILES, "plain": {}}),
+            model("org/pooled", run={"pooling": "cls"}),
             parse_entry({**msgspec.to_builtins(model("org/local")), "weights": LOCAL}),
             parse_entry({**msgspec.to_builtins(model("org/local2")), "weights": LOCAL}),
             *(
-                parse_entry({**msgspec.to_builtins(model(f"org/folder-{name}")), "weights": {"path": f"/{name}", **weights}})
-                for name, weights in (("a", SUMS), ("b", SUMS), ("c", {"digests": {"w": "2" * 64}}), ("d", PINNED), ("e", PINNED))
+                parse_entry(
+                    {**msgspec.to_builtins(model(f"org/folder-{name}")), "weights": {"path": f"/{name}", **weights}}
+                )
+                for name, weights in (
+                    ("a", SUMS),
+                    ("b", SUMS),
+                    ("c", {"digests": {"w": "2" * 64}}),
+                    ("d", PINNED),
+                    ("e", PINNED),
+                )
             ),
-            model("org/rank-a", **RANKER), model("org/rank-b", "c" * 40, **RANKER),
+            model("org/rank-a", **RANKER),
+            model("org/rank-b", "c" * 40, **RANKER),
         )
     },
-    {}, {}, "test:1",
-)  # fmt: skip
+    {},
+    {},
+    "test:1",
+)
 
 
 def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
@@ -98,7 +124,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": "nothing-like-it"}, "$.alias[0].model", "`sie models list`"),
     ({"alias": "org/one@main"}, "$.alias[0].model", f"has no revision 'main'; there is {COMMIT}"),
     ({"alias": "org/one:fast"}, "$.alias[0].model", "no profile 'fast', it has default, plain, short"),
-    ({"alias": ["org/one", "org/two"]}, "$.alias[1].model", "differ from those of org/one, and an index must not mix vectors"),
+    (
+        {"alias": ["org/one", "org/two"]},
+        "$.alias[1].model",
+        "differ from those of org/one, and an index must not mix vectors",
+    ),
     ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model", "must not mix vectors"),
     ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model", "must not mix vectors"),
     ({"alias": ["org/one", "org/pooled"]}, "$.alias[1].model", "must not mix vectors"),
@@ -141,7 +171,11 @@ def test_what_holds_is_let_through(raw: dict[str, Any]) -> None:
 def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
     catalogue = having(alias("org/one"))
     for raw, loc, message in (
-        ({"id": "find", "alias": "search"}, "$.alias[0].model", "'search' is an alias, and an alias names models: name 'org/one'"),
+        (
+            {"id": "find", "alias": "search"},
+            "$.alias[0].model",
+            "'search' is an alias, and an alias names models: name 'org/one'",
+        ),
         ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
         ({"id": "Search", "alias": "org/one"}, "$.id", "differs in case alone"),
     ):
@@ -157,11 +191,18 @@ def test_force_waives_likeness_and_nothing_else() -> None:
         refused({"id": "search", "force": True, **raw})
 
 
-@pytest.mark.parametrize(("before", "after", "differs"), [
-    (["org/one"], ["org/two"], True), (["org/one"], ["org/Same"], False), (["org/one"], ["org/one:plain"], True),
-    (["org/rank-a"], ["org/rank-b"], False), (["org/gone"], ["org/one"], True), (["org/local"], ["org/local"], True),
-    (["org/one", "org/Same"], ["org/Same"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        (["org/one"], ["org/two"], True),
+        (["org/one"], ["org/Same"], False),
+        (["org/one"], ["org/one:plain"], True),
+        (["org/rank-a"], ["org/rank-b"], False),
+        (["org/gone"], ["org/one"], True),
+        (["org/local"], ["org/local"], True),
+        (["org/one", "org/Same"], ["org/Same"], False),
+    ],
+)
 def test_whether_an_index_outlives_a_change_is_told(before: list[str], after: list[str], differs: bool) -> None:
     assert changes_vectors(alias(*before), alias(*after), CATALOGUE) is differs
 
@@ -179,7 +220,11 @@ def test_a_name_goes_through_an_alias() -> None:
     assert catalogue.resolve(f"search@{COMMIT}").entry.id == "org/one"
     assert catalogue.resolve("fixed:plain").canonical == catalogue.resolve("fixed:default").canonical == "org/one:plain"
     assert catalogue.resolve("org/one").alias == ""
-    for name, reason in (("search@main", "revision_not_found"), ("search:fast", "profile_not_found"), ("fixed:short", "profile_not_found")):
+    for name, reason in (
+        ("search@main", "revision_not_found"),
+        ("search:fast", "profile_not_found"),
+        ("fixed:short", "profile_not_found"),
+    ):
         with pytest.raises(ModelNotFound) as caught:
             catalogue.resolve(name)
         assert caught.value.reason == reason
@@ -220,10 +265,19 @@ def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
         four.resolve("SEARCH")
 
 
-@pytest.mark.parametrize(("spec", "named"), [
-    ("org/one", True), ("ORG/one", True), ("default:/org/one", True), (f"org/one@{COMMIT}:plain", True), ("org/one:plain", True),
-    ("org/one-2", False), ("one", False), ("org/two:org/one", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("org/one", True),
+        ("ORG/one", True),
+        ("default:/org/one", True),
+        (f"org/one@{COMMIT}:plain", True),
+        ("org/one:plain", True),
+        ("org/one-2", False),
+        ("one", False),
+        ("org/two:org/one", False),
+    ],
+)
 def test_which_targets_name_a_model(spec: str, named: bool) -> None:
     assert (model_of(spec) == "org/one") is named
 
@@ -254,15 +308,22 @@ def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
 @settings(max_examples=60)
 @given(weights, st.text(max_size=30), st.data())
 def test_a_key_keeps_its_target(parts: list[int], key: str, data: st.DataObject) -> None:
-    """Whatever the order of the targets is, and with a revision or a shadow that changes; a weight that rises takes no key away."""
+    """Whatever the order of the targets is, and with a revision or a shadow that changes; a weight that rises takes no
+    key away.
+    """
     one = split(*parts)
     chosen = choose(one, key)
     mixed = data.draw(st.permutations(one.alias))
     if key:
         assert choose(msgspec.structs.replace(one, alias=tuple(mixed), shadow=Shadow("org/x")), key) == chosen
-    pinned = msgspec.structs.replace(one, alias=tuple(Target(f"{each.model}@{COMMIT}", each.weight) for each in one.alias))
+    pinned = msgspec.structs.replace(
+        one, alias=tuple(Target(f"{each.model}@{COMMIT}", each.weight) for each in one.alias)
+    )
     assert choose(pinned, key).model == f"{chosen.model}@{COMMIT}"
-    more = tuple(Target(each.model, each.weight + data.draw(st.integers(0, 50))) if each == chosen else each for each in one.alias)
+    more = tuple(
+        Target(each.model, each.weight + data.draw(st.integers(0, 50))) if each == chosen else each
+        for each in one.alias
+    )
     assert choose(msgspec.structs.replace(one, alias=more), key).model == chosen.model
 
 

@@ -15,8 +15,12 @@ from hypothesis.extra import numpy as hnp
 from sie_contracts import arrays
 from sie_contracts.messages import Vectors
 
-ZEROS = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c4057368617065920203c40464617461c418") + bytes(24)
-THREE = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c40573686170659103c40464617461c40c0000003f000080be0000803f")
+ZEROS = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c4057368617065920203c40464617461c418") + bytes(
+    24
+)
+THREE = bytes.fromhex(
+    "85c4026e64c3c40474797065a33c6634c4046b696e64c400c40573686170659103c40464617461c40c0000003f000080be0000803f"
+)
 
 
 def encoded(array: np.ndarray) -> bytes:
@@ -32,9 +36,13 @@ def a_map(**changes: Any) -> dict[str, Any]:
     return {"nd": True, "type": "<f4", "kind": b"", "shape": [2, 3], "data": bytes(24), **changes}
 
 
-@pytest.mark.parametrize(("array", "data", "size"), [
-    (np.zeros((2, 3), np.float32), ZEROS, 66), (np.array([0.5, -0.25, 1.0], np.float32), THREE, 53),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("array", "data", "size"),
+    [
+        (np.zeros((2, 3), np.float32), ZEROS, 66),
+        (np.array([0.5, -0.25, 1.0], np.float32), THREE, 53),
+    ],
+)
 def test_the_documented_bytes(array: np.ndarray, data: bytes, size: int) -> None:
     """E14: five entries, keys of type bin, in this order."""
     assert len(data) == size
@@ -44,13 +52,21 @@ def test_the_documented_bytes(array: np.ndarray, data: bytes, size: int) -> None
     np.testing.assert_array_equal(found, array)
 
 
-@given(hnp.arrays(st.sampled_from(["<f4", "<f2", "<i4", "|i1", "|u1"]), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)))
+@given(
+    hnp.arrays(
+        st.sampled_from(["<f4", "<f2", "<i4", "|i1", "|u1"]),
+        hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5),
+    )
+)
 def test_what_is_emitted_reads_back_bit_for_bit(array: np.ndarray) -> None:
     found = np.asarray(decoded(encoded(array)))
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
-@given(hnp.arrays(st.sampled_from(sorted(arrays.ACCEPTED)), hnp.array_shapes(max_dims=4, min_side=0, max_side=5)), st.booleans())
+@given(
+    hnp.arrays(st.sampled_from(sorted(arrays.ACCEPTED)), hnp.array_shapes(max_dims=4, min_side=0, max_side=5)),
+    st.booleans(),
+)
 def test_every_accepted_dtype_is_read_with_either_kind_of_keys(array: np.ndarray, text_keys: bool) -> None:
     fields = a_map(type=array.dtype.str, shape=list(array.shape), data=array.tobytes())
     raw: dict[Any, Any] = fields if text_keys else {key.encode(): value for key, value in fields.items()}
@@ -71,7 +87,9 @@ def test_what_is_read_belongs_to_the_caller() -> None:
     assert found.tolist() == [7.0, -0.25, 1.0]
 
 
-@pytest.mark.parametrize("dtype", ["<f8", "<i8", "<i2", "<u2", "<u4", "<u8", "|b1", "O", "S3", "<U3", "<c8", "V4", "M8[s]"])
+@pytest.mark.parametrize(
+    "dtype", ["<f8", "<i8", "<i2", "<u2", "<u4", "<u8", "|b1", "O", "S3", "<U3", "<c8", "V4", "M8[s]"]
+)
 def test_a_dtype_that_clients_cannot_read_is_not_sent(dtype: str) -> None:
     """E14: int64 breaks JavaScript."""
     with pytest.raises(ValueError, match="does not travel"):
@@ -81,13 +99,36 @@ def test_a_dtype_that_clients_cannot_read_is_not_sent(dtype: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"type": "<f3"}, {"type": ">f4"}, {"type": "|O"}, {"type": "O"}, {"type": [["x", "<f4"]]}, {"type": None}, {"type": "<c8"},
-        {"type": "|S4"}, {"type": "<U1"}, {"kind": b"V"}, {"kind": b"O"}, {"kind": "O"},
-        {"data": bytes(23)}, {"data": bytes(25)}, {"data": b""}, {"data": "x" * 24}, {"data": [0] * 24}, {"data": None},
-        {"shape": [2, 2]}, {"shape": [2, -3]}, {"shape": [2.0, 3]}, {"shape": [True, 6]}, {"shape": 6}, {"shape": "23"}, {"shape": None},
-        {"shape": [1, 1, 1, 2, 3]}, {"shape": [1 << 31, 0]}, {"shape": [1 << 16] * 4, "data": b""},
+        {"type": "<f3"},
+        {"type": ">f4"},
+        {"type": "|O"},
+        {"type": "O"},
+        {"type": [["x", "<f4"]]},
+        {"type": None},
+        {"type": "<c8"},
+        {"type": "|S4"},
+        {"type": "<U1"},
+        {"kind": b"V"},
+        {"kind": b"O"},
+        {"kind": "O"},
+        {"data": bytes(23)},
+        {"data": bytes(25)},
+        {"data": b""},
+        {"data": "x" * 24},
+        {"data": [0] * 24},
+        {"data": None},
+        {"shape": [2, 2]},
+        {"shape": [2, -3]},
+        {"shape": [2.0, 3]},
+        {"shape": [True, 6]},
+        {"shape": 6},
+        {"shape": "23"},
+        {"shape": None},
+        {"shape": [1, 1, 1, 2, 3]},
+        {"shape": [1 << 31, 0]},
+        {"shape": [1 << 16] * 4, "data": b""},
     ],
-)  # fmt: skip
+)
 def test_a_map_that_is_not_an_array_of_numbers_is_refused(changes: dict[str, Any]) -> None:
     """X1: unknown dtypes, object and structured arrays, lengths and shapes that do not fit; nothing is unpickled."""
     for fields in (a_map(**changes), {key.encode(): value for key, value in a_map(**changes).items()}):
@@ -134,11 +175,22 @@ def test_the_documented_ext_example() -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        b"", b"<f4", b"<f4|3", b"<f4|3|", b"<f4|3|" + bytes(11), b"<f4|x|" + bytes(4), b"<f4|-1|" + bytes(4), b"<f4|1,1,1,1,1|" + bytes(4),
-        b"<i8|1|" + bytes(8), b"|i1|4|" + bytes(4), b"|O|1|" + bytes(8), b"\xff\xfe|1|" + bytes(4), b"<f4|\xff|" + bytes(4),
+        b"",
+        b"<f4",
+        b"<f4|3",
+        b"<f4|3|",
+        b"<f4|3|" + bytes(11),
+        b"<f4|x|" + bytes(4),
+        b"<f4|-1|" + bytes(4),
+        b"<f4|1,1,1,1,1|" + bytes(4),
+        b"<i8|1|" + bytes(8),
+        b"|i1|4|" + bytes(4),
+        b"|O|1|" + bytes(8),
+        b"\xff\xfe|1|" + bytes(4),
+        b"<f4|\xff|" + bytes(4),
         b"<f4|" + b"65536," * 3 + b"65536|",
     ],
-)  # fmt: skip
+)
 def test_a_malformed_ext_is_refused(payload: bytes) -> None:
     """X1."""
     with pytest.raises(ValueError, match=r"^array"):
@@ -161,7 +213,12 @@ def test_hostile_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
         pass
 
 
-@given(hnp.arrays(st.sampled_from(["<f4", "<f2", "<f8", "<i4", "|i1", "|u1", ">f4"]), st.tuples(st.integers(0, 4), st.integers(1, 4))))
+@given(
+    hnp.arrays(
+        st.sampled_from(["<f4", "<f2", "<f8", "<i4", "|i1", "|u1", ">f4"]),
+        st.tuples(st.integers(0, 4), st.integers(1, 4)),
+    )
+)
 def test_a_multivector_is_one_matrix_in_each_of_its_forms(array: np.ndarray) -> None:
     """An array, its map with keys of either kind, and nested lists."""
     with np.errstate(over="ignore"):
@@ -187,15 +244,27 @@ def test_a_multivector_is_one_matrix_in_each_of_its_forms(array: np.ndarray) -> 
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ([[1.0], [2.0, 3.0]], "row 1"), ([1.0, 2.0], "in place of row 0"), ([], r"\[0, 0\]"), ([[]], r"\[1, 0\]"),
-        ([["a"]], "got str in row 0"), ([[True]], "got bool"), ([[None]], "got NoneType"), ([[1e39]], "finite"), ([[10**400]], "float64"),
-        ("text", "got str"), (None, "got NoneType"), ([[float("nan")]], "finite"), ({"a": 1}, "got dict"),
-        (np.zeros((2, 2), bool), "got bool"), (np.zeros((2, 2), object), "got object"),
-        (np.zeros(4), r"\[4\]"), (np.zeros((1, 2, 3)), r"\[1, 2, 3\]"),
+        ([[1.0], [2.0, 3.0]], "row 1"),
+        ([1.0, 2.0], "in place of row 0"),
+        ([], r"\[0, 0\]"),
+        ([[]], r"\[1, 0\]"),
+        ([["a"]], "got str in row 0"),
+        ([[True]], "got bool"),
+        ([[None]], "got NoneType"),
+        ([[1e39]], "finite"),
+        ([[10**400]], "float64"),
+        ("text", "got str"),
+        (None, "got NoneType"),
+        ([[float("nan")]], "finite"),
+        ({"a": 1}, "got dict"),
+        (np.zeros((2, 2), bool), "got bool"),
+        (np.zeros((2, 2), object), "got object"),
+        (np.zeros(4), r"\[4\]"),
+        (np.zeros((1, 2, 3)), r"\[1, 2, 3\]"),
         ({"nd": True, "type": "|O8", "shape": [1, 1], "data": bytes(8)}, "^array type"),
         ({"nd": True, "type": "<f4", "shape": [2, 2], "data": b"x"}, "^array data"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_matrix_of_numbers_says_what_it_is(value: Any, named: str) -> None:
     """X1."""
     with pytest.raises(ValueError, match=named):

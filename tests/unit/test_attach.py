@@ -1,4 +1,6 @@
-"""Clients that leave, come back or stay away, over real sockets and the whole ASGI stack; and what a cancelled request leaves behind."""
+"""Clients that leave, come back or stay away, over real sockets and the whole ASGI stack; and what a cancelled request
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ async def test_the_same_request_takes_the_place_of_a_client_that_left() -> None:
     await until(lambda: not len(runs.table.tasks), "nobody is watched any more")
 
 
-@pytest.mark.parametrize("change", [{"path": "/v1/encode/other"}, *({"headers": {name: "x"}} for name in attach.HEADERS)], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"path": "/v1/encode/other"}, *({"headers": {name: "x"}} for name in attach.HEADERS)], ids=str
+)
 async def test_another_path_or_header_is_another_request(change: dict[str, Any]) -> None:
     """Nobody gets what another token asked for, nor in another form."""
     runs = Runs()
@@ -244,9 +248,14 @@ class Connection:
 
     @classmethod
     async def ask(
-        cls, gateway: GatewayProcess, *texts: str, sent: int | None = None, path: str = "/v1/encode/toy/one", body: Any = None,
+        cls,
+        gateway: GatewayProcess,
+        *texts: str,
+        sent: int | None = None,
+        path: str = "/v1/encode/toy/one",
+        body: Any = None,
         **headers: str,
-    ) -> Connection:  # fmt: skip
+    ) -> Connection:
         """Post an encode request, or another `body`; of it only `sent` bytes, if given."""
         host, port = gateway.url.removeprefix("http://").split(":")
         connection = cls(*await asyncio.open_connection(host, int(port)))
@@ -344,7 +353,11 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
     cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     gateway = await cluster.gateway()
     inference = inference_of(gateway, window_s=60.0)
-    asked = {"path": "/rerank", "body": {"model": "toy/score", "query": "q", "texts": ["a"]}, "X_SIE_Timeout_Ms": "1500"}
+    asked = {
+        "path": "/rerank",
+        "body": {"model": "toy/score", "query": "q", "texts": ["a"]},
+        "X_SIE_Timeout_Ms": "1500",
+    }
     client = await Connection.ask(gateway, **asked)
     await until(lambda: queued(cluster) == 1, "queued work")
     await client.leave()
@@ -353,7 +366,9 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
     assert (status, told["code"], type(told["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
 
 
-async def test_a_request_is_in_progress_until_its_reply_is_sent(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_in_progress_until_its_reply_is_sent(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then its results are held, and a gateway that ends waits for it."""
     gateway = await cluster.gateway()
     await cluster.sidecar()
@@ -420,7 +435,8 @@ async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: I
 
 
 async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: InProcess) -> None:
-    """S7: requests of 40 messages, each cancelled some turns of the loop later than the one before: no collector, no permit, no message.
+    """S7: requests of 40 messages, each cancelled some turns of the loop later than the one before: no collector, no
+    permit, no message.
 
     The worker holds what it was given; its device stands still.
     """
@@ -447,12 +463,17 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
 
 
 async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: Path) -> None:
-    """L25: of eight messages of 200 kB five fit into the stream; all are removed, workers are told, the client gets one answer."""
+    """L25: of eight messages of 200 kB five fit into the stream; all are removed, workers are told, the client gets one
+    answer.
+    """
     async with InProcess(tmp_path) as cluster:
         gateway, adapter = await held(cluster, SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_CHUNK_COST="500")
         adapter.hold_batches = False
         assert (await gateway.encode("the model is loaded")).status_code == 200
-        await until(lambda: (beat := cluster.last_beat("w0")) and any(each.state == "loaded" for each in beat.models), "a loaded model")
+        await until(
+            lambda: (beat := cluster.last_beat("w0")) and any(each.state == "loaded" for each in beat.models),
+            "a loaded model",
+        )
         adapter.hold_batches = True
         told = await cancels(cluster)
         answer = await gateway.encode(*(f"{number}" * 200_000 for number in range(8)))
@@ -465,8 +486,12 @@ async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: 
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_all_the_same(tmp_path: Path, chunks: int) -> None:
-    """S7 L10: at a real broker the message is stored, its sequence is not known yet; cancelled at each turn of the loop."""
+async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_all_the_same(
+    tmp_path: Path, chunks: int
+) -> None:
+    """S7 L10: at a real broker the message is stored, its sequence is not known yet; cancelled at each turn of the
+    loop.
+    """
     lane = topology.Lane("_default", "cpu", "default")
     with NatsServer(tmp_path / "nats") as server:
         broker = await connect(server.url, name="gateway")
@@ -475,7 +500,8 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
         done = 0
         for turns in range(100):
             items = [
-                WorkItem(f"r{turns}", chunk, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000) for chunk in range(chunks)
+                WorkItem(f"r{turns}", chunk, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000)
+                for chunk in range(chunks)
             ]
             publishing = asyncio.create_task(queue.publish(lane, items, time.perf_counter() + 60))
             for _ in range(turns):
@@ -493,12 +519,18 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
 
 
 async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its_place() -> None:
-    """1. A message is stored. 2. The stream is lost and made anew by another gateway, whose message has the same sequence. 3. The first
-    one's is withdrawn: the other's stays."""
+    """1. A message is stored. 2. The stream is lost and made anew by another gateway, whose message has the same
+    sequence. 3. The first one's is withdrawn: the other's stays.
+    """
     lane = topology.Lane("_default", "cpu", "default")
     server = MemoryServer()
-    queues = [WorkQueue(server.connect(f"gateway {number}"), settings_of(), Metrics(), lambda: None) for number in range(2)]
-    items = [WorkItem(f"r{number}", 0, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000) for number in range(2)]
+    queues = [
+        WorkQueue(server.connect(f"gateway {number}"), settings_of(), Metrics(), lambda: None) for number in range(2)
+    ]
+    items = [
+        WorkItem(f"r{number}", 0, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000)
+        for number in range(2)
+    ]
     await queues[0].ensure_pool("_default")
     stored = await queues[0].publish(lane, items[:1], time.perf_counter() + 60)
     server.lose_stream(STREAM)

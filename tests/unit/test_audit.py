@@ -1,4 +1,6 @@
-"""The audit of pinned versions: which advisories a version is in, and that each line of constraints.txt is understood."""
+"""The audit of pinned versions: which advisories a version is in, and that each line of constraints.txt
+is understood.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from packaging.version import Version
 
 def advisory(*events: dict[str, str], name: str = "Some.Package", **more: Any) -> dict[str, Any]:
     ranges = [{"type": "ECOSYSTEM", "events": list(events)}]
-    return {"id": "PYSEC-1", "summary": "bad", "affected": [{"package": {"ecosystem": "PyPI", "name": name}, "ranges": ranges}], **more}
+    return {
+        "id": "PYSEC-1",
+        "summary": "bad",
+        "affected": [{"package": {"ecosystem": "PyPI", "name": name}, "ranges": ranges}],
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,9 @@ def test_a_listed_version_and_all_versions_are_found() -> None:
     assert audit.findings({"a": Version("1.0")}, iter([listed, every, other])) == ["a==1.0: A", "a==1.0: PYSEC-1 bad"]
 
 
-def test_a_folder_is_read_and_one_without_advisories_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_read_and_one_without_advisories_is_no_proof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="has no advisories"):
         audit.main([str(tmp_path)])
     (tmp_path / "vulns").mkdir()

@@ -28,19 +28,30 @@ from sie_gateway.auth import ROUTES, USER_SCOPES, Gate, Grant
 
 ADMIN, READER, USER = "admin-token-of-a-test", "reader-token-of-a-test", "user-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER, "SIE_AUTH_TOKEN": USER}
-EXAMPLES = {"{model:path}": "org/name", "{id:path}": "org/name", "{name}": "mine", "{file}": "mine", "{lane}": "_default.cpu.default"}
+EXAMPLES = {
+    "{model:path}": "org/name",
+    "{id:path}": "org/name",
+    "{name}": "mine",
+    "{file}": "mine",
+    "{lane}": "_default.cpu.default",
+}
 
 # What the documents say, written once more: a row that loses its scope is caught here.
 DOCUMENTED = """
-    infer  POST /v1/encode/org/name /v1/score/org/name /v1/extract/org/name /v1/embeddings /embeddings /v1/rerank /v2/rerank /rerank
-    infer  POST /v1/embed /v2/embed /classify /v1/classify / /embed /embed_all /embed_sparse /predict /similarity /tokenize /decode
-    infer  POST /tei/org/name /tei/org/name/embed /tei/org/name/embed_all /tei/org/name/embed_sparse /tei/org/name/predict
+    infer  POST /v1/encode/org/name /v1/score/org/name /v1/extract/org/name /v1/embeddings /embeddings
+    infer  POST /v1/rerank /v2/rerank /rerank
+    infer  POST /v1/embed /v2/embed /classify /v1/classify / /embed /embed_all
+    infer  POST /embed_sparse /predict /similarity /tokenize /decode
+    infer  POST /tei/org/name /tei/org/name/embed /tei/org/name/embed_all
+    infer  POST /tei/org/name/embed_sparse /tei/org/name/predict
     infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
     infer  GET /info /tei/org/name/info
-    read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine /v1/pools/assignments /health / /docs
+    read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
+    read   GET /v1/pools/assignments /health / /docs
     metrics GET /metrics
     read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status
-    read   GET /v1/configs/models /v1/configs/models/org/name /v1/configs/models/org/name/status /v1/configs/models/org/name/history
+    read   GET /v1/configs/models /v1/configs/models/org/name /v1/configs/models/org/name/status
+    read   GET /v1/configs/models/org/name/history
     read   GET /v1/configs/bundles /v1/configs/bundles/org/name /v1/configs/epoch
     read   POST /v1/configs/resolve
     pools  POST /v1/pools /v1/pools/mine/renew
@@ -129,9 +140,23 @@ def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/pools/a/b", "/v1/scaling/a/b", "//v1/encode/m", "/V1/encode/m", "/v1/encode/", "/healthz/x", "/readyz/../health", "/metrics/x",
-     "", "/v1/chat/completions", "/vertex", "/invocations", "/v1/jobs", "*"],
-)  # fmt: skip
+    [
+        "/v1/pools/a/b",
+        "/v1/scaling/a/b",
+        "//v1/encode/m",
+        "/V1/encode/m",
+        "/v1/encode/",
+        "/healthz/x",
+        "/readyz/../health",
+        "/metrics/x",
+        "",
+        "/v1/chat/completions",
+        "/vertex",
+        "/invocations",
+        "/v1/jobs",
+        "*",
+    ],
+)
 def test_a_path_that_no_row_has_is_not_found_and_only_by_those_who_may_read(path: str) -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
     assert [outcome(gate, method, path, USER) for method in ("GET", "POST", "DELETE")] == [NotFound] * 3
@@ -161,8 +186,14 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
     revoked_key, revoked = key_with(*SCOPES)
     keys = await keys_of(*(key for _, key, _ in made), expired_key, replace(revoked_key, revoked_s=time.time()))
     everybody: list[tuple[str, frozenset[str] | None]] = [
-        ("", None), ("wrong", None), (expired, None), (revoked, None), (USER, USER_SCOPES), (ADMIN, frozenset(SCOPES)), (READER, None),
-    ]  # fmt: skip
+        ("", None),
+        ("wrong", None),
+        (expired, None),
+        (revoked, None),
+        (USER, USER_SCOPES),
+        (ADMIN, frozenset(SCOPES)),
+        (READER, None),
+    ]
     of_keys: list[tuple[str, frozenset[str] | None]] = [(token, scopes) for scopes, _, token in made]
     gates = {
         "none": (Gate(settings_of(**TOKENS)), everybody),
@@ -194,7 +225,9 @@ def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
     """SIE_POOL_WRITE_ROLE: admin raises what writes, also in mode none; reads stay with users."""
     writes = [("POST", "/v1/pools"), ("POST", "/v1/pools/mine/renew"), ("DELETE", "/v1/pools/mine")]
     for mode in ("none", "static"):
-        user, admin = (Gate(settings_of(SIE_AUTH_MODE=mode, SIE_POOL_WRITE_ROLE=role, **TOKENS)) for role in ("user", "admin"))
+        user, admin = (
+            Gate(settings_of(SIE_AUTH_MODE=mode, SIE_POOL_WRITE_ROLE=role, **TOKENS)) for role in ("user", "admin")
+        )
         for write in writes:
             assert isinstance(outcome(user, *write, USER), Grant)
             refused = outcome(admin, *write, USER)
@@ -217,7 +250,8 @@ async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "\xff\xfe", "x" * 60_000, "Bearer\t", "null", USER[:-1], USER + "x"]
+    "given",
+    ["Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "\xff\xfe", "x" * 60_000, "Bearer\t", "null", USER[:-1], USER + "x"],
 )
 def test_what_is_no_token_is_not_let_in(given: str) -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
@@ -236,7 +270,9 @@ def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
 
 def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
     """X2: a process without a broker refuses to start."""
-    started = CliRunner().invoke(standalone, ["--data-dir", str(tmp_path), "--auth-mode", "token"], env={"SIE_AUTH_MODE": None})
+    started = CliRunner().invoke(
+        standalone, ["--data-dir", str(tmp_path), "--auth-mode", "token"], env={"SIE_AUTH_MODE": None}
+    )
     assert (started.exit_code, "SIE_AUTH_MODE: token keeps its keys in a broker" in started.output) == (2, True)
     keys = Keys(MemoryServer().connect("gateway"), 1)
     for settings, given in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
@@ -268,7 +304,9 @@ async def statuses(gateway: GatewayProcess, asked: list[tuple[str, str, str]]) -
 
 @pytest.mark.parametrize("mode", ["none", "static", "token"])
 async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InProcess, mode: str) -> None:
-    """X2, X14: nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403 refuses."""
+    """X2, X14: nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403
+    refuses.
+    """
     bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
     own, other = {}, {}
     for scope in SCOPES:
@@ -281,10 +319,11 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
         guarded = row.scope != OPEN and (mode != "none" or row.scope in ("config", "admin"))
         has_keys = mode == "token"
         for token, status in (
-            ("", 401), ("wrong", 401),
+            ("", 401),
+            ("wrong", 401),
             *([(own[row.scope], 0), (other[row.scope], 403)] if row.scope and has_keys else []),
             *([(USER, 0 if row.scope in USER_SCOPES else 403), (ADMIN, 0)] if row.scope else []),
-        ):  # fmt: skip
+        ):
             asked.append((method, path, token))
             expected.append(status if guarded else 0)
     answers = await statuses(gateway, asked)
@@ -303,9 +342,11 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
 async def test_a_handshake_is_refused_plainly_before_it_is_one(cluster: InProcess) -> None:
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", **TOKENS)
     upgrade = {
-        "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
         "sec-websocket-key": "c2l4dGVlbiBieXRlcyBvbg==",
-    }  # fmt: skip
+    }
     for path in ("/ws/cluster-status", "/ws/status"):
         refused = await gateway.client.get(path, headers=upgrade)
         assert (refused.status_code, refused.json()["code"]) == (401, "UNAUTHENTICATED")

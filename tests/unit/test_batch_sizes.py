@@ -1,4 +1,6 @@
-"""How large a batch gets where deadlines are near: the rule, what it costs others, and a worker before a slow device."""
+"""How large a batch gets where deadlines are near: the rule, what it costs others, and a worker before a
+slow device.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not
 
 
 @given(st.floats(0.0, 0.5), st.floats(1e-6, 0.01), st.lists(st.integers(1, 4096), min_size=1, max_size=30))
-def test_a_steady_device_is_predicted_and_tokens_are_the_inverse_of_seconds(batch_s: float, token_s: float, sizes: list[int]) -> None:
+def test_a_steady_device_is_predicted_and_tokens_are_the_inverse_of_seconds(
+    batch_s: float, token_s: float, sizes: list[int]
+) -> None:
     times = known(batch_s, token_s, tuple(sizes))
     if times.is_growth_known:
         for tokens in (min(sizes), max(sizes)):
@@ -78,9 +82,11 @@ def test_the_smallest_efficient_batch_has_its_share_of_the_tokens_a_second() -> 
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 100), st.floats(0.0, 60.0)), min_size=1, max_size=64), st.floats(0.0, 0.5), st.floats(1e-6, 0.01),
+    st.lists(st.tuples(st.integers(1, 100), st.floats(0.0, 60.0)), min_size=1, max_size=64),
+    st.floats(0.0, 0.5),
+    st.floats(1e-6, 0.01),
     st.floats(1.001, 10.0),
-)  # fmt: skip
+)
 def test_with_ample_budgets_a_batch_is_as_large_as_it_was(
     jobs: list[tuple[int, float]], batch_s: float, token_s: float, spare: float
 ) -> None:
@@ -109,7 +115,9 @@ def test_who_would_be_late_in_a_small_batch_as_well_changes_nothing() -> None:
 
 
 @given(st.integers(1, 63), st.floats(0.001, 2.0), st.floats(0.0, 0.5), st.floats(1e-5, 0.01))
-def test_some_jobs_cost_the_others_no_more_than_half_of_their_own_share(tight: int, left_s: float, batch_s: float, token_s: float) -> None:
+def test_some_jobs_cost_the_others_no_more_than_half_of_their_own_share(
+    tight: int, left_s: float, batch_s: float, token_s: float
+) -> None:
     times = known(batch_s, token_s)
     count = fitting([*asks(tight, left_s), *asks(64 - tight, 60.0)], times)
     assert count >= 1
@@ -142,7 +150,9 @@ def waiting(jobs: list[Job[int]], times: tuple[float, float] | None = (0.05, 0.0
     return found
 
 
-def job(number: int, budget_s: float = 1.0, now_s: float = 0.0, *, key: BatchKey = KEY, cost: int = 8, bulk: bool = False) -> Job[int]:
+def job(
+    number: int, budget_s: float = 1.0, now_s: float = 0.0, *, key: BatchKey = KEY, cost: int = 8, bulk: bool = False
+) -> Job[int]:
     return Job(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
 
 
@@ -186,7 +196,9 @@ def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free
     assert next_batch(queue, 1.0, LIMITS, running) == Wait(1.5 - LEAD_S)
     assert isinstance(next_batch(queue, 1.5 - LEAD_S, LIMITS, Device(1, 1, 2, False, LEAD_S)), Batch)
     overdue = Device(1, 1, 2, False, 0.0)
-    assert isinstance(next_batch(queue, 1.6, LIMITS, overdue), Batch), "a prediction that was too short holds nobody back"
+    assert isinstance(next_batch(queue, 1.6, LIMITS, overdue), Batch), (
+        "a prediction that was too short holds nobody back"
+    )
 
 
 def test_jobs_with_little_time_do_not_wait_behind_a_batch_of_which_nothing_is_known() -> None:
@@ -224,8 +236,12 @@ def test_what_is_known_of_models_is_bounded() -> None:
     assert len(queue._times) <= 1024
 
 
-def closed_loop(budgets_s: list[float], batch_s: float, token_s: float, seconds: float, *, is_sized: bool = True) -> list[tuple[int, int]]:
-    """Clients that ask again when they are answered, before one lane that has no batch ready: answers in time and late, of each."""
+def closed_loop(
+    budgets_s: list[float], batch_s: float, token_s: float, seconds: float, *, is_sized: bool = True
+) -> list[tuple[int, int]]:
+    """Clients that ask again when they are answered, before one lane that has no batch ready: answers in time and late,
+    of each.
+    """
     queue: Waiting[int] = Waiting()
     counts = [(0, 0)] * len(budgets_s)
     now_s = 0.0
@@ -259,7 +275,9 @@ def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> 
 
 def test_ample_budgets_have_the_throughput_that_they_had() -> None:
     for batch_s, token_s in ((0.001, 2e-5), (0.1, 2e-4), (0.5, 2e-3)):
-        assert closed_loop([30.0] * 200, batch_s, token_s, 60.0) == closed_loop([30.0] * 200, batch_s, token_s, 60.0, is_sized=False)
+        assert closed_loop([30.0] * 200, batch_s, token_s, 60.0) == closed_loop(
+            [30.0] * 200, batch_s, token_s, 60.0, is_sized=False
+        )
 
 
 def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:

@@ -29,7 +29,9 @@ def runs(requests: list[Request], plan: Plan = PLAN, machine: Machine = MACHINE)
 
 
 def test_a_lone_request_takes_its_forward_pass_and_nothing_else() -> None:
-    """S26: 10 ms and 100 tokens of 0.1 ms; the bounds of waiting and gathering do not matter where nothing is behind it."""
+    """S26: 10 ms and 100 tokens of 0.1 ms; the bounds of waiting and gathering do not matter where nothing is behind
+    it.
+    """
     slow = dataclasses.replace(PLAN, max_wait_ms=500, min_quantum_ms=100, max_quantum_ms=500)
     for plan in (PLAN, slow):
         report = runs([Request(0.0, (100,)), Request(1.0, (100,))], plan)
@@ -47,7 +49,9 @@ def test_tokenising_and_taking_in_come_before_the_forward_pass() -> None:
 
 
 def test_what_comes_while_the_device_is_busy_runs_as_one_batch_behind_it() -> None:
-    """A pipeline of 1. At 0 a batch of 20 ms begins; three come meanwhile, run together at 20 ms, and take 10 ms and 30 tokens."""
+    """A pipeline of 1. At 0 a batch of 20 ms begins; three come meanwhile, run together at 20 ms, and take 10 ms and 30
+    tokens.
+    """
     plan = dataclasses.replace(PLAN, pipeline_depth=1)
     arrivals = [Request(0.0, (100,)), Request(0.005, (10,)), Request(0.010, (10,)), Request(0.015, (10,))]
     report = runs(arrivals, plan)
@@ -57,7 +61,9 @@ def test_what_comes_while_the_device_is_busy_runs_as_one_batch_behind_it() -> No
 
 
 def test_a_pipeline_of_two_seals_the_next_batch_when_its_oldest_has_waited_its_bound() -> None:
-    """The same with one ready: sealed 5 ms after its first came, at 10 ms, with the second; the third is left for another batch."""
+    """The same with one ready: sealed 5 ms after its first came, at 10 ms, with the second; the third is left for
+    another batch.
+    """
     arrivals = [Request(0.0, (100,)), Request(0.005, (10,)), Request(0.0099, (10,)), Request(0.015, (10,))]
     report = runs(arrivals)
     assert report.batches == 3
@@ -65,7 +71,9 @@ def test_a_pipeline_of_two_seals_the_next_batch_when_its_oldest_has_waited_its_b
 
 
 def test_the_budget_cuts_batches_and_a_request_waits_for_its_last_chunk() -> None:
-    """Ten inputs of 100 tokens in messages of 200, and batches of 400: 4, 4 and 2 inputs, one after the other. Squares count by input."""
+    """Ten inputs of 100 tokens in messages of 200, and batches of 400: 4, 4 and 2 inputs, one after the other. Squares
+    count by input.
+    """
     plan = dataclasses.replace(PLAN, chunk_cost=200, max_batch_cost=400)
     report = runs([Request(0.0, (100,) * 10)], plan, Machine(0.010, 0.0001, square_s=1e-6))
     assert (report.batches, report.items, report.tokens) == (3, 5, 1000)
@@ -82,7 +90,9 @@ def test_two_workers_share_the_work_and_two_lanes_run_side_by_side() -> None:
 
 
 def test_bulk_work_lets_interactive_work_pass() -> None:
-    """S9: thirty bulk requests and one that is not, a moment later: it waits for what is at the device and ready, no longer."""
+    """S9: thirty bulk requests and one that is not, a moment later: it waits for what is at the device and ready, no
+    longer.
+    """
     plan = dataclasses.replace(PLAN, max_batch_requests=1)
     report = runs([*(Request(0.0, (100,), priority="bulk") for _ in range(30)), Request(0.001, (100,))], plan)
     assert report.latency_s[-1] == pytest.approx(0.059)
@@ -90,7 +100,9 @@ def test_bulk_work_lets_interactive_work_pass() -> None:
 
 
 def test_deliveries_that_come_one_by_one_are_gathered() -> None:
-    """Thirteen at once, 1 ms apart on the wire: the first is the probe, the others one call that is as full as a batch may be."""
+    """Thirteen at once, 1 ms apart on the wire: the first is the probe, the others one call that is as full as a batch
+    may be.
+    """
     machine = dataclasses.replace(MACHINE, delivery_s=0.001, call_s=0.0001)
     arrivals = [Request(0.0, (10,)) for _ in range(13)]
     assert runs(arrivals, dataclasses.replace(PLAN, min_quantum_ms=50, max_quantum_ms=50), machine).calls == 2
@@ -101,7 +113,9 @@ def test_deliveries_that_come_one_by_one_are_gathered() -> None:
 
 
 def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> None:
-    """S27, as docs/replay.md has it: a trace beyond the device's capacity, and one far below it, with gathering and without."""
+    """S27, as docs/replay.md has it: a trace beyond the device's capacity, and one far below it, with gathering and
+    without.
+    """
     machine = Machine(0.004, 0.00002, call_s=0.000055, read_s=0.0000018, delivery_s=0.000025)
     none = dataclasses.replace(PLAN, min_quantum_ms=0, max_quantum_ms=0)
     busy = generate("poisson:rate=3000,length=40,seconds=2")
@@ -116,7 +130,9 @@ def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> Non
 
 
 def test_more_workers_and_a_faster_device_are_never_slower_where_every_batch_is_one_message() -> None:
-    requests = generate("poisson:rate=90,length=60,seconds=10,seed=4")  # one queue, so that the order is that of arrival
+    requests = generate(
+        "poisson:rate=90,length=60,seconds=10,seed=4"
+    )  # one queue, so that the order is that of arrival
     alone = dataclasses.replace(PLAN, max_batch_requests=1)
     found = [runs(requests, dataclasses.replace(alone, workers=workers)) for workers in (1, 2, 4)]
     for percent in (50, 99):
@@ -138,17 +154,28 @@ def test_a_longer_wait_makes_fewer_and_larger_batches_where_there_is_load() -> N
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 1000), rate=st.integers(5, 500), burst=st.integers(1, 40), workers=st.integers(1, 3), lanes=st.integers(1, 2),
-    budget=st.integers(1, 3000), requests=st.integers(1, 12), quantum=st.integers(0, 20),
-)  # fmt: skip
+    seed=st.integers(0, 1000),
+    rate=st.integers(5, 500),
+    burst=st.integers(1, 40),
+    workers=st.integers(1, 3),
+    lanes=st.integers(1, 2),
+    budget=st.integers(1, 3000),
+    requests=st.integers(1, 12),
+    quantum=st.integers(0, 20),
+)
 def test_everything_is_answered_the_same_each_time_and_no_faster_than_the_device(
     seed: int, rate: int, burst: int, workers: int, lanes: int, budget: int, requests: int, quantum: int
 ) -> None:
     trace = generate(f"poisson:rate={rate},length=80,seconds=1,bulk=0.4,models=3,inputs=3,burst={burst},seed={seed}")
     plan = Plan(
-        workers=workers, lanes=lanes, max_batch_cost=budget, max_batch_requests=requests, chunk_cost=300, min_quantum_ms=min(2, quantum),
+        workers=workers,
+        lanes=lanes,
+        max_batch_cost=budget,
+        max_batch_requests=requests,
+        chunk_cost=300,
+        min_quantum_ms=min(2, quantum),
         max_quantum_ms=quantum,
-    )  # fmt: skip
+    )
     machine = Machine(0.002, 0.00005, 1e-9, 0.0001, 0.000001, 0.00003)
     report = runs(trace, plan, machine)
     assert report == runs(trace, plan, machine)
@@ -167,16 +194,31 @@ def test_everything_is_answered_the_same_each_time_and_no_faster_than_the_device
 
 def test_a_trace_is_read_back_as_it_was_written_from_its_first_request_on() -> None:
     requests = [Request(2.5, (3, 4)), Request(1.5, (7,), "m", "bulk", "l")]
-    found = read([*write(requests), b'{"ran": {"tokens": 8, "attention": 64, "seconds": 0.5}}', b"", b'{"settings": {"lanes": 2}}'])
+    found = read(
+        [
+            *write(requests),
+            b'{"ran": {"tokens": 8, "attention": 64, "seconds": 0.5}}',
+            b"",
+            b'{"settings": {"lanes": 2}}',
+        ]
+    )
     moved = (Request(0.0, (7,), "m", "bulk", "l"), Request(1.0, (3, 4)))
     assert found == Trace(moved, (Ran(8, 64, 0.5),), {"lanes": 2})
 
 
-@pytest.mark.parametrize(("line", "problem"), [
-    (b"nonsense", "line 2"), (b'{"at": 1, "tokens": []}', "at least one input"), (b'{"at": 1, "tokens": [0]}', "at least one token"),
-    (b'{"at": 1, "tokens": [4], "text": "secret"}', "text"), (b'{"tokens": [4]}', "at"), (b'{"ran": {"tokens": 3}}', "attention"),
-    (b'{"at": 1, "tokens": [4], "priority": "urgent"}', "priority"), (b"[]", "line 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"nonsense", "line 2"),
+        (b'{"at": 1, "tokens": []}', "at least one input"),
+        (b'{"at": 1, "tokens": [0]}', "at least one token"),
+        (b'{"at": 1, "tokens": [4], "text": "secret"}', "text"),
+        (b'{"tokens": [4]}', "at"),
+        (b'{"ran": {"tokens": 3}}', "attention"),
+        (b'{"at": 1, "tokens": [4], "priority": "urgent"}', "priority"),
+        (b"[]", "line 2"),
+    ],
+)
 def test_what_is_no_trace_is_refused_with_its_line(line: bytes, problem: str) -> None:
     with pytest.raises(TraceError, match="line 2") as caught:
         read([b'{"at": 0, "tokens": [1]}', line])
@@ -196,9 +238,18 @@ def test_generated_arrivals_are_as_asked_for() -> None:
     assert {request.tokens for request in generate("poisson:length=50,spread=0")} == {(50,)}
 
 
-@pytest.mark.parametrize("spec", [
-    "uniform:rate=3", "poisson:rate=0", "poisson:speed=3", "poisson:rate=x", "poisson:burst=0", "poisson:rate=nan", "poisson:rate=1e12",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "uniform:rate=3",
+        "poisson:rate=0",
+        "poisson:speed=3",
+        "poisson:rate=x",
+        "poisson:burst=0",
+        "poisson:rate=nan",
+        "poisson:rate=1e12",
+    ],
+)
 def test_a_spec_that_makes_no_trace_is_refused(spec: str) -> None:
     with pytest.raises(TraceError):
         generate(spec)
@@ -237,15 +288,21 @@ def cells(output: str, name: str) -> list[float]:
 def test_the_command_shows_how_it_was_beside_what_would_be(tmp_path: Path) -> None:
     trace, plot = tmp_path / "t.jsonl", tmp_path / "t.svg"
     arguments = (str(trace), "--device", "base_ms=10,token_us=100", "--host", "call_us=0,read_us=0,delivery_us=0")
-    trace.write_bytes(b"".join(write([Request(0.0, (100,)), Request(0.0, (100,))])) + b'{"settings": {"max_batch_requests": 1}}\n')
-    status, output = invoked(*arguments, "--what-if", "workers=2", "--what-if", "max_batch_requests=2,max_wait_ms=0", "--plot", str(plot))
+    trace.write_bytes(
+        b"".join(write([Request(0.0, (100,)), Request(0.0, (100,))])) + b'{"settings": {"max_batch_requests": 1}}\n'
+    )
+    status, output = invoked(
+        *arguments, "--what-if", "workers=2", "--what-if", "max_batch_requests=2,max_wait_ms=0", "--plot", str(plot)
+    )
     assert status == 0, output
     assert cells(output, "latency p50, ms") == [20, 20, 20]
     assert cells(output, "longest, ms") == [40, 20, 40]
     assert cells(output, "batches") == [2, 2, 2]
     drawn = ElementTree.fromstring(plot.read_text("utf-8"))
     assert len(drawn.findall("{http://www.w3.org/2000/svg}polyline")) == 3
-    assert invoked(*arguments, "--base", "max_batch_requests=3") == invoked(*arguments, "--base", "max_batch_requests=3")
+    assert invoked(*arguments, "--base", "max_batch_requests=3") == invoked(
+        *arguments, "--base", "max_batch_requests=3"
+    )
 
 
 def test_the_command_fits_the_device_where_the_trace_has_batches(tmp_path: Path) -> None:
@@ -270,12 +327,20 @@ def test_the_command_makes_a_trace_and_never_over_another(tmp_path: Path) -> Non
     assert trace.read_bytes() == before
 
 
-@pytest.mark.parametrize(("arguments", "problem"), [
-    (("--what-if", "speed=3"), "speed"), (("--what-if", "workers=0"), "workers=0"), (("--device", "base_ms=-1"), "below 0"),
-    ((), "--device"), (("--device", "base_ms=0"), "takes some"),
-    (("--base", "min_quantum_ms=20", "--device", "base_ms=1"), "above max_quantum_ms"),
-])  # fmt: skip
-def test_what_cannot_be_replayed_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--what-if", "speed=3"), "speed"),
+        (("--what-if", "workers=0"), "workers=0"),
+        (("--device", "base_ms=-1"), "below 0"),
+        ((), "--device"),
+        (("--device", "base_ms=0"), "takes some"),
+        (("--base", "min_quantum_ms=20", "--device", "base_ms=1"), "above max_quantum_ms"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], problem: str
+) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_bytes(b"".join(write([Request(0.0, (1,))])))
     if "--what-if" in arguments:

@@ -1,4 +1,6 @@
-"""Which bundle serves a model: by its family, by the one that it names, by the one that a request or a pool asks for."""
+"""Which bundle serves a model: by its family, by the one that it names, by the one that a request or a
+pool asks for.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,34 @@ from sie_contracts.options import run_options
 from sie_gateway.fleet import Fleet
 from sie_gateway.models import model_info
 
-BUNDLES = {each.id: each for each in (
-    Bundle("spare", priority=7), Bundle("texts", priority=1, families=("toy", "other")), Bundle("eyes", families=("eye",)),
-)}  # fmt: skip
+BUNDLES = {
+    each.id: each
+    for each in (
+        Bundle("spare", priority=7),
+        Bundle("texts", priority=1, families=("toy", "other")),
+        Bundle("eyes", families=("eye",)),
+    )
+}
 
 
 def entry(model: str, family: str = "toy", bundle: str = "", **more: Any) -> ModelEntry:
     return toy_entry(model, family=family, bundle=bundle, **more)
 
 
-CATALOGUE = Catalogue({each.id: each for each in (
-    entry("org/free", profiles={"plain": {"run": {"normalize": False}}}), entry("org/pinned", bundle="spare"), entry("org/eye", "eye"),
-    entry("org/lost", bundle="gone"), entry("org/wrong", "toy", "eyes"),
-)}, {}, BUNDLES)  # fmt: skip
+CATALOGUE = Catalogue(
+    {
+        each.id: each
+        for each in (
+            entry("org/free", profiles={"plain": {"run": {"normalize": False}}}),
+            entry("org/pinned", bundle="spare"),
+            entry("org/eye", "eye"),
+            entry("org/lost", bundle="gone"),
+            entry("org/wrong", "toy", "eyes"),
+        )
+    },
+    {},
+    BUNDLES,
+)
 
 
 def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() -> None:
@@ -46,10 +63,14 @@ def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() 
 @pytest.mark.parametrize(
     ("spec", "bundle"),
     [
-        ("org/free", "texts"), ("spare:/org/free", "spare"), ("texts:/org/free:plain", "texts"), ("org/pinned", "spare"),
-        ("org/eye", "eyes"), ("spare:/ORG/eye", "spare"),
+        ("org/free", "texts"),
+        ("spare:/org/free", "spare"),
+        ("texts:/org/free:plain", "texts"),
+        ("org/pinned", "spare"),
+        ("org/eye", "eyes"),
+        ("spare:/ORG/eye", "spare"),
     ],
-)  # fmt: skip
+)
 def test_a_name_resolves_to_a_bundle_that_can_serve_it(spec: str, bundle: str) -> None:
     assert CATALOGUE.resolve(spec).bundle == bundle
 
@@ -57,14 +78,24 @@ def test_a_name_resolves_to_a_bundle_that_can_serve_it(spec: str, bundle: str) -
 @pytest.mark.parametrize(
     ("spec", "able", "says"),
     [
-        ("eyes:/org/free", ["texts", "spare"], "bundle 'eyes' does not serve org/free; texts and spare can: name one of these, or none"),
+        (
+            "eyes:/org/free",
+            ["texts", "spare"],
+            "bundle 'eyes' does not serve org/free; texts and spare can: name one of these, or none",
+        ),
         ("none:/org/free", ["texts", "spare"], "bundle 'none' does not serve org/free"),
         ("texts:/org/pinned", ["spare"], "bundle 'texts' does not serve org/pinned; spare can"),
         ("org/lost", [], "org/lost cannot be served: there is no bundle 'gone'; name texts or spare, or none"),
-        ("org/wrong", [], "org/wrong cannot be served: bundle 'eyes' has no family 'toy'; name texts or spare, or none"),
+        (
+            "org/wrong",
+            [],
+            "org/wrong cannot be served: bundle 'eyes' has no family 'toy'; name texts or spare, or none",
+        ),
     ],
 )
-def test_what_no_bundle_can_serve_is_a_conflict_that_names_those_that_can(spec: str, able: list[str], says: str) -> None:
+def test_what_no_bundle_can_serve_is_a_conflict_that_names_those_that_can(
+    spec: str, able: list[str], says: str
+) -> None:
     with pytest.raises(BundleConflict) as caught:
         CATALOGUE.resolve(spec)
     assert caught.value.extras == {"compatible_bundles": able}
@@ -73,7 +104,10 @@ def test_what_no_bundle_can_serve_is_a_conflict_that_names_those_that_can(spec: 
 
 def test_a_family_of_no_bundle_is_told_with_what_there_is() -> None:
     few = {"texts": BUNDLES["texts"], "eyes": BUNDLES["eyes"]}
-    assert lacking(few, "nose") == ("$.family", "no bundle can serve the family 'nose': eyes has eye; texts has toy, other")
+    assert lacking(few, "nose") == (
+        "$.family",
+        "no bundle can serve the family 'nose': eyes has eye; texts has toy, other",
+    )
 
 
 def test_a_profile_in_the_options_keeps_the_bundle() -> None:
@@ -107,10 +141,15 @@ def test_a_model_is_listed_with_all_its_bundles_and_without_one() -> None:
 @pytest.mark.parametrize(
     ("raw", "loc"),
     [
-        ({"id": "Big"}, "$.id"), ({"id": "a" * 64}, "$.id"), ({}, "$"), ({"id": "a", "priority": "x"}, "$.priority"), ([], "$"),
-        ({"id": "a", "requires": ["torch 2"]}, "$.requires[0]"), ({"id": "a", "families": "toy"}, "$.families"),
+        ({"id": "Big"}, "$.id"),
+        ({"id": "a" * 64}, "$.id"),
+        ({}, "$"),
+        ({"id": "a", "priority": "x"}, "$.priority"),
+        ([], "$"),
+        ({"id": "a", "requires": ["torch 2"]}, "$.requires[0]"),
+        ({"id": "a", "families": "toy"}, "$.families"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_bundle_names_its_field(raw: Any, loc: str) -> None:
     with pytest.raises(ValidationFailed) as caught:
         parse_bundle(raw)

@@ -1,4 +1,6 @@
-"""Every entry of the packaged catalogue: it parses, resolves with each profile, takes a request, and its architecture exists."""
+"""Every entry of the packaged catalogue: it parses, resolves with each profile, takes a request, and its architecture
+exists.
+"""
 
 from __future__ import annotations
 
@@ -28,66 +30,127 @@ CATALOGUE = packaged_catalogue()
 ENTRIES = CATALOGUE.entries
 
 OPENSEARCH = "opensearch-project/opensearch-neural-sparse-encoding"
-# what each entry's config.json builds: its model type, and the class of transformers that the family asks for; by the published facts
+# what each entry's config.json builds: its model type, and the class of transformers that the family asks for; by the
+# published facts
 ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
     ("bert", "BertModel"): (
-        "sentence-transformers/all-MiniLM-L6-v2", "intfloat/e5-small-v2", "intfloat/e5-base-v2", "intfloat/e5-large-v2",
-        "colbert-ir/colbertv2.0", "answerdotai/answerai-colbert-small-v1", "mixedbread-ai/mxbai-colbert-large-v1",
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "intfloat/e5-small-v2",
+        "intfloat/e5-base-v2",
+        "intfloat/e5-large-v2",
+        "colbert-ir/colbertv2.0",
+        "answerdotai/answerai-colbert-small-v1",
+        "mixedbread-ai/mxbai-colbert-large-v1",
     ),
-    ("xlm-roberta", "XLMRobertaModel"): ("BAAI/bge-m3", "intfloat/multilingual-e5-large", "intfloat/multilingual-e5-large-instruct"),
+    ("xlm-roberta", "XLMRobertaModel"): (
+        "BAAI/bge-m3",
+        "intfloat/multilingual-e5-large",
+        "intfloat/multilingual-e5-large-instruct",
+    ),
     ("modernbert", "ModernBertModel"): (
-        "Alibaba-NLP/gte-modernbert-base", "answerdotai/ModernBERT-base", "ibm-granite/granite-embedding-english-r2",
-        "ibm-granite/granite-embedding-small-english-r2", "lightonai/GTE-ModernColBERT-v1", "lightonai/Reason-ModernColBERT",
+        "Alibaba-NLP/gte-modernbert-base",
+        "answerdotai/ModernBERT-base",
+        "ibm-granite/granite-embedding-english-r2",
+        "ibm-granite/granite-embedding-small-english-r2",
+        "lightonai/GTE-ModernColBERT-v1",
+        "lightonai/Reason-ModernColBERT",
         "mixedbread-ai/mxbai-edge-colbert-v0-32m",
     ),
     ("gte", "GteModel"): ("Snowflake/snowflake-arctic-embed-m-v2.0",),
     ("qwen2", "Qwen2Model"): (
-        "Alibaba-NLP/gte-Qwen2-1.5B-instruct", "Alibaba-NLP/gte-Qwen2-7B-instruct", "NovaSearch/stella_en_1.5B_v5",
+        "Alibaba-NLP/gte-Qwen2-1.5B-instruct",
+        "Alibaba-NLP/gte-Qwen2-7B-instruct",
+        "NovaSearch/stella_en_1.5B_v5",
     ),
     ("qwen3", "Qwen3Model"): ("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Embedding-4B"),
     ("mistral", "MistralModel"): (
-        "intfloat/e5-mistral-7b-instruct", "Salesforce/SFR-Embedding-Mistral", "Salesforce/SFR-Embedding-2_R",
-        "Linq-AI-Research/Linq-Embed-Mistral", "GritLM/GritLM-7B",
+        "intfloat/e5-mistral-7b-instruct",
+        "Salesforce/SFR-Embedding-Mistral",
+        "Salesforce/SFR-Embedding-2_R",
+        "Linq-AI-Research/Linq-Embed-Mistral",
+        "GritLM/GritLM-7B",
     ),
     ("gemma3_text", "Gemma3TextModel"): ("google/embeddinggemma-300m",),
     ("bert", "BertForMaskedLM"): (
-        "naver/splade-v3", "naver/splade-cocondenser-selfdistil", "prithivida/Splade_PP_en_v2", "rasyosef/splade-mini",
-        f"{OPENSEARCH}-v1", f"{OPENSEARCH}-doc-v2-mini",
+        "naver/splade-v3",
+        "naver/splade-cocondenser-selfdistil",
+        "prithivida/Splade_PP_en_v2",
+        "rasyosef/splade-mini",
+        f"{OPENSEARCH}-v1",
+        f"{OPENSEARCH}-doc-v2-mini",
     ),
     ("distilbert", "DistilBertForMaskedLM"): (
-        f"{OPENSEARCH}-v2-distill", f"{OPENSEARCH}-doc-v2-distill", f"{OPENSEARCH}-doc-v3-distill",
+        f"{OPENSEARCH}-v2-distill",
+        f"{OPENSEARCH}-doc-v2-distill",
+        f"{OPENSEARCH}-doc-v3-distill",
     ),
     ("roberta", "RobertaForMaskedLM"): ("ibm-granite/granite-embedding-30m-sparse",),
-    ("bert", "BertForSequenceClassification"): ("cross-encoder/ms-marco-MiniLM-L-6-v2", "cross-encoder/ms-marco-MiniLM-L-12-v2"),
+    ("bert", "BertForSequenceClassification"): (
+        "cross-encoder/ms-marco-MiniLM-L-6-v2",
+        "cross-encoder/ms-marco-MiniLM-L-12-v2",
+    ),
     ("xlm-roberta", "XLMRobertaForSequenceClassification"): (
-        "BAAI/bge-reranker-base", "BAAI/bge-reranker-large", "BAAI/bge-reranker-v2-m3",
+        "BAAI/bge-reranker-base",
+        "BAAI/bge-reranker-large",
+        "BAAI/bge-reranker-v2-m3",
     ),
     ("modernbert", "ModernBertForSequenceClassification"): ("Alibaba-NLP/gte-reranker-modernbert-base",),
     ("deberta-v2", "DebertaV2ForSequenceClassification"): (
-        "cross-encoder/nli-deberta-v3-base", "MoritzLaurer/deberta-v3-base-zeroshot-v2.0", "MoritzLaurer/deberta-v3-large-zeroshot-v2.0",
+        "cross-encoder/nli-deberta-v3-base",
+        "MoritzLaurer/deberta-v3-base-zeroshot-v2.0",
+        "MoritzLaurer/deberta-v3-large-zeroshot-v2.0",
     ),
     ("qwen2", "Qwen2ForCausalLM"): ("mixedbread-ai/mxbai-rerank-base-v2", "mixedbread-ai/mxbai-rerank-large-v2"),
     ("qwen3", "Qwen3ForCausalLM"): ("Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B"),
     # encoders inside of the models of the two extraction packages
     ("deberta-v2", "DebertaV2Model"): (
-        "EmergentMethods/gliner_large_news-v2.1", "gliner-community/gliner_large-v2.5", "gliner-community/gliner_medium-v2.5",
-        "gliner-community/gliner_small-v2.5", "Ihor/gliner-biomed-large-v1.0", "numind/NuNER_Zero", "numind/NuNER_Zero-span",
-        "urchade/gliner_large-v2.1", "urchade/gliner_medium-v2.1", "urchade/gliner_small-v2.1", "urchade/gliner_multi-v2.1",
-        "urchade/gliner_multi_pii-v1", "knowledgator/gliclass-small-v1.0", "knowledgator/gliclass-base-v1.0",
-        "knowledgator/gliclass-large-v1.0", "knowledgator/gliclass-large-v3.0",
+        "EmergentMethods/gliner_large_news-v2.1",
+        "gliner-community/gliner_large-v2.5",
+        "gliner-community/gliner_medium-v2.5",
+        "gliner-community/gliner_small-v2.5",
+        "Ihor/gliner-biomed-large-v1.0",
+        "numind/NuNER_Zero",
+        "numind/NuNER_Zero-span",
+        "urchade/gliner_large-v2.1",
+        "urchade/gliner_medium-v2.1",
+        "urchade/gliner_small-v2.1",
+        "urchade/gliner_multi-v2.1",
+        "urchade/gliner_multi_pii-v1",
+        "knowledgator/gliclass-small-v1.0",
+        "knowledgator/gliclass-base-v1.0",
+        "knowledgator/gliclass-large-v1.0",
+        "knowledgator/gliclass-large-v3.0",
     ),
     ("bert", "BertModel of GLiNER"): ("NeuML/gliner-bert-tiny",),
-    ("modernbert", "ModernBertModel of GLiNER"): ("knowledgator/gliner-bi-base-v2.0", "knowledgator/modern-gliner-bi-base-v1.0"),
-}  # fmt: skip
+    ("modernbert", "ModernBertModel of GLiNER"): (
+        "knowledgator/gliner-bi-base-v2.0",
+        "knowledgator/modern-gliner-bi-base-v1.0",
+    ),
+}
 # whose code is in no package: they must not load by themselves
 REMOTE = {
-    "Alibaba-NLP/gte-multilingual-base", "NovaSearch/stella_en_400M_v5", "nomic-ai/nomic-embed-text-v2-moe", "nvidia/NV-Embed-v2",
-    "nvidia/llama-embed-nemotron-8b", "jinaai/jina-colbert-v2", "jinaai/jina-reranker-v2-base-multilingual", f"{OPENSEARCH}-doc-v3-gte",
-}  # fmt: skip
+    "Alibaba-NLP/gte-multilingual-base",
+    "NovaSearch/stella_en_400M_v5",
+    "nomic-ai/nomic-embed-text-v2-moe",
+    "nvidia/NV-Embed-v2",
+    "nvidia/llama-embed-nemotron-8b",
+    "jinaai/jina-colbert-v2",
+    "jinaai/jina-reranker-v2-base-multilingual",
+    f"{OPENSEARCH}-doc-v3-gte",
+}
 _SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+    "max_position_embeddings": 64,
+}
 _DISTILBERT = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 
 
@@ -135,24 +198,37 @@ def test_templates_hold_newlines_and_no_escapes(entry: ModelEntry) -> None:
 def test_instructions_reach_the_queries_and_leave_documents_bare() -> None:
     resolved = CATALOGUE.resolve("Qwen/Qwen3-Embedding-0.6B")
     query = run_options(resolved, {"is_query": True})[1].run
-    assert query.prefix == "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+    assert (
+        query.prefix == "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+    )
     assert run_options(resolved, {})[1].run.prefix == ""
-    assert run_options(CATALOGUE.resolve("BAAI/bge-m3:banking"), {})[1].run.lora == "saivamshiatukuri/bge-m3-banking77-lora"
+    assert (
+        run_options(CATALOGUE.resolve("BAAI/bge-m3:banking"), {})[1].run.lora
+        == "saivamshiatukuri/bge-m3-banking77-lora"
+    )
 
 
 LATE = {  # the width of a fixed dimensional encoding
-    "answerdotai/answerai-colbert-small-v1": 10240, "colbert-ir/colbertv2.0": 10240, "jinaai/jina-colbert-v2": 10240,
-    "lightonai/GTE-ModernColBERT-v1": 10240, "lightonai/Reason-ModernColBERT": 10240, "mixedbread-ai/mxbai-colbert-large-v1": 10240,
+    "answerdotai/answerai-colbert-small-v1": 10240,
+    "colbert-ir/colbertv2.0": 10240,
+    "jinaai/jina-colbert-v2": 10240,
+    "lightonai/GTE-ModernColBERT-v1": 10240,
+    "lightonai/Reason-ModernColBERT": 10240,
+    "mixedbread-ai/mxbai-colbert-large-v1": 10240,
     "mixedbread-ai/mxbai-edge-colbert-v0-32m": 10240,
-}  # fmt: skip
+}
 BACKENDS = (
-    "BAAI/bge-m3:bge_m3_flag", "intfloat/multilingual-e5-large:sentence_transformer", "knowledgator/modern-gliner-bi-base-v1.0:sdpa",
-)  # fmt: skip
+    "BAAI/bge-m3:bge_m3_flag",
+    "intfloat/multilingual-e5-large:sentence_transformer",
+    "knowledgator/modern-gliner-bi-base-v1.0:sdpa",
+)
 
 
 @pytest.mark.parametrize("model", list(LATE))
 def test_each_late_interaction_model_has_a_profile_that_gives_one_dense_vector(model: str) -> None:
-    """Contract 12: public configurations name it `:muvera`. A score of the profile compares token vectors, as without it."""
+    """Contract 12: public configurations name it `:muvera`. A score of the profile compares token vectors, as without
+    it.
+    """
     resolved = CATALOGUE.resolve(f"{model}:muvera")
     assert widths(resolved.entry, resolved.run)["dense"] == LATE[model]
     run = run_options(resolved, {}, "encode")[1].run
@@ -181,9 +257,10 @@ def test_every_model_type_of_the_table_and_every_entry_meet_once() -> None:
 def test_an_architecture_builds_from_the_class_that_its_family_asks_for(model_type: str, name: str) -> None:
     entry = ENTRIES[ARCHITECTURES[model_type, name][0]]
     auto = {
-        "cross-encoder": AutoModelForSequenceClassification, "zero-shot-classifier": AutoModelForSequenceClassification,
+        "cross-encoder": AutoModelForSequenceClassification,
+        "zero-shot-classifier": AutoModelForSequenceClassification,
         "decoder-reranker": AutoModelForCausalLM,
-    }.get(entry.family, AutoModelForMaskedLM if set(entry.outputs) == {"sparse"} else AutoModel)  # fmt: skip
+    }.get(entry.family, AutoModelForMaskedLM if set(entry.outputs) == {"sparse"} else AutoModel)
     config = CONFIG_MAPPING[model_type](**(_DISTILBERT if model_type == "distilbert" else _SMALL))
     with torch.device("meta"):
         model = auto.from_config(config)
@@ -210,9 +287,15 @@ def test_only_what_the_test_names_is_unproven() -> None:
 
 
 def unpinned(**weights: Any) -> ModelEntry:
-    return parse_entry({
-        "id": "org/model", "weights": {"hub": "org/model", **weights}, "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8,
-    })  # fmt: skip
+    return parse_entry(
+        {
+            "id": "org/model",
+            "weights": {"hub": "org/model", **weights},
+            "family": "text-encoder",
+            "outputs": {"dense": 8},
+            "max_tokens": 8,
+        }
+    )
 
 
 def test_a_hub_source_is_pinned_or_says_that_it_is_not() -> None:

@@ -24,15 +24,30 @@ from sie_contracts.catalogue import (
 from sie_contracts.errors import BundleConflict, InvalidInput, ModelNotFound, ValidationFailed
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.muvera import Muvera
-from sie_contracts.options import DTYPES, MAX_LABELS, RequestOptions, counting, decoding, describe, run_options, tokenizing
+from sie_contracts.options import (
+    DTYPES,
+    MAX_LABELS,
+    RequestOptions,
+    counting,
+    decoding,
+    describe,
+    run_options,
+    tokenizing,
+)
 from sie_contracts.runtime.feed import packaged_catalogue, read_folder
 
 
 def entry(model: str = "org/Model", **changes: Any) -> ModelEntry:
-    return parse_entry({
-        "id": model, "weights": {"hub": model, "revision": "abc123"}, "family": "text-encoder", "outputs": {"dense": 384},
-        "max_tokens": 256, **changes,
-    })  # fmt: skip
+    return parse_entry(
+        {
+            "id": model,
+            "weights": {"hub": model, "revision": "abc123"},
+            "family": "text-encoder",
+            "outputs": {"dense": 384},
+            "max_tokens": 256,
+            **changes,
+        }
+    )
 
 
 PROFILES = {
@@ -48,7 +63,11 @@ RICH = entry(
     outputs={"dense": 384, "sparse": 30522},
     load={"precision": "float32"},
     run={"pooling": "mean", "normalize": True, "dimensions": [128, 256]},
-    prompts={"query": "Instruct: {instruction}\nQuery: {text} ?", "document": "passage: {text}", "default_instruction": "retrieve"},
+    prompts={
+        "query": "Instruct: {instruction}\nQuery: {text} ?",
+        "document": "passage: {text}",
+        "default_instruction": "retrieve",
+    },
     profiles=PROFILES,
 )
 LATE = entry(
@@ -65,19 +84,29 @@ LATE = entry(
 M3 = entry(
     "org/m3",
     outputs={"dense": 1024, "sparse": 250002, "multivector": 1024, "score": 0},
-    run={"parameters": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}}, "lora": "org/base-lora", "output_dtype": "float16"},
+    run={
+        "parameters": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}},
+        "lora": "org/base-lora",
+        "output_dtype": "float16",
+    },
     profiles={
         "sparse": {"run": {"parameters": {"score_mode": "sparse"}, "lora": "org/sparse-lora", "output_dtype": "int8"}},
-        "both": {"extends": "sparse", "run": {"parameters": {"score_weights": {"colbert": 1.0}}, "output_types": ["dense", "sparse"]}},
+        "both": {
+            "extends": "sparse",
+            "run": {"parameters": {"score_weights": {"colbert": 1.0}}, "output_types": ["dense", "sparse"]},
+        },
     },
 )
 CROSS = entry("org/cross", family="cross-encoder", outputs={"score": {}})
 JUDGE = entry(
-    "org/judge", family="decoder-reranker", outputs={"score": None},
+    "org/judge",
+    family="decoder-reranker",
+    outputs={"score": None},
     pair=["<i> {instruction} <q> {query}", " <d> {document}"],
-    prompts={"default_instruction": "judge"}, head={"yes_token": "yes", "no_token": "no"},
+    prompts={"default_instruction": "judge"},
+    head={"yes_token": "yes", "no_token": "no"},
     profiles={"find": {"run": {"instruction": "find"}}},
-)  # fmt: skip
+)
 NER = entry("org/ner", family="token-classifier", outputs={"entities": 0})
 GLINER = entry(
     "org/gliner",
@@ -90,13 +119,32 @@ GLINER = entry(
     },
 )
 NLI = entry("org/nli", family="zero-shot-classifier", outputs={"classifications": 0})
-THEIRS = entry("org/theirs", family="their-family", outputs={"dense": 8, "entities": 0}, run={"parameters": {"colour": "red", "size": 1}})
-CATALOGUE = Catalogue({
-    each.id: each
-    for each in (
-        entry(), entry("org/other", bundle="vision"), RICH, LATE, M3, CROSS, JUDGE, NER, GLINER, NLI, THEIRS, entry("toy"), entry("TOY")
-    )
-})  # fmt: skip
+THEIRS = entry(
+    "org/theirs",
+    family="their-family",
+    outputs={"dense": 8, "entities": 0},
+    run={"parameters": {"colour": "red", "size": 1}},
+)
+CATALOGUE = Catalogue(
+    {
+        each.id: each
+        for each in (
+            entry(),
+            entry("org/other", bundle="vision"),
+            RICH,
+            LATE,
+            M3,
+            CROSS,
+            JUDGE,
+            NER,
+            GLINER,
+            NLI,
+            THEIRS,
+            entry("toy"),
+            entry("TOY"),
+        )
+    }
+)
 
 
 def options(body: dict[str, Any], spec: str = "org/rich", **kwargs: Any) -> RequestOptions:
@@ -131,7 +179,9 @@ def refused(body: dict[str, Any], spec: str = "org/rich", **kwargs: Any) -> Inva
     ],
 )
 def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
-    """E13: bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the bundle."""
+    """E13: bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the
+    bundle.
+    """
     found = CATALOGUE.resolve(spec)
     assert (found.canonical, found.requested) == (canonical, requested)
 
@@ -159,7 +209,9 @@ def test_a_name_that_does_not_resolve_says_what_there_is(spec: str, reason: str,
     assert caught.value.reason == reason
     assert caught.value.param == "model"
     found = caught.value.extras
-    assert found == extras or (reason == "" and extras["suggestions"] == found["suggestions"][: len(extras["suggestions"])])
+    assert found == extras or (
+        reason == "" and extras["suggestions"] == found["suggestions"][: len(extras["suggestions"])]
+    )
 
 
 @pytest.mark.parametrize("spec", ["vision:/org/Model", "none:/org/Model", "default:/org/other"])
@@ -170,7 +222,9 @@ def test_a_bundle_that_does_not_serve_the_model_is_a_conflict(spec: str) -> None
 
 
 def test_a_revision_with_a_colon_is_not_taken_for_a_profile() -> None:
-    packaged = ModelEntry(id="p", weights=msgspec.convert({"package": "pkg"}, type(RICH.weights)), family="f", outputs={}, max_tokens=1)
+    packaged = ModelEntry(
+        id="p", weights=msgspec.convert({"package": "pkg"}, type(RICH.weights)), family="f", outputs={}, max_tokens=1
+    )
     catalogue = Catalogue({"p": packaged})
     assert catalogue.resolve("p@pypi:pkg").canonical == "p"
     with pytest.raises(ModelNotFound, match="profile"):
@@ -179,7 +233,13 @@ def test_a_revision_with_a_colon_is_not_taken_for_a_profile() -> None:
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [("org/model", "org/Model"), ("Model", "org/Model"), ("org/mdoel", "org/Model"), ("orgg/rich", "org/rich"), ("RICH", "org/rich")],
+    [
+        ("org/model", "org/Model"),
+        ("Model", "org/Model"),
+        ("org/mdoel", "org/Model"),
+        ("orgg/rich", "org/rich"),
+        ("RICH", "org/rich"),
+    ],
 )
 def test_near_names_are_suggested_best_first(name: str, first: str) -> None:
     """E4."""
@@ -207,15 +267,24 @@ def test_a_profile_lies_over_the_model_key_by_key() -> None:
     assert short == {**base, "dimensions": (64, 128), "normalize": False}
     assert child == {**base, "pooling": "cls", "instruction": "from the profile", "is_query": True, "dimensions": (32,)}
     loads = {name: CATALOGUE.resolve(f"org/rich:{name}").load for name in ("default", "half", "half-child")}
-    assert loads == {"default": LoadOptions("float32"), "half": LoadOptions("float16"), "half-child": LoadOptions("float16", True)}
+    assert loads == {
+        "default": LoadOptions("float32"),
+        "half": LoadOptions("float16"),
+        "half-child": LoadOptions("float16", True),
+    }
 
 
 def test_profiles_with_equal_load_options_share_one_copy_of_the_weights() -> None:
     residencies = {name: CATALOGUE.resolve(f"org/rich:{name}").residency for name in ("default", *PROFILES)}
     assert residencies == {
-        "default": "org/rich", "short": "org/rich", "cls": "org/rich", "cls-short": "org/rich", "half": "org/rich:half",
-        "half-again": "org/rich:half", "half-child": "org/rich:half-child",
-    }  # fmt: skip
+        "default": "org/rich",
+        "short": "org/rich",
+        "cls": "org/rich",
+        "cls-short": "org/rich",
+        "half": "org/rich:half",
+        "half-again": "org/rich:half",
+        "half-child": "org/rich:half-child",
+    }
 
 
 def test_resolving_one_variant_never_changes_another() -> None:
@@ -261,7 +330,9 @@ def merged(*bodies: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for body in bodies:
         for key, value in body.items():
-            found[key] = merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+            found[key] = (
+                merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+            )
     return found
 
 
@@ -271,21 +342,32 @@ PARAMETERS: list[tuple[str, list[Any], str, list[Any]]] = [
     ("normalize", [False, True, False, True], "normalize", [False, True, False, True]),
     ("pooling", ["cls", "mean", "last", "last_token"], "pooling", ["cls", "mean", "last", "last"]),
     ("dimensions", [128, 256, 384, 128], "dimensions", [128, 256, 0, 128]),
-    ("output_types", [["sparse"], ["dense"], ["dense", "sparse"], ["sparse", "dense"]], "outputs",
-     [("sparse",), ("dense",), ("dense", "sparse"), ("sparse", "dense")]),
+    (
+        "output_types",
+        [["sparse"], ["dense"], ["dense", "sparse"], ["sparse", "dense"]],
+        "outputs",
+        [("sparse",), ("dense",), ("dense", "sparse"), ("sparse", "dense")],
+    ),
     ("instruction", ["a", "b", "c", "d"], "prefix", [f"Instruct: {text}\nQuery: " for text in "abcd"]),
     ("default_instruction", ["a", "b", "c", "d"], "prefix", [f"Instruct: {text}\nQuery: " for text in "abcd"]),
-    ("query_template", ["a {text}", "b{text}", "{text}c", "d {instruction}: {text}"], "prefix", ["a ", "b", "", "d retrieve: "]),
+    (
+        "query_template",
+        ["a {text}", "b{text}", "{text}c", "d {instruction}: {text}"],
+        "prefix",
+        ["a ", "b", "", "d retrieve: "],
+    ),
     ("doc_template", ["a {text}", "b{text}", "c {text} c", "{text}"], "prefix", ["a ", "b", "c ", ""]),
     ("output_dtype", ["float16", "int8", "ubinary", "uint8"], "dtype", ["float16", "int8", "ubinary", "uint8"]),
     ("is_query", [True, False, 1, 0], "is_query", [True, False, True, False]),
     ("input_type", ["query", "document", "search_query", "x"], "is_query", [True, False, True, False]),
     ("lora_id", ["a", "b", "c", "d"], "lora", ["a", "b", "c", "d"]),
     ("lora", ["a", "b", "c", "d"], "lora", ["a", "b", "c", "d"]),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "given", "field", "expected"), PARAMETERS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "given", "field", "expected"), PARAMETERS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_one_precedence_for_every_parameter(name: str, given: list[Any], field: str, expected: list[Any]) -> None:
     """`params.X`, `X`, `params.options.X`, `options.X`: the first that is set wins, where null and [] are not set."""
     base = {"is_query": True} if "instruction" in name or name == "query_template" else {}
@@ -301,7 +383,11 @@ def test_one_precedence_for_every_parameter(name: str, given: list[Any], field: 
 def test_without_a_parameter_the_profile_counts_then_the_model_then_the_contract() -> None:
     assert options({}).run == RunOptions(prefix="passage: ", pooling="mean")
     assert options({}, "org/rich:cls").run == RunOptions(
-        prefix="Instruct: from the profile\nQuery: ", suffix=" ?", pooling="cls", is_query=True, instruction="from the profile"
+        prefix="Instruct: from the profile\nQuery: ",
+        suffix=" ?",
+        pooling="cls",
+        is_query=True,
+        instruction="from the profile",
     )
     assert options({}, "org/rich:short").run.normalize is False
     assert options({"normalize": True}, "org/rich:short").run.normalize is True
@@ -348,14 +434,26 @@ def test_truncation_has_three_ways_and_two_old_spellings(given: Any, expected: s
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("truncate", "MIDDLE", "schema"), ("truncate", 1, "schema"), ("normalize", "yes", "schema"), ("normalize", 2, "schema"),
-        ("is_query", "x", "schema"), ("input_type", 1, "schema"), ("instruction", 5, "schema"), ("pooling", "max", "schema"),
-        ("output_types", "dense", "schema"), ("output_types", [1], "schema"), ("output_types", ["multivector"], "unsupported_output"),
-        ("output_dtype", "bfloat16", "unsupported_dtype"), ("output_dtype", "int4", "unsupported_dtype"),
-        ("max_seq_length", 0, "schema"), ("max_seq_length", 257, "schema"), ("max_seq_length", "10", "schema"),
-        ("on_item_error", "skip", "schema"), ("timing", "all", "schema"),
+        ("truncate", "MIDDLE", "schema"),
+        ("truncate", 1, "schema"),
+        ("normalize", "yes", "schema"),
+        ("normalize", 2, "schema"),
+        ("is_query", "x", "schema"),
+        ("input_type", 1, "schema"),
+        ("instruction", 5, "schema"),
+        ("pooling", "max", "schema"),
+        ("output_types", "dense", "schema"),
+        ("output_types", [1], "schema"),
+        ("output_types", ["multivector"], "unsupported_output"),
+        ("output_dtype", "bfloat16", "unsupported_dtype"),
+        ("output_dtype", "int4", "unsupported_dtype"),
+        ("max_seq_length", 0, "schema"),
+        ("max_seq_length", 257, "schema"),
+        ("max_seq_length", "10", "schema"),
+        ("on_item_error", "skip", "schema"),
+        ("timing", "all", "schema"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_parameter_is_refused_by_its_path_at_every_level(name: str, value: Any, reason: str) -> None:
     """E8: and the message repeats no text of the client."""
     for level in LEVELS:
@@ -388,7 +486,8 @@ def test_repeated_outputs_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "operation"), [("org/Model", "score"), ("org/cross", "encode"), ("org/ner", "score"), ("org/late", "extract")]
+    ("spec", "operation"),
+    [("org/Model", "score"), ("org/cross", "encode"), ("org/ner", "score"), ("org/late", "extract")],
 )
 def test_a_verb_that_the_model_does_not_do_is_refused(spec: str, operation: Operation) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -397,7 +496,14 @@ def test_a_verb_that_the_model_does_not_do_is_refused(spec: str, operation: Oper
 
 
 def test_each_dtype_of_the_contract_and_no_other() -> None:
-    assert [options({"output_dtype": name}).run.dtype for name in DTYPES] == ["float32", "float16", "int8", "uint8", "binary", "ubinary"]
+    assert [options({"output_dtype": name}).run.dtype for name in DTYPES] == [
+        "float32",
+        "float16",
+        "int8",
+        "uint8",
+        "binary",
+        "ubinary",
+    ]
     specs = ("org/m3", "org/m3:sparse", "org/rich")
     found = [options(body, spec).run.dtype for body in ({}, {"output_dtype": "float32"}) for spec in specs]
     assert found == ["float16", "int8", "float32", "float32", "float32", "float32"]
@@ -411,7 +517,12 @@ def test_output_types_of_a_profile_yield_to_those_of_the_request() -> None:
 
 def test_is_query_of_a_profile_yields_to_the_request_in_either_spelling() -> None:
     assert options({}, "org/rich:cls").run.is_query
-    for body in ({"is_query": False}, {"options": {"is_query": 0}}, {"input_type": "document"}, {"is_query": 0, "input_type": "query"}):
+    for body in (
+        {"is_query": False},
+        {"options": {"is_query": 0}},
+        {"input_type": "document"},
+        {"is_query": 0, "input_type": "query"},
+    ):
         assert not options(body, "org/rich:cls").run.is_query
     assert options({"is_query": True, "params": {"input_type": "document"}}).run.is_query, "is_query wins at any level"
 
@@ -422,17 +533,25 @@ MUVERA = Muvera(num_repetitions=10, seed=1)  # the entry's own over the contract
 @pytest.mark.parametrize(
     ("spec", "value", "expected"),
     [
-        ("org/late", None, None), ("org/late", False, None), ("org/late", True, MUVERA), ("org/late", {}, MUVERA),
+        ("org/late", None, None),
+        ("org/late", False, None),
+        ("org/late", True, MUVERA),
+        ("org/late", {}, MUVERA),
         ("org/late", {"seed": 9}, Muvera(num_repetitions=10, seed=9)),
         ("org/late", {"seed": None, "num_repetitions": None}, MUVERA),
         ("org/late:index", None, Muvera(num_repetitions=20, seed=1, final_projection_dim=None)),
         ("org/late:index", {"final_projection_dim": 64}, Muvera(num_repetitions=20, seed=1, final_projection_dim=64)),
         ("org/late:index", True, Muvera(num_repetitions=20, seed=1, final_projection_dim=None)),
-        ("org/late:index", False, None), ("org/late:plain", None, MUVERA), ("org/late:never", None, None),
-        ("org/late:never", True, MUVERA), ("org/m3", True, Muvera()),
+        ("org/late:index", False, None),
+        ("org/late:plain", None, MUVERA),
+        ("org/late:never", None, None),
+        ("org/late:never", True, MUVERA),
+        ("org/m3", True, Muvera()),
     ],
-)  # fmt: skip
-def test_muvera_is_merged_key_by_key_from_the_contract_to_the_request(spec: str, value: Any, expected: Muvera | None) -> None:
+)
+def test_muvera_is_merged_key_by_key_from_the_contract_to_the_request(
+    spec: str, value: Any, expected: Muvera | None
+) -> None:
     """The contract's, the entry's, the profile's, the request's. A profile that says false takes all of it away."""
     for level in LEVELS:
         run = options(at(level, "muvera", value), spec).run
@@ -443,11 +562,14 @@ def test_muvera_is_merged_key_by_key_from_the_contract_to_the_request(spec: str,
 @pytest.mark.parametrize(
     ("spec", "value", "reason", "path"),
     [
-        ("org/rich", True, "muvera_unsupported", "muvera"), ("org/late", {"seeds": 1}, "schema", "muvera.seeds"),
-        ("org/late", {"seed": "x"}, "schema", "muvera.seed"), ("org/late", 3, "schema", "muvera"), ("org/late", "yes", "schema", "muvera"),
+        ("org/rich", True, "muvera_unsupported", "muvera"),
+        ("org/late", {"seeds": 1}, "schema", "muvera.seeds"),
+        ("org/late", {"seed": "x"}, "schema", "muvera.seed"),
+        ("org/late", 3, "schema", "muvera"),
+        ("org/late", "yes", "schema", "muvera"),
         ("org/late", {"num_repetitions": 0}, "schema", "muvera.num_repetitions"),
     ],
-)  # fmt: skip
+)
 def test_muvera_that_cannot_be_is_refused_by_its_path(spec: str, value: Any, reason: str, path: str) -> None:
     for level in LEVELS:
         error = refused(at(level, "muvera", value), spec)
@@ -463,8 +585,11 @@ def test_muvera_gives_a_dense_output_beside_the_others() -> None:
 
 def test_a_lora_is_the_request_s_then_the_profile_s_then_the_model_s() -> None:
     assert [options({}, spec).run.lora for spec in ("org/rich", "org/m3", "org/m3:sparse", "org/m3:both")] == [
-        "", "org/base-lora", "org/sparse-lora", "org/sparse-lora",
-    ]  # fmt: skip
+        "",
+        "org/base-lora",
+        "org/sparse-lora",
+        "org/sparse-lora",
+    ]
     for name in ("lora", "lora_id"):
         assert options({"params": {name: "mine"}}, "org/m3:sparse").run.lora == "mine"
     assert options({"lora": "same", "options": {"lora_id": "same"}}).run.lora == "same"
@@ -490,9 +615,12 @@ def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contra
     specs = ("org/late", "org/m3", "org/m3:sparse", "org/m3:both", "org/cross")
     found = {spec: options({}, spec, operation="score").run for spec in specs}
     assert {spec: run.outputs for spec, run in found.items()} == {
-        "org/late": ("multivector",), "org/m3": ("dense", "sparse", "multivector"), "org/m3:sparse": ("sparse",),
-        "org/m3:both": ("sparse",), "org/cross": (),
-    }  # fmt: skip
+        "org/late": ("multivector",),
+        "org/m3": ("dense", "sparse", "multivector"),
+        "org/m3:sparse": ("sparse",),
+        "org/m3:both": ("sparse",),
+        "org/cross": (),
+    }
     for level in LEVELS:
         run = options(at(level, "score_mode", "colbert"), "org/m3:sparse", operation="score").run
         assert run.outputs == ("multivector",)
@@ -506,12 +634,20 @@ def test_parameters_are_layered_key_by_key() -> None:
     """The model's, the profile's it extends, its own, the request's."""
     found = {spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")}
     assert found == {
-        "": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}}, ":sparse": {"score_mode": "sparse", "score_weights": {"dense": 1.0}},
+        "": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}},
+        ":sparse": {"score_mode": "sparse", "score_weights": {"dense": 1.0}},
         ":both": {"score_mode": "sparse", "score_weights": {"colbert": 1.0}},
-    }  # fmt: skip
+    }
     base = {"threshold": 0.4, "multi_label": True}
-    asked = {spec: options({"labels": ["x"]}, f"org/gliner{spec}", operation="extract").run.parameters for spec in ("", ":sure", ":nested")}
-    assert asked == {"": base, ":sure": {**base, "threshold": 0.9}, ":nested": {**base, "threshold": 0.9, "flat_ner": False}}
+    asked = {
+        spec: options({"labels": ["x"]}, f"org/gliner{spec}", operation="extract").run.parameters
+        for spec in ("", ":sure", ":nested")
+    }
+    assert asked == {
+        "": base,
+        ":sure": {**base, "threshold": 0.9},
+        ":nested": {**base, "threshold": 0.9, "flat_ner": False},
+    }
     over = options({"labels": ["x"], "flat_ner": 1}, "org/gliner:nested", operation="extract").run.parameters
     assert over == {**base, "threshold": 0.9, "flat_ner": True}
 
@@ -519,10 +655,14 @@ def test_parameters_are_layered_key_by_key() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "param"),
     [
-        ("score_weights", {"dense": -1}, ".dense"), ("score_weights", {"late": 1}, ""), ("score_weights", {"dense": 0}, ""),
-        ("score_weights", {"dense": "1"}, ".dense"), ("score_weights", {"dense": float("nan")}, ".dense"), ("score_weights", 1, ""),
+        ("score_weights", {"dense": -1}, ".dense"),
+        ("score_weights", {"late": 1}, ""),
+        ("score_weights", {"dense": 0}, ""),
+        ("score_weights", {"dense": "1"}, ".dense"),
+        ("score_weights", {"dense": float("nan")}, ".dense"),
+        ("score_weights", 1, ""),
     ],
-)  # fmt: skip
+)
 def test_score_weights_are_numbers_of_at_least_zero(name: str, value: Any, param: str) -> None:
     for level in LEVELS:
         error = refused(at(level, name, value), "org/m3", operation="score")
@@ -548,7 +688,9 @@ def test_a_query_and_its_documents_have_their_own_prompts() -> None:
         ("org/judge", {"instruction": "{query} {document} {instruction} {0}"}, "{query} {document} {instruction} {0}"),
     ],
 )
-def test_a_pair_template_is_cut_into_pieces_that_no_instruction_can_change(spec: str, body: dict[str, Any], instruction: str) -> None:
+def test_a_pair_template_is_cut_into_pieces_that_no_instruction_can_change(
+    spec: str, body: dict[str, Any], instruction: str
+) -> None:
     """X8."""
     run = options(body, spec, operation="score").run
     assert run.pieces == ((f"<i> {instruction} <q> ", "query", ""), (" <d> ", "document", ""))
@@ -560,7 +702,9 @@ def test_labels_keep_their_order_and_their_case() -> None:
     assert options(body, "org/gliner", operation="extract").run.labels == ("Zebra", "ant", "Ant", "ant")
     levels = {level: at(level, "labels", [level or "top"]) for level in LEVELS}
     for first, level in enumerate(LEVELS):
-        body = merged(*(at(above, "labels", []) for above in LEVELS[:first]), *(levels[below] for below in LEVELS[first:]))
+        body = merged(
+            *(at(above, "labels", []) for above in LEVELS[:first]), *(levels[below] for below in LEVELS[first:])
+        )
         assert options(body, "org/nli", operation="extract").run.labels == (level or "top",)
 
 
@@ -596,10 +740,14 @@ def test_a_threshold_is_the_request_s_the_profile_s_the_model_s_or_the_family_s(
 @pytest.mark.parametrize(
     ("spec", "name", "value"),
     [
-        ("org/gliner", "flat_ner", "no"), ("org/gliner", "multi_label", 2), ("org/gliner", "merge_adjacent_entities", "x"),
-        ("org/nli", "hypothesis_template", "about it"), ("org/nli", "hypothesis_template", "{} {}"), ("org/nli", "hypothesis_template", 3),
+        ("org/gliner", "flat_ner", "no"),
+        ("org/gliner", "multi_label", 2),
+        ("org/gliner", "merge_adjacent_entities", "x"),
+        ("org/nli", "hypothesis_template", "about it"),
+        ("org/nli", "hypothesis_template", "{} {}"),
+        ("org/nli", "hypothesis_template", 3),
     ],
-)  # fmt: skip
+)
 def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> None:
     for level in LEVELS:
         error = refused(merged({"labels": ["x"]}, at(level, name, value)), spec, operation="extract")
@@ -607,20 +755,28 @@ def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> N
 
 
 def test_an_option_of_another_family_is_a_warning() -> None:
-    found = options({"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract")
+    found = options(
+        {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract"
+    )
     assert found.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
     assert "hypothesis_template" not in found.run.parameters
 
 
 def test_a_schema_is_refused_by_a_model_that_takes_none() -> None:
-    error = refused({"labels": ["x"], "params": {"output_schema": {"type": "object"}}}, "org/gliner", operation="extract")
+    error = refused(
+        {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}, "org/gliner", operation="extract"
+    )
     assert (error.reason, error.param) == ("output_schema_unsupported", "params.output_schema")
 
 
 @pytest.mark.parametrize("operation", ["encode", "extract"])
 def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operation: Operation) -> None:
     """With their JSON types, and without a warning: it checks its own."""
-    body = {"colour": ["blue"], "params": {"depth": {"a": [1, 2.5, None, True]}, "truncate": "START"}, "options": {"size": 2}}
+    body = {
+        "colour": ["blue"],
+        "params": {"depth": {"a": [1, 2.5, None, True]}, "truncate": "START"},
+        "options": {"size": 2},
+    }
     found = options(body, "org/theirs", operation=operation, strict=True)
     assert found.run.parameters == {"colour": ["blue"], "size": 2, "depth": {"a": [1, 2.5, None, True]}}
     assert (found.run.truncate, found.warnings) == ("START", ())
@@ -684,7 +840,12 @@ def test_an_unknown_option_is_a_warning_or_strictly_an_error(level: str) -> None
 
 
 def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
-    body = {"items": ["x"], "model": "m", "params": {"truncate": "END", "options": {"timing": "items"}}, "options": {"profile": "cls"}}
+    body = {
+        "items": ["x"],
+        "model": "m",
+        "params": {"truncate": "END", "options": {"timing": "items"}},
+        "options": {"profile": "cls"},
+    }
     assert options(body, strict=True).warnings == ()
     assert refused({"options": {"items": 1}}, strict=True).param == "options.items"
 
@@ -697,10 +858,19 @@ def test_warnings_are_few_and_short() -> None:
     assert max(map(len, found)) < 300  # a model's name may have 255 characters
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (None, "null"), (True, "True"), (3, "3"), (1.5, "1.5"), ("secret", "a string"), (b"secret", "bytes"), ({"secret": 1}, "a map"),
-    (["secret"], "a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "True"),
+        (3, "3"),
+        (1.5, "1.5"),
+        ("secret", "a string"),
+        (b"secret", "bytes"),
+        ({"secret": 1}, "a map"),
+        (["secret"], "a list"),
+    ],
+)
 def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None:
     """X4."""
     assert describe(value) == text
@@ -714,14 +884,22 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
     load = LoadOptions("float32")
     base = fingerprint(RICH, load, "float32")
     moved = {
-        "revision": {"weights": {"hub": "org/rich", "revision": "def"}}, "id": {"id": "org/rich2"}, "family": {"family": "other"},
-        "max_tokens": {"max_tokens": 255}, "outputs": {"outputs": {"dense": 384}}, "prompts": {"prompts": {}},
+        "revision": {"weights": {"hub": "org/rich", "revision": "def"}},
+        "id": {"id": "org/rich2"},
+        "family": {"family": "other"},
+        "max_tokens": {"max_tokens": 255},
+        "outputs": {"outputs": {"dense": 384}},
+        "prompts": {"prompts": {}},
         "pooling": {"run": {**msgspec.to_builtins(RICH.run), "pooling": "cls"}},
         "normalize": {"run": {**msgspec.to_builtins(RICH.run), "normalize": False}},
         "parameters": {"run": {**msgspec.to_builtins(RICH.run), "parameters": {"score_mode": "dense"}}},
-        "head": {"head": {"query_encoder": "idf"}}, "pair": {"pair": ["{query}", "{document}"]},
-    }  # fmt: skip
-    found = {name: fingerprint(parse_entry({**msgspec.to_builtins(RICH), **changes}), load, "float32") for name, changes in moved.items()}
+        "head": {"head": {"query_encoder": "idf"}},
+        "pair": {"pair": ["{query}", "{document}"]},
+    }
+    found = {
+        name: fingerprint(parse_entry({**msgspec.to_builtins(RICH), **changes}), load, "float32")
+        for name, changes in moved.items()
+    }
     found["precision"] = fingerprint(RICH, load, "bfloat16")
     found["load options"] = fingerprint(RICH, LoadOptions("float32", True), "float32")
     found["causal"] = fingerprint(RICH, LoadOptions("float32", causal=False), "float32")
@@ -758,20 +936,37 @@ def raw(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"id": "a b"}, "$.id"), ({"id": "../x"}, "$.id"), ({"id": "a/../b"}, "$.id"), ({"id": ""}, "$.id"), ({"id": "x" * 256}, "$.id"),
-        ({"id": "org/model/status"}, "$.id"), ({"id": "a:b"}, "$.id"), ({"id": "a@b"}, "$.id"), ({"id": 3}, "$.id"),
-        ({"weights": {}}, "$.weights"), ({"weights": {"hub": "a/b"}}, "$.weights.revision"), ({"max_tokens": 0}, "$.max_tokens"),
-        ({"outputs": {"dense": "wide"}}, "$.outputs[...]"), ({"unknown": 1}, "$"), ({"run": {"poling": "cls"}}, "$.run"),
-        ({"run": {"pooling": "max"}}, "$.run.pooling"), ({"load": {"precision": "int4"}}, "$.load.precision"),
-        ({"profiles": {"default": {}}}, "$.profiles"), ({"profiles": {"a b": {}}}, "$.profiles"),
-        ({"outputs": {"json": 0}}, "$.outputs.json"), ({"pair": ["{query}"]}, "$.pair"),
+        ({"id": "a b"}, "$.id"),
+        ({"id": "../x"}, "$.id"),
+        ({"id": "a/../b"}, "$.id"),
+        ({"id": ""}, "$.id"),
+        ({"id": "x" * 256}, "$.id"),
+        ({"id": "org/model/status"}, "$.id"),
+        ({"id": "a:b"}, "$.id"),
+        ({"id": "a@b"}, "$.id"),
+        ({"id": 3}, "$.id"),
+        ({"weights": {}}, "$.weights"),
+        ({"weights": {"hub": "a/b"}}, "$.weights.revision"),
+        ({"max_tokens": 0}, "$.max_tokens"),
+        ({"outputs": {"dense": "wide"}}, "$.outputs[...]"),
+        ({"unknown": 1}, "$"),
+        ({"run": {"poling": "cls"}}, "$.run"),
+        ({"run": {"pooling": "max"}}, "$.run.pooling"),
+        ({"load": {"precision": "int4"}}, "$.load.precision"),
+        ({"profiles": {"default": {}}}, "$.profiles"),
+        ({"profiles": {"a b": {}}}, "$.profiles"),
+        ({"outputs": {"json": 0}}, "$.outputs.json"),
+        ({"pair": ["{query}"]}, "$.pair"),
         ({"pair": ["{query}{query} {document}"]}, "$.pair"),
-        ({"head": {"query_encoder": "bm25"}}, "$.head.query_encoder"), ({"head": {"marker": "x"}}, "$.head"),
+        ({"head": {"query_encoder": "bm25"}}, "$.head.query_encoder"),
+        ({"head": {"marker": "x"}}, "$.head"),
         ({"weights": {"hub": "a/b", "revision": "c", "unpinned": True}}, "$.weights.revision"),
-        ({"run": {"parameters": [1]}}, "$.run.parameters"), ({"load": {"causal": "no"}}, "$.load.causal"),
-        ({"profiles": {"a": {"extends": "none"}}}, "$.profiles.a.extends"), ({"prompts": {"query": "no place"}}, "$.prompts.query"),
+        ({"run": {"parameters": [1]}}, "$.run.parameters"),
+        ({"load": {"causal": "no"}}, "$.load.causal"),
+        ({"profiles": {"a": {"extends": "none"}}}, "$.profiles.a.extends"),
+        ({"prompts": {"query": "no place"}}, "$.prompts.query"),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], path: str) -> None:
     """C9."""
     with pytest.raises(ValidationFailed) as caught:
@@ -822,7 +1017,11 @@ def test_the_packaged_catalogue_is_sound() -> None:
 def test_who_classifies_by_classes_of_its_own() -> None:
     own = entry("org/own", family="text-classifier", outputs={"classifications": 0})
     asked = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
-    assert [(classifies(each), needs_labels(each)) for each in (own, asked, NER)] == [(True, False), (False, True), (False, False)]
+    assert [(classifies(each), needs_labels(each)) for each in (own, asked, NER)] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
     assert own.tasks == ("extract",)
 
 
@@ -831,5 +1030,7 @@ def test_the_options_of_what_the_tokenizer_answers() -> None:
     run = RunOptions(("sparse",), "query: ", " ?", "NONE", "cls", False, 16, 8, "lora", "int8", True)
     assert counting(run) == RunOptions((), "query: ", " ?", parameters={"count": True})
     assert tokenizing() == decoding() == RunOptions(())
-    assert tokenizing("a ", " b", add_special_tokens=False) == RunOptions((), "a ", " b", parameters={"add_special_tokens": False})
+    assert tokenizing("a ", " b", add_special_tokens=False) == RunOptions(
+        (), "a ", " b", parameters={"add_special_tokens": False}
+    )
     assert decoding(skip_special_tokens=False).parameters == {"skip_special_tokens": False}

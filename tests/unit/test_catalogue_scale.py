@@ -1,4 +1,5 @@
-"""Ten thousand models: what a gateway does at its start, for a request and for a delta. Processor time, three times what is promised.
+"""Ten thousand models: what a gateway does at its start, for a request and for a delta. Processor time, three times
+what is promised.
 
 The same over real processes: tests/system/test_config_convergence.py; measured: bench/config.py.
 """
@@ -84,14 +85,22 @@ def test_suggestions_among_many_are_those_among_few() -> None:
     others = [f"{letters}/{letters[::-1]}-{number}" for number, letters in enumerate(["qqxw", "zzjk", "wvvu"] * 3000)]
     many = Names([*packaged.entries, *others])
     assert len(packaged.entries) <= ALL_COMPARED
-    for asked in ("bge-m4", "BAAI/bge-reranker-v2-m", "sentence-transformer/all-minilm-l6", "gte-modernbert", "intfloat/e5-smal-v2"):
+    for asked in (
+        "bge-m4",
+        "BAAI/bge-reranker-v2-m",
+        "sentence-transformer/all-minilm-l6",
+        "gte-modernbert",
+        "intfloat/e5-smal-v2",
+    ):
         few = packaged.near(asked)
         assert few
         assert many.near(asked)[0] == few[0]
     assert many.near("") == many.near("\n\n\n") == []
 
 
-def test_ids_that_differ_in_case_alone_are_ambiguous_and_a_delta_is_seen_by_every_way_of_writing(large: Catalogue) -> None:
+def test_ids_that_differ_in_case_alone_are_ambiguous_and_a_delta_is_seen_by_every_way_of_writing(
+    large: Catalogue,
+) -> None:
     first = next(iter(large.entries.values()))
     new = large.with_model("New/Model", msgspec.structs.replace(first, id="New/Model"), 1, "large:12")
     assert new.resolve("new/model").entry.id == "New/Model"

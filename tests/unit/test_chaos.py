@@ -61,7 +61,9 @@ def test_bytes_that_nobody_asked_for_break_the_promise() -> None:
 
 
 def test_requests_that_an_election_touched_stand_apart() -> None:
-    calm, shaken = judge(outcome(Attempt(1, 2, 0, 200)), outcome(Attempt(19, 21, 0, 200)), outcome(Attempt(24, 26, 0, 200))).split()
+    calm, shaken = judge(
+        outcome(Attempt(1, 2, 0, 200)), outcome(Attempt(19, 21, 0, 200)), outcome(Attempt(24, 26, 0, 200))
+    ).split()
     assert (len(calm), len(shaken)) == (1, 2)
 
 
@@ -87,7 +89,10 @@ def test_only_one_broker_is_ever_down_and_nobody_is_struck_twice_at_once() -> No
 
 
 def test_the_table_names_each_fault_and_the_plot_is_xml() -> None:
-    faults = [Fault("gateway 0", "gateway", "kill", 11.5, recovered_s=14.0), Fault("broker 1", "broker", "freeze", 30.0, 2.5, 33.0)]
+    faults = [
+        Fault("gateway 0", "gateway", "kill", 11.5, recovered_s=14.0),
+        Fault("broker 1", "broker", "freeze", 30.0, 2.5, 33.0),
+    ]
     report = judge(outcome(Attempt(1, 31, 0, 504, "GATEWAY_TIMEOUT")), faults=faults)
     text = table(report)
     assert "| 12 | gateway 0 | killed | 2.5 |" in text

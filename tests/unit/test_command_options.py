@@ -1,4 +1,6 @@
-"""The options of all commands: one name for one thing, in any position; and commands that `sie doctor` tells people to run."""
+"""The options of all commands: one name for one thing, in any position; and commands that `sie doctor` tells people to
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from sie_cli.options import behind
 
 ADDRESSES = {"--nats-url", "--gateway-url", "--config-service-url"}
 PROCESSES = {"serve", "gateway", "config", "sidecar", "adapter", "settings", "standalone"}
-BROWSED = {"sie keys", "sie dlq", "sie topology", "sie top", "sie doctor", "sie models list", "sie models compare", "sie models history"}
+BROWSED = {
+    "sie keys",
+    "sie dlq",
+    "sie topology",
+    "sie top",
+    "sie doctor",
+    "sie models list",
+    "sie models compare",
+    "sie models history",
+}
 NOWHERE = "nats://127.0.0.1:1"
 
 
@@ -34,7 +45,12 @@ def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tu
 
 
 def options(command: click.Command) -> set[str]:
-    return {name for param in command.params if isinstance(param, click.Option) for name in (*param.opts, *param.secondary_opts)}
+    return {
+        name
+        for param in command.params
+        if isinstance(param, click.Option)
+        for name in (*param.opts, *param.secondary_opts)
+    }
 
 
 def test_whatever_asks_a_server_takes_its_address_as_url_or_a_data_directory() -> None:
@@ -65,7 +81,9 @@ def test_where_to_look_may_be_said_before_the_command(args: list[str], moved: li
     assert behind(args) == moved
 
 
-@pytest.mark.parametrize("line", ["--url {} dlq list", "dlq --url {} list", "dlq --nats-url {} list", "dlq list --url {}"])
+@pytest.mark.parametrize(
+    "line", ["--url {} dlq list", "dlq --url {} list", "dlq --nats-url {} list", "dlq list --url {}"]
+)
 def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.options.CONNECT_S", 0.2)
     found = CliRunner().invoke(main, line.format(NOWHERE).split())
@@ -93,7 +111,10 @@ def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path, monkeypatch: p
     assert "no `sie serve` runs" in _who_reads(folder, None)
     assert f"SIE_MODELS_DIR={folder}" in _who_reads(folder, None)
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(folder))):
-        assert _who_reads(folder, None) == "the `sie serve` that runs reads this folder: it serves the model within seconds"
+        assert (
+            _who_reads(folder, None)
+            == "the `sie serve` that runs reads this folder: it serves the model within seconds"
+        )
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
         told = _who_reads(folder, None)
     assert f"does not read this folder, it reads {tmp_path / 'other'}" in told

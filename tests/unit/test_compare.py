@@ -1,4 +1,6 @@
-"""`sie models compare` and `sie models alias`: the figures, the samples, and both commands against a cluster in this process."""
+"""`sie models compare` and `sie models alias`: the figures, the samples, and both commands against a cluster in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_recall_is_that_of_a_plain_sort(own: bool) -> None:
 
 def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
     file = tmp_path / "sample"
-    file.write_text('one\n\n two \none\n{"text": "three"}\n{not json}\n{"query": "q", "documents": ["a", "b", "a"]}\n', "utf-8")
+    file.write_text(
+        'one\n\n two \none\n{"text": "three"}\n{not json}\n{"query": "q", "documents": ["a", "b", "a"]}\n', "utf-8"
+    )
     assert read(file, MOST_TEXTS) == Sample(("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),))
     assert read(file, 2).texts == ("one", "two")
     for wrong in (b'{"txt": "x"}', b'{"query": "q"}', b'{"query": "q", "documents": [1]}'):
@@ -64,9 +68,12 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
 def test_what_is_told_and_drawn() -> None:
     same = Agreement(("a", "b"), (4, 4), ("x", "y"), [0.5, -0.2, 1.0], [0.5, 0.75], [0.5, 1.0], notes=["mind <this>"])
     assert lines(same) == [
-        "a: 4 wide, fingerprint x", "b: 4 wide, fingerprint y", "cosine of 3: mean 0.4333, median 0.5000, p5 -0.1300, min -0.2000",
-        "recall@1: 0.5000 (by chance 0.5000)", "note: mind <this>",
-    ]  # fmt: skip
+        "a: 4 wide, fingerprint x",
+        "b: 4 wide, fingerprint y",
+        "cosine of 3: mean 0.4333, median 0.5000, p5 -0.1300, min -0.2000",
+        "recall@1: 0.5000 (by chance 0.5000)",
+        "note: mind <this>",
+    ]
     assert figures(same)["recall"] == {"1": 0.5, "2": 0.75}
     ranked = Agreement(("a", "<b>"), ranks=[1.0, 0.5])
     assert lines(ranked)[-1] == "rank correlation of 2: mean 0.7500, median 0.7500, p5 0.5250, min 0.5000"
@@ -112,14 +119,19 @@ async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path
         ET.parse(plot)
         for arguments, message in (
             (("toy/one", "toy/gone", "--sample", sample), "no model named 'toy/gone'"),
-            (("toy/one", "toy/two", "--sample", sample, "--queries", tmp_path / "texts.txt", "--plot", tmp_path), "is a directory"),
+            (
+                ("toy/one", "toy/two", "--sample", sample, "--queries", tmp_path / "texts.txt", "--plot", tmp_path),
+                "is a directory",
+            ),
         ):
             failed = await asked(url, *arguments)
             assert failed.exit_code in (1, 2)
             assert message in failed.output.replace("\n", " ")
 
 
-def test_the_administrators_token_goes_to_no_address_of_the_command_line(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_administrators_token_goes_to_no_address_of_the_command_line(
+    sample: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only to the gateway that the same environment names; a client's token is for whichever gateway is asked."""
     given: list[tuple[str, str | None]] = []
 
@@ -131,11 +143,21 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(sample:
     here, there = "http://here:1", "http://there:1"
     admin, auth, named = {"SIE_ADMIN_TOKEN": "admin"}, {"SIE_AUTH_TOKEN": "auth"}, {"SIE_GATEWAY_URL": here}
     for environ, arguments in (
-        (admin | named, ()), (admin | named, ("--url", there)), (admin, ()), (admin | auth, ("--url", there)), (admin | auth, ()),
-    ):  # fmt: skip
+        (admin | named, ()),
+        (admin | named, ("--url", there)),
+        (admin, ()),
+        (admin | auth, ("--url", there)),
+        (admin | auth, ()),
+    ):
         blank = {name: None for name in os.environ if name.startswith("SIE_")}
         CliRunner().invoke(compare, ["a", "b", "--sample", str(sample), *arguments], env=blank | environ)
-    assert given == [(here, "admin"), (there, None), (comparing.GATEWAY, None), (there, "auth"), (comparing.GATEWAY, "auth")]
+    assert given == [
+        (here, "admin"),
+        (there, None),
+        (comparing.GATEWAY, None),
+        (there, "auth"),
+        (comparing.GATEWAY, "auth"),
+    ]
 
 
 class Client:
@@ -152,7 +174,9 @@ class Client:
     def score(self, model: str, query: str, documents: list[str], **options: Any) -> dict[str, Any]:
         assert options == {"on_item_error": "fail", "priority": "bulk"}
         self.calls.append((model, query, len(documents)))
-        scores = [{"item_id": f"item-{number}", "score": self.rules[model](text)} for number, text in enumerate(documents)]
+        scores = [
+            {"item_id": f"item-{number}", "score": self.rules[model](text)} for number, text in enumerate(documents)
+        ]
         return {"scores": sorted(scores, key=lambda each: -each["score"]), "fingerprint": model}
 
 

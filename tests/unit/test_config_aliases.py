@@ -1,4 +1,6 @@
-"""Aliases through the config service's API: written, flipped, rolled back like a model, and never left without what they name."""
+"""Aliases through the config service's API: written, flipped, rolled back like a model, and never left without what
+they name.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,25 @@ class Api(config_api.Api):
 
 
 def entry(name: str, package: str = "x", **more: Any) -> dict[str, Any]:
-    return {"id": name, "weights": {"package": package}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": 16, **more}
+    return {
+        "id": name,
+        "weights": {"package": package},
+        "family": "toy",
+        "outputs": {"dense": 4},
+        "max_tokens": 16,
+        **more,
+    }
 
 
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
     api = await Api(MemoryServer()).start()
-    for document in (entry("org/one"), entry("org/two", "y"), entry("org/same"), entry("org/rank", outputs={"score": 0})):
+    for document in (
+        entry("org/one"),
+        entry("org/two", "y"),
+        entry("org/same"),
+        entry("org/rank", outputs={"score": 0}),
+    ):
         await api.call("POST", MODELS, document, 201)
     yield api
     await api.client.aclose()
@@ -49,8 +63,14 @@ async def served(api: Api, name: str = "search") -> str:
 
 
 async def test_an_alias_is_written_flipped_and_rolled_back_like_a_model(api: Api) -> None:
-    made = await api.call("POST", MODELS, {"id": "search", "alias": "org/one", "description": "what the site uses"}, 201)
-    assert (made["revision"], made["warnings"], made["routable_bundles_by_profile"]) == (1, [], {"default": ["default"]})
+    made = await api.call(
+        "POST", MODELS, {"id": "search", "alias": "org/one", "description": "what the site uses"}, 201
+    )
+    assert (made["revision"], made["warnings"], made["routable_bundles_by_profile"]) == (
+        1,
+        [],
+        {"default": ["default"]},
+    )
     assert await served(api) == "org/one"
     flipped = await api.call("PATCH", SEARCH, {"alias": "org/two"}, If_Match='"1"')
     assert (flipped["revision"], flipped["warnings"]) == (2, [VECTORS_CHANGED])
@@ -67,7 +87,11 @@ async def test_an_alias_is_written_flipped_and_rolled_back_like_a_model(api: Api
 
 
 async def test_what_get_returns_is_accepted_and_the_list_tells_aliases(api: Api) -> None:
-    document = {"id": "search", "alias": [{"model": "org/one", "weight": 90}, {"model": "org/same", "weight": 10}], "shadow": "org/two"}
+    document = {
+        "id": "search",
+        "alias": [{"model": "org/one", "weight": 90}, {"model": "org/same", "weight": 10}],
+        "shadow": "org/two",
+    }
     await api.call("POST", MODELS, document, 201)
     shown = await api.call("GET", SEARCH)
     assert (await api.call("POST", MODELS, {**shown, "id": "find"}, 201))["revision"] == 1
@@ -92,7 +116,9 @@ async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api:
     found = before
     for delta in api.deltas:
         assert delta.previous == found.epoch
-        found = found.with_model(delta.model, None if delta.entry is None else parse_document(delta.entry), delta.revision, delta.epoch)
+        found = found.with_model(
+            delta.model, None if delta.entry is None else parse_document(delta.entry), delta.revision, delta.epoch
+        )
     now = await snapshot(await api.store.export())
     assert (found.epoch, found.entries, found.aliases) == (now.epoch, now.entries, now.aliases)
 
@@ -105,15 +131,32 @@ async def test_the_epoch_s_hashes_know_nothing_of_aliases(api: Api) -> None:
     assert after["epoch"] != before["epoch"]
     assert after["bundle_config_hashes_hash"] == before["bundle_config_hashes_hash"]
     status = await api.call("GET", f"{SEARCH}/status")
-    assert (status["bundles"], status["revision"], status["all_bundles_acked"], status["no_bundles"]) == ([], 1, True, False)
+    assert (status["bundles"], status["revision"], status["all_bundles_acked"], status["no_bundles"]) == (
+        [],
+        1,
+        True,
+        False,
+    )
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("POST", MODELS, {"id": "search", "alias": "org/gone"}, "$.alias[0].model", "no model named"),
     ("POST", MODELS, {"id": "search", "alias": ["org/one", "org/two"]}, "$.alias[1].model", "must not mix vectors"),
-    ("POST", MODELS, {"id": "search", "alias": "org/one", "shadow": {"model": "org/two", "part": 1}}, "$.shadow.part", "unknown field"),
+    (
+        "POST",
+        MODELS,
+        {"id": "search", "alias": "org/one", "shadow": {"model": "org/two", "part": 1}},
+        "$.shadow.part",
+        "unknown field",
+    ),
     ("POST", MODELS, {"id": "Org/One", "alias": "org/two"}, "$.id", "a model has the id 'org/one'"),
-    ("PUT", f"{MODELS}/org/one", {"alias": "org/two"}, "$.id", "org/one is a model: take another id, or DELETE it first"),
+    (
+        "PUT",
+        f"{MODELS}/org/one",
+        {"alias": "org/two"},
+        "$.id",
+        "org/one is a model: take another id, or DELETE it first",
+    ),
     ("PATCH", f"{MODELS}/taken", {"alias": "taken"}, "$.alias[0].model", "this alias itself"),
     ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias", "a document of its own, under another id"),
     ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias", "this has family too"),
@@ -123,7 +166,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "loc", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+@pytest.mark.parametrize(
+    ("method", "path", "body", "loc", "message"), REFUSED, ids=[message for *_, message in REFUSED]
+)
 async def test_what_an_alias_may_not_be_is_refused_and_nothing_is_stored(
     api: Api, method: str, path: str, body: dict[str, Any], loc: str, message: str
 ) -> None:
@@ -154,21 +199,33 @@ NEEDED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "model", "body", "named"), NEEDED, ids=[f"{each[0]} {each[1]} {each[2]}" for each in NEEDED])
+@pytest.mark.parametrize(
+    ("method", "model", "body", "named"), NEEDED, ids=[f"{each[0]} {each[1]} {each[2]}" for each in NEEDED]
+)
 async def test_a_model_that_aliases_need_stays_as_they_need_it(
     api: Api, method: str, model: str, body: dict[str, Any] | None, named: list[str]
 ) -> None:
-    """A removal or a change that would break an alias is 409 naming all such aliases; with force it is done, and told."""
+    """A removal or a change that would break an alias is 409 naming all such aliases; with force it is
+    done, and told.
+    """
     await api.call("PATCH", f"{MODELS}/org/two", {"weights": {"package": "x"}, "max_tokens": 12})
     await api.call("POST", MODELS, entry("org/three", max_tokens=12), 201)
     for document in (
-        {"id": "only", "alias": "org/one"}, {"id": "pair", "alias": ["org/one", "org/same"]}, {"id": "pinned", "alias": "org/one@pypi:x"},
-        {"id": "shadowed", "alias": "org/two", "shadow": "ORG/one"}, {"id": "pair2", "alias": ["org/two", "org/three"]},
-    ):  # fmt: skip
+        {"id": "only", "alias": "org/one"},
+        {"id": "pair", "alias": ["org/one", "org/same"]},
+        {"id": "pinned", "alias": "org/one@pypi:x"},
+        {"id": "shadowed", "alias": "org/two", "shadow": "ORG/one"},
+        {"id": "pair2", "alias": ["org/two", "org/three"]},
+    ):
         await api.call("POST", MODELS, document, 201)
     path = f"{MODELS}/{model}"
     error = (await api.call(method, path, body, 409))["error"]
-    assert (error["code"], error["reason"], error["aliases"], error["retryable"]) == ("CONTENT_CONFLICT", "aliased", named, False)
+    assert (error["code"], error["reason"], error["aliases"], error["retryable"]) == (
+        "CONTENT_CONFLICT",
+        "aliased",
+        named,
+        False,
+    )
     verb = "names" if method == "DELETE" else "needs"
     assert f"the alias {named[0]} {verb} {model.removesuffix('/rollback')}" in error["message"]
     assert "?force=true" in error["message"]
@@ -193,7 +250,9 @@ async def test_a_broken_alias_holds_up_nothing_else(api: Api) -> None:
 async def test_changes_that_no_alias_minds_need_no_force(api: Api) -> None:
     await api.call("POST", MODELS, {"id": "search", "alias": ["org/one", "org/same"], "shadow": "org/two"}, 201)
     for model, body in (
-        ("org/one", {"description": "the first"}), ("org/same", {"profiles": {}}), ("org/two", {"run": {"pooling": "cls"}}),
+        ("org/one", {"description": "the first"}),
+        ("org/same", {"profiles": {}}),
+        ("org/two", {"run": {"pooling": "cls"}}),
         ("org/rank", {"max_tokens": 8}),
     ):
         assert (await api.call("PATCH", f"{MODELS}/{model}", body))["warnings"] == []
@@ -201,7 +260,9 @@ async def test_changes_that_no_alias_minds_need_no_force(api: Api) -> None:
 
 
 async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -> None:
-    """Each round an alias of a model is made at one replica while another replica removes that model: one of the two is refused."""
+    """Each round an alias of a model is made at one replica while another replica removes that model: one of the two is
+    refused.
+    """
     other = await Api(api.server).start()
     outcomes = set()
     for number in range(12):
@@ -234,8 +295,11 @@ async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:
 
 
 MENDS: list[tuple[str, str, Any]] = [
-    ("DELETE", "", None), ("PUT", "", {}), ("PATCH", "", {"colour": None}), ("POST", "/rollback", {"revision": 1}),
-]  # fmt: skip
+    ("DELETE", "", None),
+    ("PUT", "", {}),
+    ("PATCH", "", {"colour": None}),
+    ("POST", "/rollback", {"revision": 1}),
+]
 
 
 @pytest.mark.parametrize("model", ["org/one", "search"])
@@ -243,7 +307,9 @@ MENDS: list[tuple[str, str, Any]] = [
 async def test_a_stored_document_that_the_schema_refuses_now_is_mended_or_removed(
     api: Api, model: str, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    """1. a model, or an alias, has a field that only an older schema knew; 2. a write over it is done, whatever was there."""
+    """1. a model, or an alias, has a field that only an older schema knew; 2. a write over it is done, whatever was
+    there.
+    """
     documents = {"org/one": entry("org/one"), "search": {"id": "search", "alias": [{"model": "org/one"}]}}
     await api.call("POST", MODELS, documents["search"], 201)
     old = {**documents[model], "colour": "red"}
@@ -254,11 +320,17 @@ async def test_a_stored_document_that_the_schema_refuses_now_is_mended_or_remove
     assert (done["revision"], done["warnings"]) == (3, [VECTORS_CHANGED] if unknown else [])
     held = await api.store.held(model)
     assert held.entry is None if method == "DELETE" else held.entry == documents[model]
-    assert (await api.store.alias_index()).naming("org/one") == ([] if (model, method) == ("search", "DELETE") else ["search"])
+    assert (await api.store.alias_index()).naming("org/one") == (
+        [] if (model, method) == ("search", "DELETE") else ["search"]
+    )
 
 
-@pytest.mark.parametrize(("model", "body"), [("org/one", {"id": "org/one", "alias": "org/two"}), ("search", entry("search"))])
-async def test_a_stored_document_that_the_schema_refuses_now_stays_of_its_kind(api: Api, model: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "body"), [("org/one", {"id": "org/one", "alias": "org/two"}), ("search", entry("search"))]
+)
+async def test_a_stored_document_that_the_schema_refuses_now_stays_of_its_kind(
+    api: Api, model: str, body: dict[str, Any]
+) -> None:
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
     held = await api.store.held(model)
     await api.store.write([Change(model, held, {**(held.entry or {}), "colour": "red"}, "api", "put")])
@@ -268,6 +340,8 @@ async def test_a_stored_document_that_the_schema_refuses_now_stays_of_its_kind(a
 
 async def test_one_refused_document_holds_up_no_write_of_others(api: Api) -> None:
     await api.call("POST", MODELS, {"id": "pair", "alias": ["org/one", "org/same"]}, 201)
-    await api.store.write([Change("org/same", await api.store.held("org/same"), entry("org/same", colour="red"), "api", "put")])
+    await api.store.write(
+        [Change("org/same", await api.store.held("org/same"), entry("org/same", colour="red"), "api", "put")]
+    )
     assert (await api.call("PATCH", f"{MODELS}/org/one", {"max_tokens": 8}))["revision"] == 2
     assert (await api.call("PATCH", f"{MODELS}/pair", {"alias": "org/two"}))["warnings"] == [VECTORS_CHANGED]

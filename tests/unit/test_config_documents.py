@@ -73,9 +73,11 @@ def test_a_difference_names_each_field_with_what_it_was_and_is() -> None:
     before = {"a": 1, "run": {"pooling": "cls", "gone": True}, "list": [1, 2]}
     after = {"a": 1, "run": {"pooling": "mean", "new": None}, "list": [2]}
     assert difference(before, after) == [
-        {"path": "$.run.pooling", "before": "cls", "after": "mean"}, {"path": "$.run.gone", "before": True},
-        {"path": "$.run.new", "after": None}, {"path": "$.list", "before": [1, 2], "after": [2]},
-    ]  # fmt: skip
+        {"path": "$.run.pooling", "before": "cls", "after": "mean"},
+        {"path": "$.run.gone", "before": True},
+        {"path": "$.run.new", "after": None},
+        {"path": "$.list", "before": [1, 2], "after": [2]},
+    ]
     assert difference(before, before) == []
     assert len(difference({str(number): 0 for number in range(MOST_DIFFERENCES + 1)}, {})) == MOST_DIFFERENCES
 
@@ -95,7 +97,13 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
         ("pooling: mean", "pooling: max", "$.run.pooling", 8, "max"),
         ("pooling: mean", "poling: mean", "$.run.poling", 8, "unknown field"),
         ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13, "unknown field"),
-        ("normalize: false", "normalize: maybe", "$.profiles.v1.5.run.normalize", 13, "expected true, false or null, got a string"),
+        (
+            "normalize: false",
+            "normalize: maybe",
+            "$.profiles.v1.5.run.normalize",
+            13,
+            "expected true, false or null, got a string",
+        ),
         ("max_tokens: 128", "max_tokens: 0", "$.max_tokens", 6, "at least 1"),
         ("  dense: 384", "  dens: 384", "$.outputs.dens", 5, "no such output"),
         ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "unknown profile"),
@@ -118,7 +126,12 @@ def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line
 
 @pytest.mark.parametrize(
     ("body", "loc", "says"),
-    [('{"id": 3}', "$.id", "a string"), ("[]", "$", "a map"), ('{"id": ', "$", "not valid JSON"), ("[" * 100_000, "$", "")],
+    [
+        ('{"id": 3}', "$.id", "a string"),
+        ("[]", "$", "a map"),
+        ('{"id": ', "$", "not valid JSON"),
+        ("[" * 100_000, "$", ""),
+    ],
 )
 def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None:
     found = fault(body, "application/json")
@@ -133,7 +146,9 @@ def test_what_is_nested_too_deep_is_refused_and_ends_no_process(content_type: st
         assert "deep" in fault("[" * depth + "]" * depth, content_type)["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"\xff\xfe\x00\xd8", b"\x00", b"a: !!python/object:os.system {}", b"--- 1\n--- 2\n"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff\xfe\x00\xd8", b"\x00", b"a: !!python/object:os.system {}", b"--- 1\n--- 2\n"]
+)
 def test_what_is_no_yaml_is_refused(body: bytes) -> None:
     with pytest.raises(ValidationFailed):
         entry_of(body, "")

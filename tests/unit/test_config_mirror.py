@@ -1,4 +1,6 @@
-"""What a replica remembers of the bucket, what its deltas say of other writes, and who serves which revision. Over the broker in memory."""
+"""What a replica remembers of the bucket, what its deltas say of other writes, and who serves which revision. Over the
+broker in memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ BUNDLES = {name: Bundle(name) for name in ("default", "vision")}
 
 
 def entry(model: str, bundle: str = "default", tokens: int = 16) -> dict[str, Any]:
-    return {"id": model, "weights": {"package": "x"}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": tokens, "bundle": bundle}
+    return {
+        "id": model,
+        "weights": {"package": "x"},
+        "family": "toy",
+        "outputs": {"dense": 4},
+        "max_tokens": tokens,
+        "bundle": bundle,
+    }
 
 
 class Replica:
@@ -57,7 +66,9 @@ async def replica() -> Replica:
     return await Replica(MemoryServer()).start()
 
 
-async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follows_on_the_last(replica: Replica) -> None:
+async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follows_on_the_last(
+    replica: Replica,
+) -> None:
     """Two replicas, kept replies between the writes: who follows all bundles meets no gap."""
     other = await Replica(replica.server).start()
     start = await replica.store.epoch()
@@ -144,17 +155,31 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
     service.workers.note_gateway(GatewayBeat("g5", config_epoch=now, leaving=True))
     held, revision_at = await replica.store.held("a/one"), await replica.store.revisions_at("a/one")
     told = configs.model_status(
-        "a/one", held.revision, now, f"{now.rpartition(':')[0]}:{held.written}", {"default": ("hash", service.workers.of("default"))},
-        service.workers.gateways(), revision_at, "api",
-    )  # fmt: skip
+        "a/one",
+        held.revision,
+        now,
+        f"{now.rpartition(':')[0]}:{held.written}",
+        {"default": ("hash", service.workers.of("default"))},
+        service.workers.gateways(),
+        revision_at,
+        "api",
+    )
     assert told["revision"] == 3
     found = {each["id"]: (each["revision"], each["acked"]) for each in told["gateways"] + told["workers"]}
     assert found == {
-        "g0": (3, True), "g1": (1, False), "g2": (0, False), "g3": (None, False), "g4": (None, False), "w0": (3, True), "w1": (2, False),
-    }  # fmt: skip
+        "g0": (3, True),
+        "g1": (1, False),
+        "g2": (0, False),
+        "g3": (None, False),
+        "g4": (None, False),
+        "w0": (3, True),
+        "w1": (2, False),
+    }
     (bundle,) = told["bundles"]
     assert (bundle["acked_workers"], bundle["pending_workers"], told["all_bundles_acked"]) == (["w0"], ["w1"], False)
-    assert {(each["bundle"], each["state"], each["fingerprint"]) for each in told["workers"]} == {("default", "available", "")}
+    assert {(each["bundle"], each["state"], each["fingerprint"]) for each in told["workers"]} == {
+        ("default", "available", "")
+    }
 
 
 def test_the_hashes_of_the_catalogue_are_the_same_wherever_they_are_made() -> None:

@@ -40,14 +40,20 @@ from sie_contracts.runtime.routes import CONFIG_ROUTES
 READER = "reader-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
 ENTRY = {
-    "id": "org/one", "weights": {"package": "x"}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": 16, "run": {"pooling": "mean"},
+    "id": "org/one",
+    "weights": {"package": "x"},
+    "family": "toy",
+    "outputs": {"dense": 4},
+    "max_tokens": 16,
+    "run": {"pooling": "mean"},
     "profiles": {"plain": {"run": {"normalize": False}}},
-}  # fmt: skip
+}
 ONE = "/v1/configs/models/org/one"
 BUNDLES = {
-    "default": Bundle("default", families=("toy",)), "late": Bundle("late", priority=9, families=("toy", "other")),
+    "default": Bundle("default", families=("toy",)),
+    "late": Bundle("late", priority=9, families=("toy", "other")),
     "eyes": Bundle("eyes", priority=1, families=("eye",)),
-}  # fmt: skip
+}
 
 
 class Api(config_api.Api):
@@ -75,9 +81,13 @@ async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: 
     made = await api.call("POST", "/v1/configs/models", ENTRY, 201)
     assert made.pop("router_id").startswith("sie-config-")
     assert made == {
-        "model_id": "org/one", "revision": 1, "created_profiles": ["default", "plain"], "existing_profiles_skipped": [], "warnings": [],
+        "model_id": "org/one",
+        "revision": 1,
+        "created_profiles": ["default", "plain"],
+        "existing_profiles_skipped": [],
+        "warnings": [],
         "routable_bundles_by_profile": {"default": ["default", "late"], "plain": ["default", "late"]},
-    }  # fmt: skip
+    }
     put = await api.call("PUT", ONE, {**ENTRY, "profiles": {}, "max_tokens": 32})
     assert (put["revision"], put["created_profiles"]) == (2, [])
     patched = await api.call("PATCH", ONE, {"run": {"pooling": None, "normalize": True}})
@@ -128,11 +138,23 @@ async def test_what_get_returns_is_accepted_by_post_in_both_languages(api: Api) 
 async def test_post_only_adds(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     same = await api.call("POST", "/v1/configs/models", ENTRY)
-    assert (same["created_profiles"], same["existing_profiles_skipped"], same["revision"]) == ([], ["default", "plain"], 1)
-    more = await api.call("POST", "/v1/configs/models", {**ENTRY, "profiles": {"short": {"run": {"dimensions": [2]}}}}, 201)
-    assert (more["created_profiles"], more["existing_profiles_skipped"], more["revision"]) == (["short"], ["default"], 2)
+    assert (same["created_profiles"], same["existing_profiles_skipped"], same["revision"]) == (
+        [],
+        ["default", "plain"],
+        1,
+    )
+    more = await api.call(
+        "POST", "/v1/configs/models", {**ENTRY, "profiles": {"short": {"run": {"dimensions": [2]}}}}, 201
+    )
+    assert (more["created_profiles"], more["existing_profiles_skipped"], more["revision"]) == (
+        ["short"],
+        ["default"],
+        2,
+    )
     assert set((await api.call("GET", ONE))["profiles"]) == {"plain", "short"}
-    other = await api.call("POST", "/v1/configs/models", {**ENTRY, "profiles": {"plain": {"run": {"normalize": True}}}}, 409)
+    other = await api.call(
+        "POST", "/v1/configs/models", {**ENTRY, "profiles": {"plain": {"run": {"normalize": True}}}}, 409
+    )
     assert (other["code"], other["error"]["revision"], other["error"]["profiles"]) == ("CONTENT_CONFLICT", 2, ["plain"])
     assert other["error"]["diff"] == [{"path": "$.profiles.plain.run.normalize", "before": False, "after": True}]
     assert await api.revisions() == [(1, "create"), (2, "create")]
@@ -143,9 +165,12 @@ async def test_if_match_takes_the_present_revision_and_no_other(api: Api) -> Non
     await api.call("POST", "/v1/configs/models", ENTRY, 201, If_Match="0")
     await api.call("PATCH", ONE, {"max_tokens": 8}, If_Match='"1"')
     for method, path, body in (
-        ("PATCH", ONE, {"max_tokens": 9}), ("PUT", ONE, ENTRY), ("DELETE", ONE, None), ("POST", f"{ONE}/rollback", {"revision": 1}),
+        ("PATCH", ONE, {"max_tokens": 9}),
+        ("PUT", ONE, ENTRY),
+        ("DELETE", ONE, None),
+        ("POST", f"{ONE}/rollback", {"revision": 1}),
         ("POST", "/v1/configs/models", ENTRY),
-    ):  # fmt: skip
+    ):
         answer = await api.client.request(method, path, json=body, headers={"If-Match": '"1"'})
         assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
         assert answer.json()["error"]["revision"] == 2
@@ -161,9 +186,11 @@ async def test_a_dry_run_checks_all_and_stores_nothing(api: Api) -> None:
     assert await api.store.epoch() == epoch
     assert await api.call("POST", "/v1/configs/models", ENTRY, 201, Idempotency_Key="a") == dry
     for call, status in (
-        (("PATCH", f"{ONE}?dry_run=true", {"max_tokens": 8}), 200), (("PATCH", f"{ONE}?dry_run=true", {"max_tokens": 0}), 422),
-        (("DELETE", f"{ONE}?dry_run=true"), 200), (("PATCH", f"{ONE}?dry_run=yes", {}), 400),
-    ):  # fmt: skip
+        (("PATCH", f"{ONE}?dry_run=true", {"max_tokens": 8}), 200),
+        (("PATCH", f"{ONE}?dry_run=true", {"max_tokens": 0}), 422),
+        (("DELETE", f"{ONE}?dry_run=true"), 200),
+        (("PATCH", f"{ONE}?dry_run=yes", {}), 400),
+    ):
         await api.call(*call, status=status)
     assert (await api.call("PATCH", f"{ONE}?dry_run=true", {}, 409, If_Match="3"))["code"] == "CONTENT_CONFLICT"
     assert await api.revisions() == [(1, "create")]
@@ -204,7 +231,10 @@ async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: A
     """C4: each patch changes another field; every one is there at the end."""
     other = await Api(api.server, **TOKENS).start()
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
-    calls = [(api, other)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x"}}) for number in range(40)]
+    calls = [
+        (api, other)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x"}})
+        for number in range(40)
+    ]
     answers = await asyncio.gather(*calls)
     assert sorted(answer["revision"] for answer in answers) == list(range(2, 42))
     assert set((await other.call("GET", ONE))["prompts"]) == {f"p{number}" for number in range(40)}
@@ -242,7 +272,9 @@ async def test_history_keeps_the_last_revisions(api: Api) -> None:
         ("POST", f"{ONE}/rollback", {"revision": 1, "x": 1}, "$.revision"),
     ],
 )
-async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(api: Api, method: str, path: str, body: Any, loc: str) -> None:
+async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(
+    api: Api, method: str, path: str, body: Any, loc: str
+) -> None:
     """C9."""
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     epoch = await api.store.epoch()
@@ -253,7 +285,10 @@ async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(api:
 
 
 async def test_yaml_is_told_by_its_line(api: Api) -> None:
-    body = b"id: org/one\nweights: {package: x}\nfamily: toy\noutputs: {dense: 4}\nmax_tokens: 1\nrun:\n  pooling: no-such\n"
+    body = (
+        b"id: org/one\nweights: {package: x}\nfamily: toy\noutputs: {dense: 4}\nmax_tokens: 1\nrun:\n  pooling:"
+        b" no-such\n"
+    )
     refused = await api.call("POST", "/v1/configs/models", body, 422, Content_Type="application/x-yaml")
     assert (refused["errors"][0]["loc"], refused["errors"][0]["line"]) == ("$.run.pooling", 7)
 
@@ -264,7 +299,9 @@ async def test_writes_to_what_is_not_there_and_bodies_without_bounds_are_refused
         assert (await api.call(method, path, body, 404))["code"] == "MODEL_NOT_FOUND"
     for path in (f"{ONE}/history", f"{ONE}/status"):
         await api.call("GET", path, status=404)
-    assert (await api.call("POST", "/v1/configs/models", b" " * (MOST_BODY_BYTES + 1), 413))["error"]["limit"] == MOST_BODY_BYTES
+    assert (await api.call("POST", "/v1/configs/models", b" " * (MOST_BODY_BYTES + 1), 413))["error"][
+        "limit"
+    ] == MOST_BODY_BYTES
     for path in ("/v1/configs/none", "/v1/configs"):
         await api.call("GET", path, status=404)
     answer = await api.client.put("/v1/configs/models", json={})
@@ -275,16 +312,30 @@ async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     resolve = "/v1/configs/resolve"
     assert await api.call("POST", resolve, {"model": "ORG/one:plain", "bundle": "default"}) == {
-        "model": "org/one", "profile": "plain", "resolved_bundle": "default", "compatible_bundles": ["default", "late"],
+        "model": "org/one",
+        "profile": "plain",
+        "resolved_bundle": "default",
+        "compatible_bundles": ["default", "late"],
         "profiles": ["default", "plain"],
-    }  # fmt: skip
+    }
     refused = await api.call("POST", resolve, {"model": "org/one", "bundle": "eyes"}, 409)
     assert refused["error"]["compatible_bundles"] == ["default", "late"]
     assert (await api.call("POST", resolve, {"model": "late:/org/one"}))["resolved_bundle"] == "late"
     await api.call("POST", resolve, {"model": "org/none"}, 404)
-    for body in ({}, {"model": 1}, {"model": "org/one", "bundle": 1}, {"model": "a:/org/one", "bundle": "b"}, {"model": "a", "x": 1}, []):
+    for body in (
+        {},
+        {"model": 1},
+        {"model": "org/one", "bundle": 1},
+        {"model": "a:/org/one", "bundle": "b"},
+        {"model": "a", "x": 1},
+        [],
+    ):
         await api.call("POST", resolve, body, 400)
-    assert [each["bundle_id"] for each in (await api.call("GET", "/v1/configs/bundles"))["bundles"]] == ["default", "eyes", "late"]
+    assert [each["bundle_id"] for each in (await api.call("GET", "/v1/configs/bundles"))["bundles"]] == [
+        "default",
+        "eyes",
+        "late",
+    ]
     shown = await api.client.get("/v1/configs/bundles/default")
     assert (shown.headers["content-type"], yaml.safe_load(shown.text)["id"]) == ("application/x-yaml", "default")
     await api.call("GET", "/v1/configs/bundles/none", status=404)
@@ -305,15 +356,25 @@ async def test_status_names_the_workers_that_lag(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     old = await api.store.epoch()
     await api.call("PATCH", ONE, {"max_tokens": 8})
-    for worker, epoch, ready, bundle in (("a", await api.store.epoch(), True, "default"), ("b", old, True, "default"),
-                                         ("c", old, False, "default"), ("d", old, True, "other")):  # fmt: skip
+    for worker, epoch, ready, bundle in (
+        ("a", await api.store.epoch(), True, "default"),
+        ("b", old, True, "default"),
+        ("c", old, False, "default"),
+        ("d", old, True, "other"),
+    ):
         api.service.workers.note(Heartbeat(worker, "_default", "cpu", bundle, ready, "1", config_epoch=epoch))
     told = await api.call("GET", f"{ONE}/status")
     bundle_told, late = told["bundles"]
     assert (late["bundle_id"], late["total_eligible_workers"], late["acked"]) == ("late", 0, True)
     assert (told["all_bundles_acked"], told["no_bundles"], told["source"]) == (False, False, "api")
-    assert (bundle_told["total_eligible_workers"], bundle_told["acked_workers"], bundle_told["pending_workers"]) == (2, ["a"], ["b"])
-    api.service.workers.note(Heartbeat("b", "_default", "cpu", "default", True, "1", config_epoch=await api.store.epoch()))
+    assert (bundle_told["total_eligible_workers"], bundle_told["acked_workers"], bundle_told["pending_workers"]) == (
+        2,
+        ["a"],
+        ["b"],
+    )
+    api.service.workers.note(
+        Heartbeat("b", "_default", "cpu", "default", True, "1", config_epoch=await api.store.epoch())
+    )
     assert (await api.call("GET", f"{ONE}/status"))["all_bundles_acked"] is True
 
 
@@ -362,7 +423,11 @@ async def test_a_write_that_fails_before_it_is_stored_is_done_by_its_retry(api: 
 async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> None:
     api = Api(MemoryServer(), **TOKENS)
     answer = await api.client.post("/v1/configs/models", json=ENTRY)
-    assert (answer.status_code, answer.json()["code"], answer.headers["x-should-retry"]) == (503, "QUEUE_UNAVAILABLE", "true")
+    assert (answer.status_code, answer.json()["code"], answer.headers["x-should-retry"]) == (
+        503,
+        "QUEUE_UNAVAILABLE",
+        "true",
+    )
     assert int(answer.headers["retry-after"]) >= 1
     await api.client.aclose()
 
@@ -371,8 +436,9 @@ def calls() -> list[tuple[str, str, bool]]:
     """Every method and path, and whether the read token is enough."""
     return [
         (method, row.path.replace("{id:path}", "org/one"), row.reader or row.scope == "read")
-        for row in CONFIG_ROUTES for method in row.methods.split()
-    ]  # fmt: skip
+        for row in CONFIG_ROUTES
+        for method in row.methods.split()
+    ]
 
 
 @pytest.mark.parametrize(("method", "path", "reads"), calls())
@@ -391,26 +457,38 @@ async def test_every_route_needs_its_token(method: str, path: str, reads: bool) 
 
 
 @pytest.mark.parametrize(
-    ("scopes", "reads", "writes", "exports"), [(("read",), 200, 403, 403), (("config", "read"), 200, 201, 200), (("infer",), 403, 403, 403)]
-)  # fmt: skip
-async def test_a_key_does_what_its_scopes_say_until_it_ends(scopes: tuple[str, ...], reads: int, writes: int, exports: int) -> None:
+    ("scopes", "reads", "writes", "exports"),
+    [(("read",), 200, 403, 403), (("config", "read"), 200, 201, 200), (("infer",), 403, 403, 403)],
+)
+async def test_a_key_does_what_its_scopes_say_until_it_ends(
+    scopes: tuple[str, ...], reads: int, writes: int, exports: int
+) -> None:
     """SIE_AUTH_MODE=token, X14: at the config service as at a gateway."""
     now_s, server = 1000.0, MemoryServer()
     api = await Api(server, SIE_AUTH_MODE="token", **TOKENS).start()
     gate = api.service.gate = access.Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), lambda: now_s)
     key, token = records.create("ops", scopes, now_s=now_s, expires_s=now_s + 60)
-    calls = (("GET", "/v1/configs/models", reads), ("POST", "/v1/configs/models", writes), ("GET", "/v1/configs/export", exports))
+    calls = (
+        ("GET", "/v1/configs/models", reads),
+        ("POST", "/v1/configs/models", writes),
+        ("GET", "/v1/configs/export", exports),
+    )
     await api.call("GET", "/v1/configs/models", None, 503, Authorization=token)
     await (await records.open_bucket(api.broker, 1)).write([Write(key.id, records.encode(key), 0)])
     gate.keys, stop = records.Keys(api.broker, 1), Stop()
     following = asyncio.create_task(gate.keys.run(stop))
     await until(lambda: gate.keys is not None and gate.keys.loaded, "the keys")
     for method, path, status in calls:
-        answer = await api.call(method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}")
+        answer = await api.call(
+            method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}"
+        )
         if status == 403:
             assert f"this one has {', '.join(scopes)}" in answer["error"]["message"]
     now_s += 61
-    assert "has expired" in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["error"]["message"]
+    assert (
+        "has expired"
+        in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["error"]["message"]
+    )
     unknown = await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other")
     assert "a key with scope read" in unknown["error"]["message"]
     await api.call("GET", "/v1/configs/models", None, 200, Authorization=READER)
@@ -431,6 +509,10 @@ async def test_a_change_of_bundle_is_told_to_both(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     held = await api.store.held("org/one")
     assert held.entry is not None
-    assert Change("org/one", held, {**held.entry, "family": "eye"}, "api", "put").told(BUNDLES) == {"default", "late", "eyes"}
+    assert Change("org/one", held, {**held.entry, "family": "eye"}, "api", "put").told(BUNDLES) == {
+        "default",
+        "late",
+        "eyes",
+    }
     assert Change("org/one", held, {**held.entry, "bundle": "late"}, "api", "put").told(BUNDLES) == {"default", "late"}
     assert Change("org/one", Held(), {**held.entry, "bundle": "gone"}, "api", "put").told(BUNDLES) == {"default"}

@@ -1,4 +1,6 @@
-"""The life of consumers: which one takes a model's work, that it is there while it is needed, and when it is given up."""
+"""The life of consumers: which one takes a model's work, that it is there while it is needed, and when
+it is given up.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def state(name: str, *, delivered: int = 0, waiting: int = 0, leased: int = 0) -
     return ConsumerState(name, "sie.work.x", 10.0, topology.TOPOLOGY_VERSION, delivered, waiting, leased)
 
 
-async def gateway(server: MemoryServer, clock: Clock, *, limit: int = 256, idle_s: float = life.IDLE_S) -> life.StreamConsumers:
+async def gateway(
+    server: MemoryServer, clock: Clock, *, limit: int = 256, idle_s: float = life.IDLE_S
+) -> life.StreamConsumers:
     stream = life.StreamConsumers(server.connect("gateway"), STREAM, limit, idle_s, clock)
     await stream.start()
     return stream
@@ -80,27 +84,38 @@ def test_a_consumer_rests_from_when_it_was_first_seen_to_do_nothing() -> None:
 @given(
     st.lists(
         st.lists(
-            st.tuples(st.sampled_from("abcdef"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)), unique_by=lambda each: each[0]
+            st.tuples(st.sampled_from("abcdef"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)),
+            unique_by=lambda each: each[0],
         ),
         min_size=1,
         max_size=12,
     )
 )
 def test_only_what_did_nothing_for_the_whole_time_is_given_up(history: list[list[tuple[str, int, int, int]]]) -> None:
-    """Over any history of observations a minute apart: whatever is deleted was seen unchanged, empty and unleased for the time."""
+    """Over any history of observations a minute apart: whatever is deleted was seen unchanged, empty and unleased for
+    the time.
+    """
     known: dict[str, Rest] = {}
     for minute, seen in enumerate(history):
-        known = rests(known, [state(name, delivered=count, waiting=w, leased=held) for name, count, w, held in seen], minute * 60.0)
+        known = rests(
+            known,
+            [state(name, delivered=count, waiting=w, leased=held) for name, count, w, held in seen],
+            minute * 60.0,
+        )
         assert set(known) == {name for name, *_ in seen}
         for name in given_up(known, minute * 60.0, 1000, 180.0):
-            last = [next((entry for entry in each if entry[0] == name), None) for each in history[minute - 3 : minute + 1]]
+            last = [
+                next((entry for entry in each if entry[0] == name), None) for each in history[minute - 3 : minute + 1]
+            ]
             assert None not in last
             assert len({entry[1] for entry in last if entry}) == 1
             assert not any(entry[2] or entry[3] for entry in last[1:] if entry)
 
 
 def test_a_crowded_stream_gives_up_those_at_rest_for_the_longest() -> None:
-    """15 of 16 places are filled at most once the collector has been there, and never from those that were busy lately."""
+    """15 of 16 places are filled at most once the collector has been there, and never from those that
+    were busy lately.
+    """
     resting = {f"own__{number:02}": Rest(1, float(number * 100)) for number in range(20)}
     resting |= {"x__y__bulk___s1": Rest(1, 0.0)}
     assert given_up(resting, 2000.0, 16, 3600.0) == ["own__00", "own__01", "own__02", "own__03", "own__04"]
@@ -124,7 +139,9 @@ async def test_beyond_the_bound_models_share_slots_until_a_place_is_free(server:
     assert not topology.is_slot(routed(stream, "toy/a", 1010.0).consumer.name)
     assert len(names(server)) == 3
 
-    await server.connect("other").delete_consumer(STREAM, topology.work_consumer(LANE, "interactive", "toy/b", 10.0).name)
+    await server.connect("other").delete_consumer(
+        STREAM, topology.work_consumer(LANE, "interactive", "toy/b", 10.0).name
+    )
     clock.now_s += 60.0
     await stream.refresh(10.0)
     assert routed(stream, "toy/c", 1070.0).subject == topology.work_subject(LANE, "interactive", "toy/c")
@@ -147,7 +164,9 @@ async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServe
 
 
 async def test_messages_of_both_ways_are_each_delivered_once(server: MemoryServer) -> None:
-    """L17: while a model moves between its own consumer and its slot, both hold messages, and neither gets those of the other."""
+    """L17: while a model moves between its own consumer and its slot, both hold messages, and neither gets those of the
+    other.
+    """
     broker = server.connect("test")
     ways = life._routes(LANE, "interactive", "toy/a", 10.0)
     got: list[Delivery] = []
@@ -179,7 +198,9 @@ async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server:
 
 
 async def test_a_deletion_in_the_middle_of_an_ensure_is_not_overlooked(server: MemoryServer) -> None:
-    """(1) the broker says that it exists, (2) it is deleted, (3) the notice is handled, (4) the answer of (1): it is made again."""
+    """(1) the broker says that it exists, (2) it is deleted, (3) the notice is handled, (4) the answer of (1): it is
+    made again.
+    """
     clock = Clock()
 
     class Slow(MemoryBroker):
@@ -253,7 +274,9 @@ async def test_consumers_at_rest_for_an_hour_are_deleted_and_others_kept(server:
 
 
 async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(server: MemoryServer) -> None:
-    """(1) a message arrives in the very moment of the deletion, (2) the collector dies before it counts, (3) any gateway's next round."""
+    """(1) a message arrives in the very moment of the deletion, (2) the collector dies before it counts, (3) any
+    gateway's next round.
+    """
     clock = Clock()
     collector, other = await gateway(server, clock, idle_s=0.0), await gateway(server, clock)
     spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
@@ -269,7 +292,9 @@ async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(serv
 
 
 async def test_no_work_is_orphaned_in_ten_thousand_deletions_that_race_publishes() -> None:
-    """L17: consumers are deleted while they are idle, waiting and leased; every published message reaches a worker and leaves."""
+    """L17: consumers are deleted while they are idle, waiting and leased; every published message reaches a worker and
+    leaves.
+    """
     server = MemoryServer()
     made: list[Broker] = []
 
@@ -352,7 +377,9 @@ async def test_the_first_work_of_a_pool_makes_its_stream() -> None:
     for number in range(2):
         await queue.publish(lane, [item("toy/a", str(number))], time.perf_counter() + 5.0)
     assert server.streams["WORK_fresh"].state().messages == 2
-    assert set(server.streams["WORK_fresh"].consumers) == {topology.work_consumer(lane, "interactive", "toy/a", 10.0).name}
+    assert set(server.streams["WORK_fresh"].consumers) == {
+        topology.work_consumer(lane, "interactive", "toy/a", 10.0).name
+    }
 
 
 def test_a_model_may_fill_a_quarter_of_the_stream() -> None:

@@ -23,7 +23,9 @@ LANE_NAMES = LANE.pool, LANE.machine_profile, LANE.bundle
 SHORT, LONG, WIDTH = 16, 8192, 768
 CROSSOVER = crossover_tokens(WIDTH, 12, 12)
 STATUS = ModelStatus("m", "loaded", crossover_tokens=CROSSOVER)
-HOST = Heartbeat("w", *LANE_NAMES, True, "0", models=(STATUS,), credit_cost=65_536, credit_items=64, batch_cost=16_384, pipeline=2)
+HOST = Heartbeat(
+    "w", *LANE_NAMES, True, "0", models=(STATUS,), credit_cost=65_536, credit_items=64, batch_cost=16_384, pipeline=2
+)
 
 
 def test_a_text_of_the_crossover_length_takes_twice_the_time_of_its_tokens() -> None:
@@ -50,7 +52,9 @@ def result(number: int, tokens: int, length: int, seconds: float) -> WorkResult:
 
 
 def expected_s(of: Place, tokens: int, length: int) -> float:
-    """The wait behind so many tokens of texts of this length, after eight batches of short texts, 16,384 tokens in half a second each."""
+    """The wait behind so many tokens of texts of this length, after eight batches of short texts, 16,384 tokens in half
+    a second each.
+    """
     for number in range(8):
         ticket = Ticket("k", of.costs([16384], [16384 * SHORT]), [16384])
         of.entered[ticket] = Entered(ticket, -1.0, math.inf, bytes, "r")
@@ -63,7 +67,9 @@ def expected_s(of: Place, tokens: int, length: int) -> float:
 
 
 def test_a_wait_behind_long_texts_is_that_of_their_squares() -> None:
-    """Short and long texts alternate in one lane: by tokens alone the wait behind the long ones is predicted far too short."""
+    """Short and long texts alternate in one lane: by tokens alone the wait behind the long ones is predicted far too
+    short.
+    """
     times = 1 + LONG / CROSSOVER
     assert expected_s(place(CROSSOVER), 10 * LONG, LONG) == pytest.approx(times * 2.5, rel=0.05)
     assert expected_s(place(0), 10 * LONG, LONG) == pytest.approx(2.5, rel=0.05)
@@ -80,7 +86,9 @@ def test_costs_are_scaled_with_the_tokens_that_results_tell() -> None:
 
 
 def test_what_workers_and_keys_count_stays_in_tokens() -> None:
-    """The bound of a window is what workers take in, in tokens: texts whose cost is a multiple fill it as before. Turns go by cost."""
+    """The bound of a window is what workers take in, in tokens: texts whose cost is a multiple fill it as before. Turns
+    go by cost.
+    """
     window = Window(Shares(), 4096)
     for key in ("a", "b"):
         ticket = Ticket(key, [5 * 4096] * 8, [4096] * 8)

@@ -41,7 +41,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     points = [
-        line for group, named in project["entry-points"].items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in named.items()))
+        line
+        for group, named in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{k} = {v}" for k, v in named.items()))
     ]
     (about / "entry_points.txt").write_text("\n".join(points))
     (site / f"{name}.py").write_text(FILES["static_embeddings.py"])

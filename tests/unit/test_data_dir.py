@@ -60,7 +60,10 @@ def test_a_folder_where_everybody_may_write_is_refused(temporary: Path, mode: in
     path = temporary / "data"
     path.mkdir()
     path.chmod(mode)
-    with pytest.raises(SettingError, match=r"every user of this machine may write there \(mode 0?1?7[57]7\).*chmod o-w"), DataDir(path):
+    with (
+        pytest.raises(SettingError, match=r"every user of this machine may write there \(mode 0?1?7[57]7\).*chmod o-w"),
+        DataDir(path),
+    ):
         pytest.fail("it was taken")
 
 

@@ -90,7 +90,9 @@ async def test_a_reconnect_measures_at_once() -> None:
 
 
 async def test_an_end_that_meets_a_reconnect_is_not_lost() -> None:
-    """Python 3.11's wait_for gives up a cancellation for a result that comes in the same turn: a drain then waits for ever."""
+    """Python 3.11's wait_for gives up a cancellation for a result that comes in the same turn: a drain then waits for
+    ever.
+    """
     server = MemoryServer()
     broker = server.connect("test")
     await broker.ensure_stream(STREAM, owner=True)
@@ -117,11 +119,15 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
 
 @pytest.mark.parametrize("offset_s", [-30.0, 0.0, 30.0])
 async def test_a_clock_that_is_30_s_off_changes_nothing(tmp_path: Path, offset_s: float) -> None:
-    """O4. The broker's clock is ahead of ours, or behind it: work in time is answered, late work is dropped, as without."""
+    """O4. The broker's clock is ahead of ours, or behind it: work in time is answered, late work is dropped, as
+    without.
+    """
     async with Direct(tmp_path, ENTRY) as cluster:
         cluster.server.wall_clock = lambda: time.time() + offset_s
         late = await cluster.publish("late", budget_ms=100)
-        await asyncio.sleep(0.1 + LATE_S + 0.2)  # its budget, what it is forgiven, and what the clocks may be off in this process
+        await asyncio.sleep(
+            0.1 + LATE_S + 0.2
+        )  # its budget, what it is forgiven, and what the clocks may be off in this process
         adapter = await cluster.adapter()
         await cluster.sidecar(adapter)
         good = await cluster.publish("good", budget_ms=5_000)

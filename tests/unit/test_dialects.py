@@ -1,4 +1,6 @@
-"""What the compat families refuse before anything is queued, what they count, and the types they make of float32 vectors."""
+"""What the compat families refuse before anything is queued, what they count, and the types they make of float32
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,16 @@ RERANK: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "query": "q", "documents": []}, "empty_items", "documents"),
     ({"model": "toy/score", "query": "q", "documents": ["a", 3]}, "schema", "documents[1]"),
     ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}]}, "schema", "documents[0].text"),
-    ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}], "rank_fields": ["body"]}, "empty_item", "documents[0]"),
-    ({"model": "toy/score", "query": "q", "documents": [{"title": []}], "rank_fields": ["title"]}, "schema", "documents[0]"),
+    (
+        {"model": "toy/score", "query": "q", "documents": [{"title": "a"}], "rank_fields": ["body"]},
+        "empty_item",
+        "documents[0]",
+    ),
+    (
+        {"model": "toy/score", "query": "q", "documents": [{"title": []}], "rank_fields": ["title"]},
+        "schema",
+        "documents[0]",
+    ),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": 0}, "schema", "top_n"),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": 0}, "schema", "top_k"),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "schema", "max_tokens_per_doc"),
@@ -129,12 +139,28 @@ COHERE: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input_type": "search_query"}, "empty_items", "texts"),
     ({"model": ONE, "input_type": "search_query", "texts": ["a"], "images": ["b"]}, "schema", "texts"),
     ({"model": ONE, "input_type": "search_query", "texts": ["a", 1]}, "schema", "texts[1]"),
-    ({"model": ONE, "input_type": "image", "images": ["data:image/png;base64,aGk="]}, "unsupported_modality", "images[0]"),
+    (
+        {"model": ONE, "input_type": "image", "images": ["data:image/png;base64,aGk="]},
+        "unsupported_modality",
+        "images[0]",
+    ),
     ({"model": ONE, "input_type": "search_query", "inputs": [{"content": []}]}, "schema", "inputs[0].content"),
-    ({"model": ONE, "input_type": "search_query", "inputs": [{"content": [{"type": "x"}]}]}, "schema", "inputs[0].content[0].type"),
-    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "embedding_types": ["int4"]}, "unsupported_dtype", "embedding_types[0]"),
+    (
+        {"model": ONE, "input_type": "search_query", "inputs": [{"content": [{"type": "x"}]}]},
+        "schema",
+        "inputs[0].content[0].type",
+    ),
+    (
+        {"model": ONE, "input_type": "search_query", "texts": ["a"], "embedding_types": ["int4"]},
+        "unsupported_dtype",
+        "embedding_types[0]",
+    ),
     ({"model": ONE, "input_type": "search_query", "texts": ["a"], "truncate": "MIDDLE"}, "schema", "truncate"),
-    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "output_dimension": 3}, "bad_dimensions", "output_dimension"),
+    (
+        {"model": ONE, "input_type": "search_query", "texts": ["a"], "output_dimension": 3},
+        "bad_dimensions",
+        "output_dimension",
+    ),
 ]
 CLASSIFY: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": ["a"]}, "unsupported_task", "model"),
@@ -152,20 +178,33 @@ REFUSED = [
 ]
 
 
-MEMBERS = {  # of an error's body, beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients the others
-    "/v1/embeddings": "detail", "/v1/rerank": "detail message id", "/v1/embed": "message id", "/v2/embed": "message id",
-    "/v2/rerank": "message id", "/rerank": "", "/classify": "",
-}  # fmt: skip
+# of an error's body, beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients the
+# others
+MEMBERS = {
+    "/v1/embeddings": "detail",
+    "/v1/rerank": "detail message id",
+    "/v1/embed": "message id",
+    "/v2/embed": "message id",
+    "/v2/rerank": "message id",
+    "/rerank": "",
+    "/classify": "",
+}
 
 
-async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_queued(cluster: InProcess, gateway: GatewayProcess) -> None:
+async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_queued(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
     """Contract 5.5, 22.1: a code, a reason, the path of the field, and no input text."""
     for path, body, reason, param in REFUSED:
         answer = await post(gateway, path, body)
         told = answer.json()
         code = "invalid_input" if path == "/v1/embeddings" else "INVALID_INPUT"
         error = told["error"]
-        assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (path, body, told)
+        assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
+            path,
+            body,
+            told,
+        )
         assert told["code"] == "INVALID_INPUT"
         assert set(told) - {"errors"} == {"error", "code", *MEMBERS[path].split()}, path
         assert answer.headers["x-should-retry"] == "false"
@@ -174,14 +213,17 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/embed", "/v2/embed", "/classify"]
+    "path",
+    ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/embed", "/v2/embed", "/classify"],
 )
 async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess, path: str) -> None:
     """Contract 5.5."""
     answer = await post(gateway, path, {"model": "toy/on", "input": 3, "documents": 3, "texts": None})
     code = "model_not_found" if path.endswith("embeddings") else "MODEL_NOT_FOUND"
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
-    assert ("embed" not in path) or answer.json()["error"]["suggestions"][0] == ONE  # other routes may have no model like it
+    assert ("embed" not in path) or answer.json()["error"]["suggestions"][
+        0
+    ] == ONE  # other routes may have no model like it
 
 
 async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> None:
@@ -193,13 +235,21 @@ async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> No
             assert told["detail"] == (message if more else {"code": told["error"]["code"], "message": message})
 
 
-@pytest.mark.parametrize(("path", "model"), [
-    *((f"/tei/toy/find{name}", "toy/find") for name in ("", "/embed", "/embed_sparse", "/embed_all", "/rerank", "/predict", "/similarity")),
-    *((f"/tei/toy/score/{name}", "toy/score") for name in ("embed", "predict")),
-    *((f"/tei/toy/one/{name}", "toy/one") for name in ("rerank", "predict")),
-    *((path, "toy/find") for path in ("/v1/embeddings", "/v1/rerank", "/v1/embed", "/classify")),
-])  # fmt: skip
-async def test_a_route_for_something_else_names_the_route_of_what_the_model_does(gateway: GatewayProcess, path: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        *(
+            (f"/tei/toy/find{name}", "toy/find")
+            for name in ("", "/embed", "/embed_sparse", "/embed_all", "/rerank", "/predict", "/similarity")
+        ),
+        *((f"/tei/toy/score/{name}", "toy/score") for name in ("embed", "predict")),
+        *((f"/tei/toy/one/{name}", "toy/one") for name in ("rerank", "predict")),
+        *((path, "toy/find") for path in ("/v1/embeddings", "/v1/rerank", "/v1/embed", "/classify")),
+    ],
+)
+async def test_a_route_for_something_else_names_the_route_of_what_the_model_does(
+    gateway: GatewayProcess, path: str, model: str
+) -> None:
     """Also where the body has other fields than the route wants: nothing is said of these."""
     answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
     verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
@@ -225,7 +275,7 @@ async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProces
 
 async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(
     cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+) -> None:
     """Its status was sent before; what is left is to close the connection before the end of the body."""
 
     def broken(*_: Any, **__: Any) -> tuple[Iterator[bytes], str]:
@@ -239,7 +289,9 @@ async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(
     assert [record.exc_info is not None for record in caplog.records if "broke off" in record.message] == [True]
 
 
-async def test_every_reply_has_the_version_that_the_public_clients_of_sie_compare_with_their_own(gateway: GatewayProcess) -> None:
+async def test_every_reply_has_the_version_that_the_public_clients_of_sie_compare_with_their_own(
+    gateway: GatewayProcess,
+) -> None:
     for path, status in (("/v1/models", 200), ("/v1/nothing", 404)):
         answer = await gateway.client.get(path)
         assert answer.status_code == status
@@ -252,7 +304,11 @@ def test_each_minor_version_of_a_client_is_told_once(caplog: pytest.LogCaptureFi
     versions = ClientVersions()
     for version in ("0.3.1", "0.3.2", "0.4.0rc1", "0.3", "", "x", "1.2345678", "0.3\r\nforged", "7.1 canary"):
         versions.met(version)
-    assert [record.message.rpartition(" is ")[0].rpartition(" ")[2] for record in caplog.records] == ["0.3", "0.4", "7.1"]
+    assert [record.message.rpartition(" is ")[0].rpartition(" ")[2] for record in caplog.records] == [
+        "0.3",
+        "0.4",
+        "7.1",
+    ]
     for number in range(3000):
         versions.met(f"9.{number}.0")
     assert len(caplog.records) == 1024
@@ -270,16 +326,19 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
     cluster.source.put(toy_entry("toy/two", outputs={"dense": WIDTH, "sparse": 10}, profiles=profiles))
     gateway = await cluster.gateway()
     assert (await gateway.client.get("/v1/models/toy/two")).json()["profiles"] == {
-        "default": {"is_default": True}, "words": {"is_default": False, "output_types": ["sparse"]},
+        "default": {"is_default": True},
+        "words": {"is_default": False, "output_types": ["sparse"]},
         "tuned": {"is_default": False, "lora_id": "org/lora"},
-    }  # fmt: skip
+    }
 
 
 # what is counted
 
 
 async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Contract 14: the model's own ids, special tokens added where they are missing, and those of OpenAI's vocabulary as their text."""
+    """Contract 14: the model's own ids, special tokens added where they are missing, and those of OpenAI's vocabulary
+    as their text.
+    """
     await cluster.sidecar()
     own = ids_of("hello")
     plain = await post(gateway, "/v1/embeddings", {"model": ONE, "input": "hello"})
@@ -288,26 +347,38 @@ async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: Gatewa
         answer = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [given.tolist()]})
         assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
     by_entry = await post(gateway, "/v1/embeddings", {"model": "toy/ids", "input": [15339]})
-    by_body = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[24912]], "token_encoding": "o200k_base", "user": 3})
+    by_body = await post(
+        gateway, "/v1/embeddings", {"model": ONE, "input": [[24912]], "token_encoding": "o200k_base", "user": 3}
+    )
     assert vectors(by_entry).tolist() == vectors(by_body).tolist() == vectors(plain).tolist()
     unknown = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[2], [2, 5000]]})
     told = unknown.json()["error"]
     assert (told["reason"], told["param"], told["message"].split(":")[0]) == ("bad_token_id", "input[1]", "input[1]")
 
 
-async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_queued(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Contract 2.6: 300,000 tokens in all, of the model's own tokenizer, before truncation. A toy token is a byte; two are special."""
+async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_queued(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    """Contract 2.6: 300,000 tokens in all, of the model's own tokenizer, before truncation. A toy token is a byte; two
+    are special.
+    """
     await cluster.sidecar()
     counted = await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["x" * 4998] * 60})
     assert counted.status_code == 200
-    assert counted.json()["usage"] == {"prompt_tokens": 60 * 512, "total_tokens": 60 * 512, "truncated_items": list(range(60))}
+    assert counted.json()["usage"] == {
+        "prompt_tokens": 60 * 512,
+        "total_tokens": 60 * 512,
+        "truncated_items": list(range(60)),
+    }
     before = len(cluster.adapters[0].batches)
     refused = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [*["x" * 4998] * 59, "x" * 4999]})
     told = refused.json()["error"]
     assert (refused.status_code, told["reason"], told["limit"]) == (400, "too_many_tokens", 300_000)
     assert "300001" in told["message"]
     assert len(cluster.adapters[0].batches) == before
-    most = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[5] * 500] * 600, "encoding_format": "base64"})
+    most = await post(
+        gateway, "/v1/embeddings", {"model": ONE, "input": [[5] * 500] * 600, "encoding_format": "base64"}
+    )
     assert (most.status_code, len(most.json()["data"])) == (200, 600)
 
 
@@ -326,14 +397,21 @@ async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gat
     as_floats = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts, "encoding_format": "float"})
     as_base64 = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts, "encoding_format": "base64"})
     raw = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/octet-stream")
-    arrow = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/vnd.apache.arrow.stream")
+    arrow = await post(
+        gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/vnd.apache.arrow.stream"
+    )
     expected = np.array([vector_of(ids_of(text)) for text in texts])
     found = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in as_base64.json()["data"]]
     assert np.array_equal(vectors(as_floats), expected)
     assert np.array_equal(found, expected)
-    assert (raw.headers["x-sie-shape"], np.array_equal(np.frombuffer(raw.content, "<f4").reshape(-1, WIDTH), expected)) == ("2048,8", True)
+    assert (
+        raw.headers["x-sie-shape"],
+        np.array_equal(np.frombuffer(raw.content, "<f4").reshape(-1, WIDTH), expected),
+    ) == ("2048,8", True)
     rows = pyarrow.ipc.open_stream(arrow.content).read_all()["dense"].to_pylist()
-    assert np.array_equal(np.array([row["values"] if isinstance(row, dict) else row for row in rows], np.float32), expected)
+    assert np.array_equal(
+        np.array([row["values"] if isinstance(row, dict) else row for row in rows], np.float32), expected
+    )
     assert [entry["index"] for entry in as_base64.json()["data"]] == list(range(2048))
     assert as_base64.json()["usage"]["prompt_tokens"] == sum(len(text) + 2 for text in texts)
 
@@ -350,13 +428,22 @@ def test_types_of_cohere_are_those_of_the_contract_and_of_the_worker() -> None:
     assert (embedding_types.ubinary(first)[0].tolist(), embedding_types.binary(first)[0].tolist()) == ([[15]], [[-113]])
     assert embedding_types.int8(second)[0].tolist() == [[64, -32, 0, 16, -127, 95, 38, 0, 127, -76]]
     assert embedding_types.uint8(second)[0].tolist() == [[191, 96, 128, 143, 0, 223, 166, 128, 255, 51]]
-    assert (embedding_types.ubinary(second)[0].tolist(), embedding_types.binary(second)[0].tolist()) == ([[150, 128]], [[22, 0]])
+    assert (embedding_types.ubinary(second)[0].tolist(), embedding_types.binary(second)[0].tolist()) == (
+        [[150, 128]],
+        [[22, 0]],
+    )
     ties = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
     assert embedding_types.int8(ties)[0].tolist() == [[127, 0, 2, 2, 0, -2, -2]]
-    assert embedding_types.uint8(np.array([[0, 0.5, 1.5, 2.5, 3.5, 255]], np.float32))[0].tolist() == [[0, 0, 2, 2, 4, 255]]
+    assert embedding_types.uint8(np.array([[0, 0.5, 1.5, 2.5, 3.5, 255]], np.float32))[0].tolist() == [
+        [0, 0, 2, 2, 4, 255]
+    ]
     random = np.random.default_rng(3).normal(size=(64, 384)).astype(np.float32)
     rows = np.concatenate([random, np.zeros((1, 384), np.float32), np.full((1, 384), 0.3, np.float32)])
-    for name, convert in (("int8", embedding_types.int8), ("uint8", embedding_types.uint8), ("ubinary", embedding_types.ubinary)):
+    for name, convert in (
+        ("int8", embedding_types.int8),
+        ("uint8", embedding_types.uint8),
+        ("ubinary", embedding_types.ubinary),
+    ):
         codes, extras = convert(rows)
         expected, scale, offset = dtypes.convert(torch.from_numpy(rows), name)
         assert np.array_equal(codes, expected)
@@ -370,8 +457,9 @@ def test_types_of_cohere_are_those_of_the_contract_and_of_the_worker() -> None:
 def test_a_vocabulary_is_the_published_one(name: str) -> None:
     """Ids as tiktoken makes them: a word, a character in two halves, a special token, and one beyond the end."""
     words, halves, special = {
-        "cl100k_base": ([9906, 4435, 0], [9468, 99, 254, 117], 100257), "o200k_base": ([13225, 5922, 0], [112, 251, 121, 223], 199999)
-    }[name]  # fmt: skip
+        "cl100k_base": ([9906, 4435, 0], [9468, 99, 254, 117], 100257),
+        "o200k_base": ([13225, 5922, 0], [112, 251, 121, 223], 199999),
+    }[name]
     assert vocabulary.decode(name, words, "input[0]") == "Hello World!"
     assert vocabulary.decode(name, [special], "input[0]") == "<|endoftext|>"
     assert "\ufffd" in vocabulary.decode(name, halves[:1], "input[0]")
@@ -384,7 +472,9 @@ def test_a_vocabulary_that_is_not_installed_is_refused_with_what_to_install() ->
         vocabulary.load("p50k_base")
 
 
-@pytest.mark.parametrize(("number", "expected"), [(None, None), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(None, None), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")]
+)
 def test_low_numbers_are_served_first(number: int | None, expected: str | None) -> None:
     """Contract 15."""
     assert fields.priority({"priority": number}) == expected

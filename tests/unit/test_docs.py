@@ -1,4 +1,6 @@
-"""The pages: a site without a broken link, tables as the code has them, a section for each alert, no metric that nobody exports."""
+"""The pages: a site without a broken link, tables as the code has them, a section for each alert, no metric that nobody
+exports.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,12 @@ BLOCKS = {
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     assert (tmp_path / "site" / "quickstart.html").is_file()
 
@@ -97,7 +103,9 @@ def test_every_alert_has_a_section_of_the_runbook() -> None:
 def test_no_page_names_a_metric_that_no_process_exports() -> None:
     exported = {name for metric in every().values() for name in (metric.name, *metric.exported)}
     # of the distribution, the broker's buckets, packages and recorded names
-    others = re.compile(r"sie_(cli|sdk|contracts|gateway|sidecar|adapter|config)(?![a-z_])|sie_(keys|leases|pools|placement)(?![a-z_])")
+    others = re.compile(
+        r"sie_(cli|sdk|contracts|gateway|sidecar|adapter|config)(?![a-z_])|sie_(keys|leases|pools|placement)(?![a-z_])"
+    )
     wrong = [
         (page.name, name)
         for page in DOCS.glob("*.md")
@@ -118,7 +126,9 @@ def test_no_page_names_a_setting_that_does_not_exist() -> None:
 
 
 def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
-    """Those without a mark, and servers, are run: of the README and of sdk.md by tests/system/test_readme.py, else by test_docs.py."""
+    """Those without a mark, and servers, are run: of the README and of sdk.md by tests/system/test_readme.py, else by
+    test_docs.py.
+    """
     found = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
     assert {name: counts for name, counts in found.items() if counts} == BLOCKS
     assert {mark for counts in BLOCKS.values() for mark in counts} <= {"", "server", *pages.ELSEWHERE}
@@ -128,8 +138,12 @@ def test_nothing_is_shown_of_what_is_not_run_and_measured_numbers_are_fractions_
     """What no test compares would be invented one day; and what is the same on every machine is compared."""
     for page in (*DOCS.glob("*.md"), README):
         every = pages.blocks(page)
-        assert [block.code for block in every if block.shown is not None and block.mark in pages.ELSEWHERE] == [], page.name
-        assert [block.code for block in every if block.measured and not re.search(r"\d\.\d", block.shown or "")] == [], page.name
+        assert [block.code for block in every if block.shown is not None and block.mark in pages.ELSEWHERE] == [], (
+            page.name
+        )
+        assert [
+            block.code for block in every if block.measured and not re.search(r"\d\.\d", block.shown or "")
+        ] == [], page.name
 
 
 def test_no_command_hides_in_a_block_of_another_language() -> None:
@@ -140,7 +154,9 @@ def test_no_command_hides_in_a_block_of_another_language() -> None:
         every = pages.blocks(page)
         assert text.count("```") == 2 * len(every) + 2 * sum(block.shown is not None for block in every), page.name
         assert {block.language for block in every} <= {*pages.RUN, *pages.SHOWN}, page.name
-        assert [block.code for block in every if block.language in pages.SHOWN and command.search(block.code)] == [], page.name
+        assert [block.code for block in every if block.language in pages.SHOWN and command.search(block.code)] == [], (
+            page.name
+        )
 
 
 def test_every_command_that_a_page_names_is_there() -> None:
@@ -164,7 +180,13 @@ def test_every_command_that_a_page_names_is_there() -> None:
 def test_what_a_page_shows_is_compared_with_what_is_printed() -> None:
     assert pages.differences("a 1.5 b\nc…\n", "a -20 b\nc and more\n", measured=True) == []
     assert pages.differences("0.34 24\n[-0.077…\n", "0.3391 24\n[-0.07712, 0.5]\n") == []
-    for shown, printed in (("0.44 12", "0.34 12"), ("0.34 12", "0.34 24"), ("7 a", "7 a 7"), ("[0.5…", "[0.9, 0.5]"), ("a1…", "b1 c")):
+    for shown, printed in (
+        ("0.44 12", "0.34 12"),
+        ("0.34 12", "0.34 24"),
+        ("7 a", "7 a 7"),
+        ("[0.5…", "[0.9, 0.5]"),
+        ("a1…", "b1 c"),
+    ):
         assert pages.differences(shown, printed) == [f"{printed!r} in place of {shown!r}"]
     assert pages.differences("a 1 b\n", "a 1 c\n", measured=True) == ["'a 1 c' in place of 'a 1 b'"]
     assert pages.differences("a\nb\n", "a\n") == ["1 lines in place of 2"]

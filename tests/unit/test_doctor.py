@@ -29,11 +29,17 @@ DRIVER = Driver("570.1", (12, 8))
     [
         ({"g": "made:9"}, {"w": ("default", "made:9")}, []),
         ({"g": "made:9"}, {"w": ("default", "made:5")}, []),  # nothing since concerned its bundle
-        ({"g": "made:8"}, {"w": ("default", "made:4"), "v": ("other", "made:8")}, ["gateway g", "worker v", "worker w"]),
+        (
+            {"g": "made:8"},
+            {"w": ("default", "made:4"), "v": ("other", "made:8")},
+            ["gateway g", "worker v", "worker w"],
+        ),
         ({"g": "elsewhere:9"}, {"w": ("unheard", "made:8")}, ["gateway g", "worker w"]),
     ],
 )
-def test_who_is_behind_the_catalogue(gateways: dict[str, str], workers: dict[str, tuple[str, str]], behind: list[str]) -> None:
+def test_who_is_behind_the_catalogue(
+    gateways: dict[str, str], workers: dict[str, tuple[str, str]], behind: list[str]
+) -> None:
     assert [finding.wrong.partition(" serves")[0] for finding in drift(EPOCH, gateways, workers)] == behind
 
 
@@ -56,8 +62,20 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
         ("cuda", Torch("2.13+cpu", "", False, 0), DRIVER, "built without CUDA, but SIE_DEVICE=cuda", "SIE_DEVICE=cpu"),
         ("auto", Torch("2.13+cpu", "", False, 0), DRIVER, "built without CUDA", "install the build for this driver"),
         ("cuda", Torch("2.13", "13.0", False, 0), None, "no NVIDIA driver answers: not found", "nvidia-smi"),
-        ("auto", Torch("2.13", "13.0", False, 0), DRIVER, "built for CUDA 13.0, more than driver 570.1 (CUDA 12.8)", "a torch for CUDA 12"),
-        ("cuda:2", Torch("2.13", "12.8", True, 2), DRIVER, "SIE_DEVICE=cuda:2, but there is cuda:0, cuda:1 alone", "set SIE_DEVICE"),
+        (
+            "auto",
+            Torch("2.13", "13.0", False, 0),
+            DRIVER,
+            "built for CUDA 13.0, more than driver 570.1 (CUDA 12.8)",
+            "a torch for CUDA 12",
+        ),
+        (
+            "cuda:2",
+            Torch("2.13", "12.8", True, 2),
+            DRIVER,
+            "SIE_DEVICE=cuda:2, but there is cuda:0, cuda:1 alone",
+            "set SIE_DEVICE",
+        ),
     ],
 )
 def test_what_a_gpu_lacks(asked: str, torch: Torch, driver: Driver | None, wrong: str, fix: str) -> None:
@@ -75,15 +93,22 @@ def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_faults_of_settings_leave_the_rest_readable() -> None:
-    found, flags, environ = faults_of({"SIE_BUNDLE": "b"}, {"SIE_GPU_COUNT": "-1", "SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"})
+    found, flags, environ = faults_of(
+        {"SIE_BUNDLE": "b"}, {"SIE_GPU_COUNT": "-1", "SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"}
+    )
     assert [(each.wrong.partition(":")[0].partition(" ")[0]) for each in found] == ["SIE_GPU_COUNT", "SIE_POOOL"]
     assert found[1].fix.startswith("did you mean SIE_POOL?")
     assert (flags, environ) == ({"SIE_BUNDLE": "b"}, {"SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"})
 
 
 def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None:
-    found, flags, environ = faults_of({"SIE_HEARTBEAT_TIMEOUT_MS": "10"}, {"SIE_ADAPTIVE_MAX_QUANTUM_MS": "1", "SIE_POOL": "p"})
-    assert sorted(each.wrong.partition(":")[0] for each in found) == ["SIE_ADAPTIVE_MIN_QUANTUM_MS", "SIE_HEALTH_PUBLISH_INTERVAL_MS"]
+    found, flags, environ = faults_of(
+        {"SIE_HEARTBEAT_TIMEOUT_MS": "10"}, {"SIE_ADAPTIVE_MAX_QUANTUM_MS": "1", "SIE_POOL": "p"}
+    )
+    assert sorted(each.wrong.partition(":")[0] for each in found) == [
+        "SIE_ADAPTIVE_MIN_QUANTUM_MS",
+        "SIE_HEALTH_PUBLISH_INTERVAL_MS",
+    ]
     assert (flags, environ) == ({}, {"SIE_POOL": "p"})
 
 
@@ -94,7 +119,9 @@ def test_the_status_is_that_of_the_worst_report() -> None:
     assert status_of([blind, wrong, fine]) == WRONG
 
 
-async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def endless(look: Look) -> tuple[str, list[object]]:
         await asyncio.Event().wait()
         raise AssertionError
@@ -108,7 +135,11 @@ async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(mon
     monkeypatch.setattr(command, "CHECK_S", 0.05)
     monkeypatch.setattr(command, "CHECKS", {"endless": endless, "blind": blind, "absent": absent})
     reports = await command.examined({"SIE_GATEWAY_URL": "http://127.0.0.1:9"}, {}, tmp_path)
-    assert [(each.check, each.state) for each in reports[1:]] == [("endless", "blind"), ("blind", "blind"), ("absent", "absent")]
+    assert [(each.check, each.state) for each in reports[1:]] == [
+        ("endless", "blind"),
+        ("blind", "blind"),
+        ("absent", "absent"),
+    ]
 
 
 async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
@@ -144,14 +175,18 @@ class Foreign(http.server.BaseHTTPRequestHandler):
         pass
 
 
-async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its port is the documented default of ours; one that was given, or that `sie serve` wrote down, is looked at."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as other:
         threading.Thread(target=other.serve_forever).start()
         try:
             port = other.server_address[1]
             url = f"http://127.0.0.1:{port}"
-            settings = dataclasses.replace(load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port)
+            settings = dataclasses.replace(
+                load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port
+            )
             sources = dict(load(environ={}).sources)
             monkeypatch.setattr("sie_cli.doctor.look.GATEWAY", url)
             async with looking(settings, sources, tmp_path) as look:
@@ -162,7 +197,10 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(tmp
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
                 async with looking(settings, sources, tmp_path) as look:
                     _, (found,) = await ports(look)
-                    assert found.wrong == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+                    assert (
+                        found.wrong
+                        == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+                    )
             async with looking(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path) as look:
                 _, (found,) = await ports(look)
                 assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong

@@ -22,7 +22,9 @@ def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s:
     return found
 
 
-def wait(of: Drain, now_s: float, ahead: float, *, oldest_s: float = 0.0, full: float = 512, fixed: float = math.inf) -> Wait:
+def wait(
+    of: Drain, now_s: float, ahead: float, *, oldest_s: float = 0.0, full: float = 512, fixed: float = math.inf
+) -> Wait:
     return of.wait(now_s, ahead, 8, oldest_s, full, fixed)
 
 
@@ -53,7 +55,9 @@ def test_results_of_one_batch_are_one_sample() -> None:
 
 
 def test_small_batches_of_an_idle_worker_do_not_make_large_work_long() -> None:
-    """Twenty texts of 8 tokens, one after the other, each 30 ms on the device. 1,600 tokens are four batches, which may take no longer."""
+    """Twenty texts of 8 tokens, one after the other, each 30 ms on the device. 1,600 tokens are four batches, which may
+    take no longer.
+    """
     found = drain(*((number * 0.5, 8.0, number * 0.5 - 0.05) for number in range(20)), device_s=0.03)
     assert wait(found, 9.6, 1600).likely_s < 0.2
     # also where noise looks like a cost of tokens: what is far from what was measured is not extrapolated
@@ -110,8 +114,9 @@ def test_what_was_measured_expires() -> None:
 
 
 def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
-    """Each half second a batch of 200 tokens that leaves as many in the queue: workers cut it so that two fit into a budget of a second.
-    Where the budget is long they were small for another reason, and more work may fill them."""
+    """Each half second a batch of 200 tokens that leaves as many in the queue: workers cut it so that two fit into a
+    budget of a second. Where the budget is long they were small for another reason, and more work may fill them.
+    """
     cut = drain(*((0.5 * number, 200, 0.5 * number - 1.1) for number in range(8)), device_s=0.5)
     ample = drain(*((0.5 * number, 200, 0.5 * number - 0.45) for number in range(8)), device_s=0.5)
 
@@ -131,7 +136,10 @@ def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> 
     assert shared.rate == pytest.approx(2 * alone.rate)
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 5000), st.floats(0, 2)), min_size=1, max_size=100), st.floats(0, 1e6))
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(1, 5000), st.floats(0, 2)), min_size=1, max_size=100),
+    st.floats(0, 1e6),
+)
 def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float, int, float]], ahead: float) -> None:
     found, now_s = Drain(), 0.0
     for number, (gap_s, tokens, back_s) in enumerate(batches):
@@ -147,7 +155,9 @@ def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float
 
 
 def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
-    """A hundred tokens a second and 5 tokens each: twenty a second; behind each stand all who were promised a turn before."""
+    """A hundred tokens a second and 5 tokens each: twenty a second; behind each stand all who were promised a turn
+    before.
+    """
     random.seed(7)
     turns = Turns()
     told = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
@@ -194,7 +204,11 @@ def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
 def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
     """They come from other gateways."""
     turns = Turns()
-    turns.heard(0.0, [Turn(b"%d" % number, 3.0 + number % 3, 1e9 if number == 7 else 0.1 * number + 1e-9) for number in range(50)], ())
+    turns.heard(
+        0.0,
+        [Turn(b"%d" % number, 3.0 + number % 3, 1e9 if number == 7 else 0.1 * number + 1e-9) for number in range(50)],
+        (),
+    )
     turns.heard(1.0, (), [b"%d" % number for number in range(50)])
     assert not turns._by_slot
     assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)

@@ -9,7 +9,12 @@ import pytest
 from sie_cli.environment import HUB, of_broker, of_components
 from sie_contracts.settings import ROWS, Settings
 
-CLOUD = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "GOOGLE_APPLICATION_CREDENTIALS": "f", "AZURE_STORAGE_KEY": "key"}
+CLOUD = {
+    "AWS_ACCESS_KEY_ID": "id",
+    "AWS_SECRET_ACCESS_KEY": "key",
+    "GOOGLE_APPLICATION_CREDENTIALS": "f",
+    "AZURE_STORAGE_KEY": "key",
+}
 COMMON = {"PATH": "/bin", "HOME": "/home/me", "HTTPS_PROXY": "http://proxy:3128", "CUDA_VISIBLE_DEVICES": "0"}
 SECRET = {row.name: "s" for row in ROWS if row.secret}
 WHOLE = {**COMMON, **CLOUD, **dict.fromkeys(HUB, "hf"), **SECRET, "SIE_NATS_URL": "nats://me:password@host:4222"}
@@ -37,16 +42,21 @@ def test_the_hub_s_token_reaches_adapters_alone() -> None:
 @pytest.mark.parametrize(
     ("setting", "url", "readers"),
     [
-        ("payload_store_url", "s3://payloads", {"gateway", "sidecar"}), ("payload_store_url", "/a/folder", set()),
-        ("models_dir", "gs://models/x", {"config", "adapter"}), ("models_dir", "./models", set()),
-        ("cluster_cache", "s3://weights", {"adapter"}), ("cluster_cache", None, set()),
+        ("payload_store_url", "s3://payloads", {"gateway", "sidecar"}),
+        ("payload_store_url", "/a/folder", set()),
+        ("models_dir", "gs://models/x", {"config", "adapter"}),
+        ("models_dir", "./models", set()),
+        ("cluster_cache", "s3://weights", {"adapter"}),
+        ("cluster_cache", None, set()),
     ],
-)  # fmt: skip
+)
 def test_keys_of_a_cloud_reach_whoever_opens_the_bucket(setting: str, url: str | None, readers: set[str]) -> None:
     for component in ("gateway", "config", "sidecar", "adapter"):
         found = got(component, **{setting: url}) & CLOUD.keys()
         assert found == (CLOUD.keys() if component in readers else set()), component
-    assert bool(got("gateway", "config", "sidecar", **{setting: url}) & CLOUD.keys()) == bool(readers - {"adapter"}), "standalone"
+    assert bool(got("gateway", "config", "sidecar", **{setting: url}) & CLOUD.keys()) == bool(readers - {"adapter"}), (
+        "standalone"
+    )
 
 
 def test_everything_else_is_handed_on() -> None:

@@ -81,15 +81,27 @@ def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[S
 
 @each_leaf
 def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]) -> None:
-    """E5: `error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and Cohere, TEI's type."""
+    """E5: `error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and
+    Cohere, TEI's type.
+    """
     _, _, kind, tei = DOCUMENTED[leaf.code]
     error = leaf("message text", reason="the_reason", param="items[3].text", extras={"limit": 7})
     code = leaf.code
     every = {
-        "code": code, "message": "message text", "type": kind, "param": "items[3].text", "reason": "the_reason",
-        "retryable": error.retryable, "request_id": "request-1", "limit": 7,
-    }  # fmt: skip
-    lower, short, cohere = code.lower(), {"code": code, "message": "message text"}, {"message": "message text", "id": "request-1"}
+        "code": code,
+        "message": "message text",
+        "type": kind,
+        "param": "items[3].text",
+        "reason": "the_reason",
+        "retryable": error.retryable,
+        "request_id": "request-1",
+        "limit": 7,
+    }
+    lower, short, cohere = (
+        code.lower(),
+        {"code": code, "message": "message text"},
+        {"message": "message text", "id": "request-1"},
+    )
     bodies: dict[str, dict[str, Any]] = {
         "native": {"error": every, "detail": every, "code": code},
         "openai": {"error": {**every, "code": lower}, "detail": {**short, "code": lower}, "code": code},
@@ -107,11 +119,15 @@ def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]
 
 
 def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
-    """A member has a client that reads it, and the message stands twice at most: but at the one route that Jina and Cohere share."""
+    """A member has a client that reads it, and the message stands twice at most: but at the one route that Jina and
+    Cohere share.
+    """
     for family, members in FAMILIES.items():
         assert all(member.reader for member in members)
         assert len({member.name for member in members}) == len(members)
-        told = msgspec.json.encode(envelope(InvalidInput("message text", reason="a_reason"), "request-1", family=family))
+        told = msgspec.json.encode(
+            envelope(InvalidInput("message text", reason="a_reason"), "request-1", family=family)
+        )
         assert told.count(b"message text") <= (3 if family == "jina" else 2), family
         assert told.count(b"request-1") <= 2, family
         assert told.count(b"a_reason") <= (2 if family == "native" else 1), family

@@ -1,6 +1,8 @@
-"""Every code of the error tree as a client meets it: provoked at a real gateway, by each client family, in the words of each.
+"""Every code of the error tree as a client meets it: provoked at a real gateway, by each client family, in the words of
+each.
 
-    Case ──► a situation in a cluster of its own ──► native, OpenAI, Cohere and TEI requests, and our own client ──► one set of checks
+    Case ──► a situation in a cluster of its own ──► native, OpenAI, Cohere and TEI requests, and our own client ──► one
+    set of checks
 
 A code without a case fails `test_every_code_of_the_tree_has_a_case`.
 """
@@ -54,7 +56,9 @@ class Family:
 FAMILIES = (
     Family("native", "/v1/encode/{model}", lambda model, texts: {"items": texts}),
     Family("openai", "/v1/embeddings", lambda model, texts: {"model": model, "input": texts}),
-    Family("cohere", "/v2/embed", lambda model, texts: {"model": model, "input_type": "search_document", "texts": texts}),
+    Family(
+        "cohere", "/v2/embed", lambda model, texts: {"model": model, "input_type": "search_document", "texts": texts}
+    ),
     Family("tei", "/tei/{model}/embed", lambda model, texts: {"inputs": texts}),
 )
 Heard = tuple[str, httpx.Response]
@@ -87,10 +91,14 @@ class Place:
         return heard
 
     async def failing(self, *failures: ErrorInfo | None) -> list[Heard]:
-        """What is heard when the first input ends in the first of these, and so on; None: an empty one, which the gateway refuses."""
+        """What is heard when the first input ends in the first of these, and so on; None: an empty one, which the
+        gateway refuses.
+        """
         adapter, gateway = await self.cluster.adapter(), await self.cluster.gateway()
         await self.cluster.sidecar(adapter)
-        adapter.failures = {f"{CANARY}{number}": failure for number, failure in enumerate(failures) if failure is not None}
+        adapter.failures = {
+            f"{CANARY}{number}": failure for number, failure in enumerate(failures) if failure is not None
+        }
         return await self.ask(gateway, *(str(number) for number in range(len(failures))))
 
     async def key(self, *scopes: str, **limits: int) -> str:
@@ -118,7 +126,9 @@ async def invalid_input(place: Place) -> list[Heard]:
 
 
 async def unauthenticated(place: Place) -> list[Heard]:
-    heard = await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="right"), authorization="wrong")
+    heard = await place.ask(
+        await place.cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="right"), authorization="wrong"
+    )
     assert {response.headers["www-authenticate"] for _, response in heard} == {"Bearer"}
     return heard
 
@@ -151,8 +161,10 @@ async def model_not_found(place: Place) -> list[Heard]:
 
 async def pool_not_found(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
-    by_name = [await gateway.client.request(method, f"/v1/pools/none{end}") for method, end in
-               (("GET", ""), ("DELETE", ""), ("POST", "/renew"))]  # fmt: skip
+    by_name = [
+        await gateway.client.request(method, f"/v1/pools/none{end}")
+        for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/renew"))
+    ]
     return [*await place.ask(gateway, X_SIE_Pool="none"), *(("native", response) for response in by_name)]
 
 
@@ -165,9 +177,15 @@ async def not_found(place: Place) -> list[Heard]:
 
 async def method_not_allowed(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
-    heard = [(family.name, await gateway.client.put(family.path.replace("{model}", ONE), json={})) for family in FAMILIES]
+    heard = [
+        (family.name, await gateway.client.put(family.path.replace("{model}", ONE), json={})) for family in FAMILIES
+    ]
     assert {response.headers["allow"] for _, response in heard} == {"POST"}
-    return [*heard, ("native", await gateway.client.post("/health")), ("native", await gateway.client.post("/v1/models"))]
+    return [
+        *heard,
+        ("native", await gateway.client.post("/health")),
+        ("native", await gateway.client.post("/v1/models")),
+    ]
 
 
 async def bundle_conflict(place: Place) -> list[Heard]:
@@ -226,15 +244,21 @@ async def unhandled_error(place: Place) -> list[Heard]:
 
 
 async def all_items_failed_500(place: Place) -> list[Heard]:
-    return await place.failing(ErrorInfo("INFERENCE_ERROR", "m"), ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"))
+    return await place.failing(
+        ErrorInfo("INFERENCE_ERROR", "m"), ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id")
+    )
 
 
 async def all_items_failed_503(place: Place) -> list[Heard]:
-    return await place.failing(ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("RESOURCE_EXHAUSTED", "m"))
+    return await place.failing(
+        ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("RESOURCE_EXHAUSTED", "m")
+    )
 
 
 async def all_items_failed_400(place: Place) -> list[Heard]:
-    return await place.failing(ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("PAYLOAD_TOO_LARGE", "m"))
+    return await place.failing(
+        ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("PAYLOAD_TOO_LARGE", "m")
+    )
 
 
 async def model_load_failed(place: Place) -> list[Heard]:
@@ -261,7 +285,10 @@ async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
     """TEI has no word for a LoRA."""
     lora = {"options": {"lora_id": "org/tuned"}}
     found = [
-        (family.name, await gateway.client.post(family.path.replace("{model}", ONE), json={**family.body(ONE, [CANARY]), **lora}))
+        (
+            family.name,
+            await gateway.client.post(family.path.replace("{model}", ONE), json={**family.body(ONE, [CANARY]), **lora}),
+        )
         for family in FAMILIES
         if family.name != "tei"
     ]
@@ -271,7 +298,9 @@ async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
 
 async def lora_load_failed(place: Place) -> list[Heard]:
     adapter, gateway = await with_lora(place)
-    adapter.refusals["org/tuned"] = LoraLoadFailed("no such files", reason="lora_not_found", extras={"lora_id": "org/tuned"})
+    adapter.refusals["org/tuned"] = LoraLoadFailed(
+        "no such files", reason="lora_not_found", extras={"lora_id": "org/tuned"}
+    )
     return await ask_lora(gateway)
 
 
@@ -286,7 +315,9 @@ async def model_loading(place: Place) -> list[Heard]:
     adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway(SIE_LOAD_HOLD_S="0.2")
     adapter.hold_loads = True
     sidecar = await place.cluster.sidecar(adapter, SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
-    assert (await gateway.encode("first")).status_code == 503  # of this one's end the worker may not have told yet what it does
+    assert (
+        await gateway.encode("first")
+    ).status_code == 503  # of this one's end the worker may not have told yet what it does
 
     def loads() -> bool:
         beat = place.cluster.last_beat(sidecar.worker)
@@ -304,7 +335,12 @@ async def provisioning(place: Place) -> list[Heard]:
     heard = await place.ask(gateway)
     native, *others = await place.ask(gateway, X_SIE_SDK_Version="1.0")
     told = native[1].json()
-    assert (native[1].status_code, told["status"], told["bundle"], told["estimated_wait_s"] >= 1) == (202, "provisioning", "default", True)
+    assert (native[1].status_code, told["status"], told["bundle"], told["estimated_wait_s"] >= 1) == (
+        202,
+        "provisioning",
+        "default",
+        True,
+    )
     assert set(told) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
     assert 1 <= int(native[1].headers["retry-after"]) <= 5
     assert isinstance(place.raised, client_errors.ProvisioningError)
@@ -312,8 +348,10 @@ async def provisioning(place: Place) -> list[Heard]:
     place.raised = None
     for _, response in heard:
         assert {name: facts(response)[name] for name in ("status", "gpu", "bundle")} == {
-            "status": "provisioning", "gpu": told["gpu"], "bundle": "default",
-        }  # fmt: skip
+            "status": "provisioning",
+            "gpu": told["gpu"],
+            "bundle": "default",
+        }
     return [*heard, *others]
 
 
@@ -375,7 +413,9 @@ async def gateway_timeout(place: Place) -> list[Heard]:
 
 @dataclass(frozen=True)
 class Case:
-    """A code with its status, and that of a TEI route with the name that TEI has for it (None: no TEI route says this)."""
+    """A code with its status, and that of a TEI route with the name that TEI has for it (None: no TEI
+    route says this).
+    """
 
     code: str
     status: int
@@ -435,7 +475,9 @@ def check_retry(status: int, headers: Mapping[str, str]) -> bool:
 
 
 def check(case: Case, family: str, response: httpx.Response) -> None:
-    """The body has what the clients of the route read, the headers say the same, and nothing of the input is in either."""
+    """The body has what the clients of the route read, the headers say the same, and nothing of the
+    input is in either.
+    """
     told = response.json()
     request_id = response.headers["x-sie-request-id"]
     assert response.headers["content-type"] == "application/json", response.text
@@ -529,17 +571,42 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         yield await cluster.gateway()
 
 
-ODD_PATHS = ("/", "/nope", "/v1", "/v1/", "/v1/encode", "/v1/encode/", "/v1/models/none", "/v1/pools/none/renew", "/tei/", "/tei/a/b/embed",
-             "/%2e%2e/%2e%2e/etc/passwd", "/v1/encode/..%2f..", "/v1/encode/%00", "/%ff", "/docs/static/none", "/docs/static/../app.py",
-             "/v1/configs/models", "/v1/configs/models/a", "/v1/configs/epoch", "/v1/configs/export", "/ws/status", "/ws/cluster-status",
-             "/openapi.json/", "/metrics", "/v1/embeddings?" + "x" * 5000)  # fmt: skip
+ODD_PATHS = (
+    "/",
+    "/nope",
+    "/v1",
+    "/v1/",
+    "/v1/encode",
+    "/v1/encode/",
+    "/v1/models/none",
+    "/v1/pools/none/renew",
+    "/tei/",
+    "/tei/a/b/embed",
+    "/%2e%2e/%2e%2e/etc/passwd",
+    "/v1/encode/..%2f..",
+    "/v1/encode/%00",
+    "/%ff",
+    "/docs/static/none",
+    "/docs/static/../app.py",
+    "/v1/configs/models",
+    "/v1/configs/models/a",
+    "/v1/configs/epoch",
+    "/v1/configs/export",
+    "/ws/status",
+    "/ws/cluster-status",
+    "/openapi.json/",
+    "/metrics",
+    "/v1/embeddings?" + "x" * 5000,
+)
 
 
 async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gateway: GatewayProcess) -> None:
     """Contract 22.1: no plain-text and no HTML error, and the connection stays open: all of them go over one."""
     paths = {*ODD_PATHS, *(row.path.replace(":path", "") for row in ROUTES if row.scope != OPEN)}
     ports = set()
-    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, limits=httpx.Limits(max_connections=1)) as client:
+    async with httpx.AsyncClient(
+        base_url=gateway.url, trust_env=False, limits=httpx.Limits(max_connections=1)
+    ) as client:
         for path in sorted(paths):
             for method in ("GET", "HEAD", "POST", "DELETE", "PROPFIND"):
                 response = await client.request(method, path, content=b"{" if method == "POST" else None)
@@ -554,7 +621,9 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
                 assert response.headers["x-sie-error-code"], told
                 check_retry(response.status_code, response.headers)
                 if response.status_code == 405:
-                    assert "allow" in response.headers, told  # empty where the config service has the path and a gateway takes nothing
+                    assert "allow" in response.headers, (
+                        told
+                    )  # empty where the config service has the path and a gateway takes nothing
                 if method == "HEAD":
                     assert not response.content, told
                 else:
@@ -574,7 +643,9 @@ MALFORMED = {
     "two lengths": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
     "no chunk": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     "a large head": b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
-    "an announced body that is too large": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000000\r\n\r\n",
+    "an announced body that is too large": (
+        b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000000\r\n\r\n"
+    ),
 }
 
 
@@ -589,7 +660,11 @@ async def test_what_is_no_request_is_told_so_in_the_envelope(gateway: GatewayPro
             told = json.loads(await reader.readexactly(int(lines["content-length"])))
     status = int(head.split()[1])
     code = "PAYLOAD_TOO_LARGE" if status == 413 else "INVALID_INPUT"
-    assert (status, told["code"], lines["x-sie-error-code"]) == (413 if "too large" in name else 400, code, code.lower())
+    assert (status, told["code"], lines["x-sie-error-code"]) == (
+        413 if "too large" in name else 400,
+        code,
+        code.lower(),
+    )
     assert (lines["content-type"], lines["x-should-retry"]) == ("application/json", "false")
     assert told == {"error": told["error"], "detail": told["error"], "code": code}
     assert told["error"]["request_id"] == lines["x-sie-request-id"]
@@ -613,7 +688,7 @@ TEI_REFUSED: tuple[tuple[str, Any, int, str, str], ...] = (
     ("/similarity", {"inputs": "a"}, 422, "Validation", "schema"),
     ("/tokenize", {"inputs": [3]}, 422, "Validation", "schema"),
     ("/decode", {"ids": [[-1]]}, 422, "Tokenizer", "bad_token_id"),
-)  # fmt: skip
+)
 
 
 async def test_tei_has_its_own_statuses(place: Place) -> None:
@@ -624,7 +699,10 @@ async def test_tei_has_its_own_statuses(place: Place) -> None:
     for path, body, status, kind, reason in TEI_REFUSED:
         answer = await gateway.client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
         told = answer.json()
-        assert (answer.status_code, told["error_type"], told["detail"]["reason"]) == (status, kind, reason), (path, told)
+        assert (answer.status_code, told["error_type"], told["detail"]["reason"]) == (status, kind, reason), (
+            path,
+            told,
+        )
         assert (told["error"], told["code"]) == (told["detail"]["message"], "INVALID_INPUT")
         assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
 
@@ -632,17 +710,27 @@ async def test_tei_has_its_own_statuses(place: Place) -> None:
 # which error is told where several would be true (contract 5.5)
 
 STEPS: tuple[tuple[str, str], ...] = (  # what is wrong, and what is told while nothing before it is
-    ("route", "NOT_FOUND"), ("auth", "UNAUTHENTICATED"), ("size", "PAYLOAD_TOO_LARGE"), ("model", "MODEL_NOT_FOUND"),
-    ("body", "malformed"), ("pool", "POOL_NOT_FOUND"), ("machine profile", "gpu_not_configured"), ("task", "unsupported_task"),
-    ("parameters", "bad_dimensions"), ("modality", "unsupported_modality"), ("load", "PROVISIONING"),
-)  # fmt: skip
+    ("route", "NOT_FOUND"),
+    ("auth", "UNAUTHENTICATED"),
+    ("size", "PAYLOAD_TOO_LARGE"),
+    ("model", "MODEL_NOT_FOUND"),
+    ("body", "malformed"),
+    ("pool", "POOL_NOT_FOUND"),
+    ("machine profile", "gpu_not_configured"),
+    ("task", "unsupported_task"),
+    ("parameters", "bad_dimensions"),
+    ("modality", "unsupported_modality"),
+    ("load", "PROVISIONING"),
+)
 
 
 async def test_the_first_of_several_faults_is_told(place: Place) -> None:
     """Each request has all faults from one on. None but the last is queued, so none causes a load."""
     place.cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
     token = await place.key("infer", "read", body_bytes=500)
-    gateway = await place.cluster.gateway(SIE_AUTH_MODE="token", SIE_GATEWAY_CONFIGURED_GPUS="l4", SIE_LOAD_HOLD_S="0.02")
+    gateway = await place.cluster.gateway(
+        SIE_AUTH_MODE="token", SIE_GATEWAY_CONFIGURED_GPUS="l4", SIE_LOAD_HOLD_S="0.02"
+    )
     stream = place.cluster.server.streams["WORK__default"]
     for number, (_, expected) in enumerate(STEPS):
         wrong = {name for name, _ in STEPS[number:]}
@@ -651,9 +739,10 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
         body = json.dumps({"items": [item], "params": {"dimensions": 3} if "parameters" in wrong else {}})
         body = body[:-1] if "body" in wrong else body
         headers = {
-            "authorization": "wrong" if "auth" in wrong else token, "x-sie-machine-profile": "h100" if "machine profile" in wrong else "l4",
+            "authorization": "wrong" if "auth" in wrong else token,
+            "x-sie-machine-profile": "h100" if "machine profile" in wrong else "l4",
             "x-sie-pool": "none" if "pool" in wrong else "default",
-        }  # fmt: skip
+        }
         path = "/v1/encoder/" if "route" in wrong else "/v1/encode/"
         if "route" in wrong:  # where auth would be told first: who may not read is not told what there is
             headers["authorization"] = token
@@ -665,8 +754,13 @@ async def test_the_first_of_several_faults_is_told(place: Place) -> None:
 
 
 async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayProcess) -> None:
-    for pool, profile, reason in (("a b", "default/l4", "pool_name"), ("default", "a b/l4", "pool_name"), ("a b", "c d/l4", "pool_name"),
-                                  ("team", "default/l4", "pool_conflict"), ("team", "/l4", "pool_conflict")):  # fmt: skip
+    for pool, profile, reason in (
+        ("a b", "default/l4", "pool_name"),
+        ("default", "a b/l4", "pool_name"),
+        ("a b", "c d/l4", "pool_name"),
+        ("team", "default/l4", "pool_conflict"),
+        ("team", "/l4", "pool_conflict"),
+    ):
         answer = await gateway.encode("a", X_SIE_Pool=pool, X_SIE_MACHINE_PROFILE=profile)
         assert (answer.status_code, facts(answer)["reason"]) == (400, reason), (pool, profile)
 

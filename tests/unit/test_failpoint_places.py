@@ -10,9 +10,14 @@ from armed import PLACES
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
-    "contracts/sie_contracts": "contracts", "gateway/sie_gateway": "gateway", "sidecar/sie_sidecar": "sidecar",
-    "adapter/sie_adapter": "adapter", "config_service/sie_config": "config", "cli/sie_cli": "cli", "sdk/sie_sdk": "sdk",
-}  # fmt: skip
+    "contracts/sie_contracts": "contracts",
+    "gateway/sie_gateway": "gateway",
+    "sidecar/sie_sidecar": "sidecar",
+    "adapter/sie_adapter": "adapter",
+    "config_service/sie_config": "config",
+    "cli/sie_cli": "cli",
+    "sdk/sie_sdk": "sdk",
+}
 
 
 def calls(file: Path) -> list[ast.Call]:

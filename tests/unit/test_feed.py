@@ -21,7 +21,14 @@ BUNDLES = ({"id": "default"}, {"id": "vision"})
 
 
 def entry(model: str, tokens: int = 16, bundle: str = "default") -> dict[str, Any]:
-    return {"id": model, "weights": {"package": "x"}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": tokens, "bundle": bundle}
+    return {
+        "id": model,
+        "weights": {"package": "x"},
+        "family": "toy",
+        "outputs": {"dense": 4},
+        "max_tokens": tokens,
+        "bundle": bundle,
+    }
 
 
 class Config:
@@ -75,7 +82,9 @@ class Reader:
     def now(self) -> Catalogue:
         return self.feed.catalogue
 
-    async def send(self, previous: int, number: int, model: str = "a/one", *, bundle: str = "default", **changes: Any) -> None:
+    async def send(
+        self, previous: int, number: int, model: str = "a/one", *, bundle: str = "default", **changes: Any
+    ) -> None:
         """A delta from one number to another."""
         of = {"revision": number, "entry": entry(model, number), "producer": "sie-config", **changes}
         delta = ConfigDelta(previous=f"a:{previous}", epoch=f"a:{number}", model=model, **of)
@@ -110,7 +119,11 @@ async def test_deltas_chain_and_a_gap_is_read_again(follow: Follow) -> None:
     await reader.send(1, 2)
     await reader.send(2, 3, "a/two")
     await reader.counted("put", "applied", 2)
-    assert (set(reader.now.entries), reader.now.since("a/one"), reader.now.since("a/two")) == ({"a/one", "a/two"}, "a:2", "a:3")
+    assert (set(reader.now.entries), reader.now.since("a/one"), reader.now.since("a/two")) == (
+        {"a/one", "a/two"},
+        "a:2",
+        "a:3",
+    )
     assert reader.config.exports == 1
     reader.config.number = 9
     await reader.send(8, 9)
@@ -167,7 +180,9 @@ async def test_a_new_bucket_is_taken_over(follow: Follow) -> None:
     await until(lambda: reader.now.epoch == "b:1", "the catalogue of the new bucket")
 
 
-@pytest.mark.parametrize("models", [(), (ConfigModel("a/one", entry("a/one", 3)), ConfigModel("a/two", entry("a/two", 0)))])
+@pytest.mark.parametrize(
+    "models", [(), (ConfigModel("a/one", entry("a/one", 3)), ConfigModel("a/two", entry("a/two", 0)))]
+)
 async def test_neither_an_empty_export_nor_one_with_a_broken_model_replaces_anything(
     follow: Follow, models: tuple[ConfigModel, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,4 +274,6 @@ async def test_a_model_that_leaves_a_bundle_is_known_to_have_left_by_one_delta(f
 async def test_a_broken_model_of_an_export_is_named() -> None:
     """C6."""
     with pytest.raises(ValidationFailed, match=r"^a/two: \$\.max_tokens"):
-        await snapshot(ConfigExport("a:1", (ConfigModel("a/one", entry("a/one")), ConfigModel("a/two", entry("a/two", 0)))))
+        await snapshot(
+            ConfigExport("a:1", (ConfigModel("a/one", entry("a/one")), ConfigModel("a/two", entry("a/two", 0))))
+        )

@@ -1,4 +1,6 @@
-"""What the first mistakes are answered with, and what a start says: each message holds the fix, and nothing looks like a fault."""
+"""What the first mistakes are answered with, and what a start says: each message holds the fix, and nothing looks like
+a fault.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ from sie_sdk import SIEAsyncClient, SIEClient
 @pytest.mark.parametrize(
     ("path", "near"),
     [
-        ("/v1/encode", "/v1/encode/{model}"), ("/encode/org/model", "/v1/encode/{model}"), ("/v1/encdoe/org/model", "/v1/encode/{model}"),
-        ("/v1/v1/encode/org/model", "/v1/encode/{model}"), ("/v1/model", "/v1/models"), ("/embeding", "/embeddings"), ("/helth", "/health"),
+        ("/v1/encode", "/v1/encode/{model}"),
+        ("/encode/org/model", "/v1/encode/{model}"),
+        ("/v1/encdoe/org/model", "/v1/encode/{model}"),
+        ("/v1/v1/encode/org/model", "/v1/encode/{model}"),
+        ("/v1/model", "/v1/models"),
+        ("/embeding", "/embeddings"),
+        ("/helth", "/health"),
     ],
-)  # fmt: skip
+)
 def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: str) -> None:
     with pytest.raises(NotFound) as caught:
         Gate(load(environ={}).settings).check("POST", path, "")
@@ -52,7 +59,14 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
     now_s = 0.0
     trouble = Trouble(logging.getLogger("test"), "waiting", START_S, lambda: now_s)
     with caplog.at_level(logging.INFO):
-        for now_s, told in ((0.0, 0), (QUIET_S - 0.1, 0), (QUIET_S, 1), (START_S - 0.1, 1), (START_S, 2), (2 * START_S, 2)):
+        for now_s, told in (
+            (0.0, 0),
+            (QUIET_S - 0.1, 0),
+            (QUIET_S, 1),
+            (START_S - 0.1, 1),
+            (START_S, 2),
+            (2 * START_S, 2),
+        ):
             trouble.met("nobody is there")
             assert len(caplog.records) == told, now_s
         trouble.passed()
@@ -71,18 +85,25 @@ async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() 
 
 
 @pytest.mark.parametrize("client", [SIEClient, SIEAsyncClient])
-def test_an_address_without_a_scheme_is_told_before_anything_is_sent(client: type[SIEClient] | type[SIEAsyncClient]) -> None:
+def test_an_address_without_a_scheme_is_told_before_anything_is_sent(
+    client: type[SIEClient] | type[SIEAsyncClient],
+) -> None:
     with pytest.raises(ValueError, match=r"base_url: expected an address such as http://127\.0\.0\.1:8080"):
         client("127.0.0.1:8080")
 
 
 def test_a_lora_that_is_no_folder_and_no_repository_says_what_was_looked_for(tmp_path: Path) -> None:
     """A name without an organisation is a folder's: no hub is asked."""
-    entry = ModelEntry(id="toy/one", weights=Weights(path="/toy"), family="text-encoder", outputs={"dense": 8}, max_tokens=8)
+    entry = ModelEntry(
+        id="toy/one", weights=Weights(path="/toy"), family="text-encoder", outputs={"dense": 8}, max_tokens=8
+    )
     with pytest.raises(SIEError) as caught:
         WeightSources(tmp_path, True).locate_lora("my-lora", entry, str(tmp_path))
     assert caught.value.reason == "lora_not_found"
-    assert "there is no such folder in the models folder, and a hub repository has the form organisation/name" in caught.value.message
+    assert (
+        "there is no such folder in the models folder, and a hub repository has the form organisation/name"
+        in caught.value.message
+    )
     with pytest.raises(SIEError) as caught:
         WeightSources(tmp_path, False).locate_lora(f"org/lora@{'a' * 40}", entry, str(tmp_path))
     assert "a LoRA of a client" not in caught.value.message, "the name that logs have for it"
@@ -93,7 +114,9 @@ def test_no_command_of_the_overview_is_cut_off() -> None:
     """In a terminal of 80 columns."""
     with click.Context(main, info_name="sie", terminal_width=80) as context:
         overview = main.get_help(context).partition("Commands:\n")[2]
-    assert {line.split()[0] for line in overview.splitlines()} == {name for name, command in main.commands.items() if not command.hidden}
+    assert {line.split()[0] for line in overview.splitlines()} == {
+        name for name, command in main.commands.items() if not command.hidden
+    }
     assert "..." not in overview
 
 
@@ -119,20 +142,27 @@ def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str
 @pytest.mark.parametrize(
     ("environ", "host", "warns"),
     [
-        ({}, "127.0.0.1", False), ({}, "localhost", False), ({}, "0.0.0.0", True),
+        ({}, "127.0.0.1", False),
+        ({}, "localhost", False),
+        ({}, "0.0.0.0", True),
         ({"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "x" * 32}, "0.0.0.0", False),
     ],
-)  # fmt: skip
-def test_a_server_that_everybody_may_use_says_so(tmp_path: Path, environ: dict[str, str], host: str, warns: bool) -> None:
+)
+def test_a_server_that_everybody_may_use_says_so(
+    tmp_path: Path, environ: dict[str, str], host: str, warns: bool
+) -> None:
     assert ("warning:" in greeting(tmp_path, environ, "--host", host)) == warns
 
 
 @pytest.mark.parametrize(
     ("environ", "example"),
     [
-        ({}, f"/v1/encode/{serve.EXAMPLE_MODEL} "), ({"SIE_BUNDLE": "search"}, "/v1/models"),
+        ({}, f"/v1/encode/{serve.EXAMPLE_MODEL} "),
+        ({"SIE_BUNDLE": "search"}, "/v1/models"),
         ({"SIE_MODEL_FILTER": "BAAI/bge-m3"}, "/v1/models"),
     ],
-)  # fmt: skip
-def test_the_request_to_try_is_one_that_this_server_answers(tmp_path: Path, environ: dict[str, str], example: str) -> None:
+)
+def test_the_request_to_try_is_one_that_this_server_answers(
+    tmp_path: Path, environ: dict[str, str], example: str
+) -> None:
     assert example in greeting(tmp_path, environ)["try"]

@@ -1,7 +1,7 @@
 """What several threads of an adapter decode is known to msgspec before the first of them does.
 
-msgspec learns the types of a Struct's fields when it is first decoded to, in Python code that lets other threads run; a second one that
-comes meanwhile finds the half of it and follows a null pointer.
+msgspec learns the types of a Struct's fields when it is first decoded to, in Python code that lets other threads run; a
+second one that comes meanwhile finds the half of it and follows a null pointer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ print("get_class_annotations" in names)
 """
 
 
-@pytest.mark.parametrize("use", [f"catalogue.parse_entry({ENTRY!r})", f"weights.decode(json.dumps({MANIFEST!r}).encode())"])
+@pytest.mark.parametrize(
+    "use", [f"catalogue.parse_entry({ENTRY!r})", f"weights.decode(json.dumps({MANIFEST!r}).encode())"]
+)
 def test_a_type_that_threads_decode_is_learnt_at_import(use: str) -> None:
-    told = subprocess.run([sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert told.stdout.split() == ["False"]
 
 
 def test_a_type_that_was_never_used_is_learnt_at_its_first_use() -> None:
     """Or else the test above would not see it."""
     use = "import msgspec; T = msgspec.defstruct('T', [('a', 'int')]); msgspec.json.decode(b'{\"a\": 1}', type=T)"
-    told = subprocess.run([sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", LEARNT_WHILE.format(use=use)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert told.stdout.split() == ["True"]

@@ -1,4 +1,6 @@
-"""Which workers live and where a request goes: the indexes say what a look at every heartbeat would, and cost the same for any fleet."""
+"""Which workers live and where a request goes: the indexes say what a look at every heartbeat would, and cost the same
+for any fleet.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,19 @@ models = st.integers(0, 3).map("m{}".format)
 
 @st.composite
 def beats(draw: st.DrawFn) -> Heartbeat:
-    statuses = draw(st.dictionaries(models, st.tuples(st.sampled_from(STATES), st.sampled_from((0.0, 3.0))), max_size=4))
+    statuses = draw(
+        st.dictionaries(models, st.tuples(st.sampled_from(STATES), st.sampled_from((0.0, 3.0))), max_size=4)
+    )
     return Heartbeat(
-        draw(names), draw(st.sampled_from(("_default", "team"))), draw(st.sampled_from(("cpu", "l4"))), "default", draw(st.booleans()), "",
+        draw(names),
+        draw(st.sampled_from(("_default", "team"))),
+        draw(st.sampled_from(("cpu", "l4"))),
+        "default",
+        draw(st.booleans()),
+        "",
         leaving=draw(st.booleans()),
         models=tuple(ModelStatus(model, state, load_s=load_s) for model, (state, load_s) in statuses.items()),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -67,7 +76,11 @@ class Plain:
         return [beat for beat in self.healthy(now_s) if Lane(beat.pool, beat.machine_profile, beat.bundle) == lane]
 
     def hosts(self, lane: Lane, model: str, now_s: float) -> list[Heartbeat]:
-        return [beat for beat in self.of_lane(lane, now_s) if any(each.model == model and each.state == "loaded" for each in beat.models)]
+        return [
+            beat
+            for beat in self.of_lane(lane, now_s)
+            if any(each.model == model and each.state == "loaded" for each in beat.models)
+        ]
 
 
 @given(st.lists(st.tuples(beats(), st.sampled_from((0.0, 1.0, 14.9, 15.0, 151.0))), max_size=20))
@@ -97,8 +110,9 @@ def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[
                 assert fleet.model(model)[1] == reports
                 is_loading = any(
                     status.state == "unloading" or (status.model == model and status.state == "loading")
-                    for each in plain.of_lane(lane, clock.now_s) for status in each.models
-                )  # fmt: skip
+                    for each in plain.of_lane(lane, clock.now_s)
+                    for status in each.models
+                )
                 assert (fleet.loading_left_s(lane, model) is not None) == is_loading
 
 

@@ -1,4 +1,6 @@
-"""Results that no message holds: parts, their bounds, what is lost or damaged on the way. Real Settlement and Inbox, over both brokers."""
+"""Results that no message holds: parts, their bounds, what is lost or damaged on the way. Real Settlement and Inbox,
+over both brokers.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ WIDTH = 1024
 # the bounds, without a broker
 
 
-def part(index: int, count: int = 3, *, request: str = "r", chunk: int = 0, digest: str = "d", size: int = 1000) -> Fragment:
+def part(
+    index: int, count: int = 3, *, request: str = "r", chunk: int = 0, digest: str = "d", size: int = 1000
+) -> Fragment:
     return Fragment(request, chunk, 0, index, count, digest, bytes(size))
 
 
@@ -85,7 +89,9 @@ def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> No
         fragments.take(part(0, request="new"), 29.0)
     fragments.drop_request("new")
     assert fragments.take(part(0, request="new"), 31.0).missing == 2
-    assert fragments.take(part(1, 2, request="silent", size=1), 31.0).missing == 1, "the first part is gone: all are sent again"
+    assert fragments.take(part(1, 2, request="silent", size=1), 31.0).missing == 1, (
+        "the first part is gone: all are sent again"
+    )
     assert busy.missing == 1
 
 
@@ -106,7 +112,9 @@ def test_parts_of_another_size_begin_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [part(3), part(-1), part(0, 0), part(0, 1 << 20), part(0, size=0)], ids=["behind", "negative", "none", "too many", "empty"]
+    "bad",
+    [part(3), part(-1), part(0, 0), part(0, 1 << 20), part(0, size=0)],
+    ids=["behind", "negative", "none", "too many", "empty"],
 )
 def test_what_is_no_part_is_refused(bad: Fragment) -> None:
     fragments = Fragments()
@@ -254,7 +262,8 @@ def parts_of(result: WorkResult, size: int = 50_000) -> list[Fragment]:
     data = messages.encode(result)
     digest, count = hashlib.sha256(data).hexdigest(), -(-len(data) // size)
     return [
-        Fragment(result.request, result.chunk, 0, index, count, digest, data[index * size : (index + 1) * size]) for index in range(count)
+        Fragment(result.request, result.chunk, 0, index, count, digest, data[index * size : (index + 1) * size])
+        for index in range(count)
     ]
 
 
@@ -374,7 +383,9 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
 
 
 async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connections(tmp_path: Path) -> None:
-    """L11, nats.py#888: 2,048 x 1,024 floats as one result; no connection is made anew, as one that sends too much would be."""
+    """L11, nats.py#888: 2,048 x 1,024 floats as one result; no connection is made anew, as one that sends too much
+    would be.
+    """
     with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
         gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
         side = Side(gateway, worker)
@@ -412,7 +423,8 @@ class WideAdapter(FakeAdapter):
         if isinstance(reply, ipc.BatchDone):
             size = 4 * self.rows * WIDTH
             outcomes = tuple(
-                Ok({"multivector": ArraySlice("<f4", (self.rows, WIDTH), place * size)}, 4) for place in range(len(reply.outcomes))
+                Ok({"multivector": ArraySlice("<f4", (self.rows, WIDTH), place * size)}, 4)
+                for place in range(len(reply.outcomes))
             )
             block = b"".join(self.values(place).tobytes() for place in range(len(outcomes)))
             reply = ipc.BatchDone(reply.batch, outcomes, block, 1.0)

@@ -59,7 +59,9 @@ class Aliased(Source):
 
     async def export(self) -> ConfigExport:
         made = await super().export()
-        more = tuple(ConfigModel(name, msgspec.to_builtins(each), self._revision) for name, each in self.aliases.items())
+        more = tuple(
+            ConfigModel(name, msgspec.to_builtins(each), self._revision) for name, each in self.aliases.items()
+        )
         return msgspec.structs.replace(made, models=(*made.models, *more))
 
 
@@ -120,7 +122,11 @@ async def test_an_answer_names_what_served_it_and_a_flip_is_one_write(served: Se
     assert second.headers["x-sie-fingerprint"] != first.headers["x-sie-fingerprint"]
     body = {"model": "search", "input": ["a text"]}
     openai = await served.gateway.client.post("/v1/embeddings", json=body)
-    assert (openai.json()["model"], openai.headers["x-sie-model"], openai.headers["x-sie-alias"]) == ("search", "toy/two", "search")
+    assert (openai.json()["model"], openai.headers["x-sie-model"], openai.headers["x-sie-alias"]) == (
+        "search",
+        "toy/two",
+        "search",
+    )
     assert await served.gateway.metric("sie_gateway_alias_requests_total", alias="search", model="toy/two") >= 2
 
 
@@ -155,7 +161,9 @@ async def test_a_route_key_keeps_its_target(served: Served) -> None:
     assert set(wanted.values()) == {"toy/one", "toy/two"}
     for _ in range(2):
         for key in keys:
-            assert (await served.gateway.encode("x", model="search", X_SIE_Route_Key=key)).headers["x-sie-model"] == wanted[key]
+            assert (await served.gateway.encode("x", model="search", X_SIE_Route_Key=key)).headers[
+                "x-sie-model"
+            ] == wanted[key]
     body = {"model": "search", "input": "x"}
     for key in keys[:4]:
         answer = await served.gateway.client.post("/v1/embeddings", json=body, headers={"X-SIE-Route-Key": key})
@@ -166,10 +174,15 @@ async def test_a_route_key_keeps_its_target(served: Served) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-SIE-Route-Key")
 
 
-@pytest.mark.parametrize(("call", "key"), [
-    (Call("1", 0.0, {"x-sie-route-key": "i"}, grant=Grant("k"), client="::1"), "named i"),
-    (Call("1", 0.0, {}, grant=Grant("k"), client="::1"), "key k"), (Call("1", 0.0, {}, client="::1"), "client ::1"), (None, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (Call("1", 0.0, {"x-sie-route-key": "i"}, grant=Grant("k"), client="::1"), "named i"),
+        (Call("1", 0.0, {}, grant=Grant("k"), client="::1"), "key k"),
+        (Call("1", 0.0, {}, client="::1"), "client ::1"),
+        (None, ""),
+    ],
+)
 def test_what_a_call_goes_by(call: Call | None, key: str) -> None:
     assert route_key(call) == key
 
@@ -190,7 +203,11 @@ async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> Non
     async with asyncio.timeout(30):
         while not await served.shadows("done"):
             answer = await served.gateway.encode("a text", "another", model="search")
-            assert (answer.status_code, answer.json()["items"], answer.headers["x-sie-model"]) == (200, plain, "toy/one")
+            assert (answer.status_code, answer.json()["items"], answer.headers["x-sie-model"]) == (
+                200,
+                plain,
+                "toy/one",
+            )
     labels = {"alias": "search", "model": "toy/two"}
     answers = [(await served.gateway.encode("a text", model=model)).json() for model in ("toy/one", "toy/two")]
     cosine = float(np.dot(*(answer["items"][0]["dense"]["values"] for answer in answers)))
@@ -199,7 +216,9 @@ async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> Non
     assert cosine < 0.999  # the second model reads a prompt before each text
     assert await served.gateway.metric("sie_gateway_shadow_cosine_bucket", **labels, le="0.999") >= done
     assert await served.gateway.metric("sie_gateway_shadow_seconds_count", **labels, side="served") == done
-    assert await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") >= done + 1  # copies are none
+    assert (
+        await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") >= done + 1
+    )  # copies are none
 
 
 async def test_a_shadow_that_cannot_load_fails_no_answer_and_is_left_alone_for_a_while(served: Served) -> None:
@@ -229,12 +248,16 @@ async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_i
 
 # ---- the choice of what is copied, by hand
 
-CATALOGUE = Catalogue.of({"toy/one": ONE, "toy/two": TWO, "search": alias("toy/one", shadow="toy/two")}, {}, {}, "test:1")
+CATALOGUE = Catalogue.of(
+    {"toy/one": ONE, "toy/two": TWO, "search": alias("toy/one", shadow="toy/two")}, {}, {}, "test:1"
+)
 LANE = Lane("_default", "cpu", "default")
 VECTOR = np.arange(1, 9, dtype="<f4")
 
 
-def finished(model: str = "search", *, values: Any = (VECTOR, VECTOR), scores: tuple[float, ...] = (), **run: Any) -> Finished:
+def finished(
+    model: str = "search", *, values: Any = (VECTOR, VECTOR), scores: tuple[float, ...] = (), **run: Any
+) -> Finished:
     """An answer of a request for `model`: dense vectors, or scores."""
     count = len(scores or values)
     items = tuple(Item(text=f"text {number}") for number in range(count))
@@ -257,7 +280,9 @@ class Harness:
     """A gateway's parts as far as shadows see them."""
 
     def __init__(self, **shadow_of: Any) -> None:
-        self.catalogue = CATALOGUE.with_model("search", alias("toy/one", shadow={"model": "toy/two", **shadow_of}), 2, "test:2")
+        self.catalogue = CATALOGUE.with_model(
+            "search", alias("toy/one", shadow={"model": "toy/two", **shadow_of}), 2, "test:2"
+        )
         self.hosted: list[Heartbeat] = [_beat(("toy/two", "loaded"))]
         self.workers = [_beat(("toy/one", "loaded"), slots=2)]
         self.wait_s: float | None = 0.0
@@ -293,12 +318,17 @@ class Harness:
         """What the counter says after one more request."""
         found = found or finished()
         asked = Asked("encode", found.request.resolved, found.request.items, {"items": []})
-        self.shadows.after(Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"asked": asked, **call}), found)
+        self.shadows.after(
+            Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"asked": asked, **call}), found
+        )
         if settle:
             await until(lambda: not self.shadows._tasks, "the copies to end")
         samples = [
-            sample for metric in self.metrics.registry.collect() for sample in metric.samples if sample.name == "sie_gateway_shadows_total"
-        ]  # fmt: skip
+            sample
+            for metric in self.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "sie_gateway_shadows_total"
+        ]
         return {sample.labels["result"]: sample.value for sample in samples}
 
 
@@ -336,16 +366,25 @@ async def test_at_most_so_many_are_in_flight_and_the_others_are_dropped() -> Non
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize(("wait_s", "counted"), [(0.0, "done"), (0.2, "done"), (0.3, "loaded"), (None, "loaded")])
-async def test_a_lane_in_which_work_waits_gets_no_copies(priority: Priority, wait_s: float | None, counted: str) -> None:
+async def test_a_lane_in_which_work_waits_gets_no_copies(
+    priority: Priority, wait_s: float | None, counted: str
+) -> None:
     harness = Harness()
     harness.wait_s, harness.waits = wait_s, priority
     assert await harness.after() == {counted: 1}
 
 
-@pytest.mark.parametrize(("workers", "counted"), [
-    ([_beat()], "done"), ([_beat(("toy/one", "loaded"), slots=2)], "done"), ([_beat(("toy/one", "loaded"), slots=1)], "cold"),
-    ([_beat(("toy/one", "loaded"))], "cold"), ([_beat(("toy/one", "loaded"), ("toy/x", "loading"), slots=2)], "cold"), ([], "cold"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workers", "counted"),
+    [
+        ([_beat()], "done"),
+        ([_beat(("toy/one", "loaded"), slots=2)], "done"),
+        ([_beat(("toy/one", "loaded"), slots=1)], "cold"),
+        ([_beat(("toy/one", "loaded"))], "cold"),
+        ([_beat(("toy/one", "loaded"), ("toy/x", "loading"), slots=2)], "cold"),
+        ([], "cold"),
+    ],
+)
 async def test_a_shadow_takes_no_model_s_place(workers: list[Heartbeat], counted: str) -> None:
     """A model that nobody has loaded is opened only where there is room beside what is."""
     harness = Harness()
@@ -364,12 +403,16 @@ async def test_one_copy_opens_a_cold_model() -> None:
     assert await harness.after() == {"cold": 2, "done": 2}
 
 
-@pytest.mark.parametrize(("answer", "counted", "pause_s"), [
-    (ModelLoadFailed("x"), "failed", shadow.PAUSE_S), (ModelLoading("x"), "cold", shadow.SHORT_PAUSE_S),
-    (InvalidInput("x"), "unsuited", 0.0),
-    (finished("toy/two", values=(ErrorInfo("INFERENCE_ERROR", "x"),) * 2), "failed", shadow.PAUSE_S),
-    (finished("toy/two", values=(VECTOR, ErrorInfo("INFERENCE_ERROR", "x"))), "done", 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "counted", "pause_s"),
+    [
+        (ModelLoadFailed("x"), "failed", shadow.PAUSE_S),
+        (ModelLoading("x"), "cold", shadow.SHORT_PAUSE_S),
+        (InvalidInput("x"), "unsuited", 0.0),
+        (finished("toy/two", values=(ErrorInfo("INFERENCE_ERROR", "x"),) * 2), "failed", shadow.PAUSE_S),
+        (finished("toy/two", values=(VECTOR, ErrorInfo("INFERENCE_ERROR", "x"))), "done", 0.0),
+    ],
+)
 async def test_after_a_failure_there_is_a_pause(answer: SIEError | Finished, counted: str, pause_s: float) -> None:
     harness = Harness()
     harness.answer = answer
@@ -380,7 +423,9 @@ async def test_after_a_failure_there_is_a_pause(answer: SIEError | Finished, cou
 
 
 async def test_what_is_not_copied() -> None:
-    """Another operation than the second model has, an answer too large to hold, a request by the model's own name, a copy itself."""
+    """Another operation than the second model has, an answer too large to hold, a request by the model's own name, a
+    copy itself.
+    """
     harness = Harness()
     assert await harness.after(finished("toy/one")) == {}
     assert await harness.after(grant=Grant(shadow.KEY)) == {}

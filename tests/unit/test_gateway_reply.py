@@ -25,10 +25,15 @@ from sie_gateway.chunk import Chunk, Limits
 from sie_gateway.finished import Finished
 from sie_gateway.inference import _result_bytes
 
-ENTRY = parse_entry({
-    "id": "org/m3", "weights": {"package": "p"}, "family": "text-encoder", "max_tokens": 64,
-    "outputs": {"dense": 4, "sparse": 100, "multivector": 4, "score": 0},
-})  # fmt: skip
+ENTRY = parse_entry(
+    {
+        "id": "org/m3",
+        "weights": {"package": "p"},
+        "family": "text-encoder",
+        "max_tokens": 64,
+        "outputs": {"dense": 4, "sparse": 100, "multivector": 4, "score": 0},
+    }
+)
 REFUSED = Failed(ErrorInfo("INVALID_INPUT", "no", reason="empty_item"))
 NO_TOKENS = {"prompt_tokens": 0, "total_tokens": 0, "truncated": False}
 BUSY = Failed(ErrorInfo("RESOURCE_EXHAUSTED", "no memory"))
@@ -63,7 +68,9 @@ def test_a_dense_vector_in_full_precision_has_no_extras() -> None:
     assert found["dense"]["values"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("dtype", "extras"), [("int8", {"scale"}), ("uint8", {"scale", "offset"}), ("binary", set()), ("float16", set())])
+@pytest.mark.parametrize(
+    ("dtype", "extras"), [("int8", {"scale"}), ("uint8", {"scale", "offset"}), ("binary", set()), ("float16", set())]
+)
 def test_integer_dtypes_bring_what_restores_them(dtype: str, extras: set[str]) -> None:
     """One number for a dense vector, one for each row of a multivector."""
     kind = {"int8": "i1", "float16": "<f2"}.get(dtype, "u1")
@@ -88,8 +95,16 @@ def test_dims_are_the_logical_width_of_packed_bits() -> None:
 def test_a_sparse_vector_has_float_values_whatever_the_dtype() -> None:
     given = {"sparse.indices": np.array([2, 9], "<i4"), "sparse.values": np.array([0.5, 1.5], "<f4")}
     found = slot(given, outputs=("sparse",), dtype="int8")
-    assert {**found["sparse"], "indices": 0, "values": 0} == {"dims": 100, "dtype": "float32", "indices": 0, "values": 0}
-    assert slot({**given, "sparse.values": np.ones(2, "<f2")}, outputs=("sparse",), dtype="float16")["sparse"]["dtype"] == "float16"
+    assert {**found["sparse"], "indices": 0, "values": 0} == {
+        "dims": 100,
+        "dtype": "float32",
+        "indices": 0,
+        "values": 0,
+    }
+    assert (
+        slot({**given, "sparse.values": np.ones(2, "<f2")}, outputs=("sparse",), dtype="float16")["sparse"]["dtype"]
+        == "float16"
+    )
 
 
 def test_a_sketch_names_its_source_and_its_own_width() -> None:
@@ -133,9 +148,19 @@ def test_entries_stand_by_score_then_by_position_and_failures_last() -> None:
     scores = placed(Ok({}, score=0.5), REFUSED, Ok({}, score=-0.25), Ok({}, score=0.5), BUSY)
     entries = reply.score_entries(items, scores)
     assert [(entry["item_id"], entry["score"], entry["rank"]) for entry in entries] == [
-        ("item-0", 0.5, 0), ("item-3", 0.5, 1), ("item-2", -0.25, 2), ("mine", None, 3), ("mine", None, 4),
-    ]  # fmt: skip
-    assert [entry.get("error", {}).get("code") for entry in entries] == [None, None, None, "INVALID_INPUT", "RESOURCE_EXHAUSTED"]
+        ("item-0", 0.5, 0),
+        ("item-3", 0.5, 1),
+        ("item-2", -0.25, 2),
+        ("mine", None, 3),
+        ("mine", None, 4),
+    ]
+    assert [entry.get("error", {}).get("code") for entry in entries] == [
+        None,
+        None,
+        None,
+        "INVALID_INPUT",
+        "RESOURCE_EXHAUSTED",
+    ]
     assert entries[4]["error"]["retry_after_s"] == 5
     assert entries[1] == {"item_id": "item-3", "score": 0.5, "rank": 1, "metadata": {"n": 1}, "usage": NO_TOKENS}
 
@@ -155,9 +180,18 @@ def test_a_slot_has_the_usage_of_its_input() -> None:
 
 def test_all_keys_are_there_whatever_was_found() -> None:
     found = Ok({}, data={"entities": [{"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1}]})
-    given = zip((Item("a"), Item("b", "mine"), Item("c")), (found, Ok({}, data={"data": {"k": 1}}), REFUSED), strict=True)
+    given = zip(
+        (Item("a"), Item("b", "mine"), Item("c")), (found, Ok({}, data={"data": {"k": 1}}), REFUSED), strict=True
+    )
     slots = [reply.extract_slot(index, *each) for index, each in enumerate(given)]
-    empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}, "usage": NO_TOKENS}
+    empty: dict[str, Any] = {
+        "entities": [],
+        "relations": [],
+        "classifications": [],
+        "objects": [],
+        "data": {},
+        "usage": NO_TOKENS,
+    }
     entity = {"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1, "bbox": None}
     assert slots[0] == {"id": "item-0", **empty, "entities": [entity]}
     assert slots[1] == {"id": "mine", **empty, "data": {"k": 1}}
@@ -167,7 +201,9 @@ def test_all_keys_are_there_whatever_was_found() -> None:
 def test_a_box_has_no_offsets() -> None:
     found = Ok({}, data={"entities": [{"text": "t", "label": "text", "score": 1.0, "bbox": [1, 2, 3, 4]}]})
     only = reply.extract_slot(0, Item("a"), found)
-    assert only["entities"] == [{"text": "t", "label": "text", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]}]
+    assert only["entities"] == [
+        {"text": "t", "label": "text", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]}
+    ]
 
 
 # chunks
@@ -191,8 +227,15 @@ def test_a_query_counts_with_every_input_up_to_the_model_s_limit() -> None:
 def test_results_that_grow_with_tokens_bound_a_chunk() -> None:
     """A byte may be a token, in scripts that the tokenizer hardly knows."""
     sizes = [32, 32, 392, 32]  # at most 34, 34, 100 and 34 tokens
-    assert [(piece.start, piece.stop) for piece in split(sizes, result_bytes=700, token_result_bytes=10)] == [(0, 2), (2, 3), (3, 4)]
-    assert [(piece.start, piece.stop) for piece in split(sizes, result_bytes=100, item_result_bytes=50)] == [(0, 2), (2, 4)]
+    assert [(piece.start, piece.stop) for piece in split(sizes, result_bytes=700, token_result_bytes=10)] == [
+        (0, 2),
+        (2, 3),
+        (3, 4),
+    ]
+    assert [(piece.start, piece.stop) for piece in split(sizes, result_bytes=100, item_result_bytes=50)] == [
+        (0, 2),
+        (2, 4),
+    ]
 
 
 def test_an_input_that_is_run_once_for_each_label_costs_as_much() -> None:
@@ -217,7 +260,10 @@ def test_a_body_of_many_values_is_written_in_pieces_as_often_as_it_is_read(msgpa
 def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
     """One long text gives as much as a thousand short ones: nobody else is served while a piece is made."""
     wide, narrow = np.arange(4 * reply.PIECE_VALUES, dtype=np.float32).reshape(-1, 100), np.ones((2, 100), np.float32)
-    slots = [{"id": str(number), "multivector": {"dims": 100, "values": values}} for number, values in enumerate((narrow, wide, narrow))]
+    slots = [
+        {"id": str(number), "multivector": {"dims": 100, "values": values}}
+        for number, values in enumerate((narrow, wide, narrow))
+    ]
     body = {"model": "m", "items": slots}
     found, _ = reply.body_of(body, 4 * reply.PIECE_VALUES, msgpack=False)
     pieces = list(found)
@@ -240,7 +286,9 @@ def test_rows_are_made_when_it_is_their_turn() -> None:
     assert made == [0]
     assert begun + b"".join(pieces) == whole
     for msgpack in (False, True):
-        few, many = (reply.body_of({"items": range(4), "n": 1}, count, msgpack=msgpack, row=row)[0] for count in (12, 1 << 20))
+        few, many = (
+            reply.body_of({"items": range(4), "n": 1}, count, msgpack=msgpack, row=row)[0] for count in (12, 1 << 20)
+        )
         decode = msgspec.msgpack.decode if msgpack else json.loads
         assert decode(few) == decode(b"".join(many)) == {"items": json.loads(whole), "n": 1}
 
@@ -261,13 +309,24 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
     assert set(refused.values()) == {0.0}
 
 
-@pytest.mark.parametrize(("accept", "found"), [
-    ("", "msgpack"), ("*/*", "msgpack"), ("text/html", "json"), ("application/json", "json"), ("application/octet-stream", "raw"),
-    ("application/vnd.apache.arrow.stream, */*", "arrow"), ("application/msgpack, application/octet-stream", "msgpack"),
-    ("application/octet-stream;q=0.5, application/json", "json"), ("application/json, application/octet-stream", "raw"),
-    ("application/vnd.apache.arrow.stream;q=0.9, application/octet-stream;q=0.5", "arrow"), ("application/octet-stream;q=0", "json"),
-    ("application/msgpack;q=0.1, application/json;q=0.2", "json"), ("application/octet-stream;q=x", "json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("accept", "found"),
+    [
+        ("", "msgpack"),
+        ("*/*", "msgpack"),
+        ("text/html", "json"),
+        ("application/json", "json"),
+        ("application/octet-stream", "raw"),
+        ("application/vnd.apache.arrow.stream, */*", "arrow"),
+        ("application/msgpack, application/octet-stream", "msgpack"),
+        ("application/octet-stream;q=0.5, application/json", "json"),
+        ("application/json, application/octet-stream", "raw"),
+        ("application/vnd.apache.arrow.stream;q=0.9, application/octet-stream;q=0.5", "arrow"),
+        ("application/octet-stream;q=0", "json"),
+        ("application/msgpack;q=0.1, application/json;q=0.2", "json"),
+        ("application/octet-stream;q=x", "json"),
+    ],
+)
 def test_the_format_of_a_reply_is_negotiated(accept: str, found: str) -> None:
     assert reply.wanted(accept, body_is_msgpack=True, raw=True) == found
 
@@ -313,10 +372,19 @@ def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
     scales = [chance.random(count).astype("<f4") for count in counts]
     indices = [np.arange(count, dtype="<i4") for count in counts]
     weights = [chance.random(count).astype("<f4") for count in counts]
-    good: list[tuple[WorkResult, Outcome]] = list(chunk_of(4, **{
-        "dense": dense, "dense.scale": scale, "multivector": multi, "multivector.scale": scales, "sparse.indices": indices,
-        "sparse.values": weights,
-    }))  # fmt: skip
+    good: list[tuple[WorkResult, Outcome]] = list(
+        chunk_of(
+            4,
+            **{
+                "dense": dense,
+                "dense.scale": scale,
+                "multivector": multi,
+                "multivector.scale": scales,
+                "sparse.indices": indices,
+                "sparse.values": weights,
+            },
+        )
+    )
     outcomes = [*good[:2], *placed(REFUSED), *good[2:]]
     items = [Item("a", "first"), Item("b"), Item(None), Item("c", "ü"), Item("d")]
     rows = arrow.Rows(items, outcomes, RunOptions(outputs=("dense", "multivector", "sparse"), dtype="int8"))
@@ -326,13 +394,21 @@ def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
     table = pyarrow.ipc.open_stream(data).read_all()
     table.validate(full=True)
     assert table.column_names == [
-        "id", "dense", "dense_scale", "multivector", "multivector_scale", "sparse_indices", "sparse_values", "error"
-    ]  # fmt: skip
+        "id",
+        "dense",
+        "dense_scale",
+        "multivector",
+        "multivector_scale",
+        "sparse_indices",
+        "sparse_values",
+        "error",
+    ]
     found = table.to_pylist()
     assert [row["id"] for row in found] == ["first", None, None, "ü", None]
     assert found[2] == {
-        **dict.fromkeys(table.column_names), "error": {"code": "INVALID_INPUT", "message": "no", "reason": "empty_item", "retryable": False}
-    }  # fmt: skip
+        **dict.fromkeys(table.column_names),
+        "error": {"code": "INVALID_INPUT", "message": "no", "reason": "empty_item", "retryable": False},
+    }
     for index, row in enumerate(found[:2] + found[3:]):
         assert row["error"] is None
         assert row["dense"] == dense[index].tolist()
@@ -357,7 +433,9 @@ def test_what_does_not_fit_alone_is_a_chunk_alone_and_nothing_is_none() -> None:
 
 
 def entry(**outputs: int) -> ModelEntry:
-    return parse_entry({"id": "org/a", "weights": {"package": "p"}, "family": "f", "max_tokens": 64, "outputs": outputs})
+    return parse_entry(
+        {"id": "org/a", "weights": {"package": "p"}, "family": "f", "max_tokens": 64, "outputs": outputs}
+    )
 
 
 def test_a_result_is_estimated_from_what_was_asked_for() -> None:
@@ -368,7 +446,10 @@ def test_a_result_is_estimated_from_what_was_asked_for() -> None:
     assert _result_bytes("encode", many, RunOptions()) == (constant + 4096, 0)
     assert _result_bytes("encode", many, RunOptions(outputs=("multivector",))) == (constant, 512)
     sketch = Muvera(final_projection_dim=500)
-    assert _result_bytes("encode", many, RunOptions(muvera=sketch, outputs=("dense", "multivector"))) == (constant + 2000, 512)
+    assert _result_bytes("encode", many, RunOptions(muvera=sketch, outputs=("dense", "multivector"))) == (
+        constant + 2000,
+        512,
+    )
     assert _result_bytes("encode", many, RunOptions(outputs=("sparse",)))[1] > 8
     assert _result_bytes("extract", many, RunOptions())[1] > 0
 
@@ -385,11 +466,14 @@ def test_a_query_is_an_item() -> None:
 @pytest.mark.parametrize(
     ("given", "param", "reason"),
     [
-        ({}, "query", "schema"), ({"query": None}, "query", "schema"), ({"query": 5}, "query", "schema"),
-        ({"query": ["a"]}, "query", "schema"), ({"query": {"text": 5}}, "query.text", "schema"),
+        ({}, "query", "schema"),
+        ({"query": None}, "query", "schema"),
+        ({"query": 5}, "query", "schema"),
+        ({"query": ["a"]}, "query", "schema"),
+        ({"query": {"text": 5}}, "query.text", "schema"),
         ({"query": "\ud800"}, "query", "malformed"),
     ],
-)  # fmt: skip
+)
 def test_a_query_that_cannot_be_used_is_named(given: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         body.query(given)

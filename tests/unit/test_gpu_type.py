@@ -17,13 +17,28 @@ ENTRY = toy_entry()
 RESOLVED = Catalogue({ENTRY.id: ENTRY}).resolve(ENTRY.id)
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("NVIDIA L4", "l4"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100 80GB PCIe", "a100-80gb"),
-    ("NVIDIA A100-PCIE-40GB", "a100-40gb"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA H200", "h200"),
-    ("Tesla T4", "t4"), ("Tesla V100-SXM2-16GB", "v100-16gb"), ("NVIDIA A10G", "a10g"), ("NVIDIA L40S", "l40s"),
-    ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("AMD Instinct MI300X", "mi300x"),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-mig-1g.10gb"), ("Apple arm", "arm"), ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-mig-1g.10gb"),
+        ("Apple arm", "arm"),
+        ("", ""),
+    ],
+)
 def test_a_product_name_is_a_type_and_a_type_stays_one(name: str, expected: str) -> None:
     assert gpu_type(name) == expected
     if " mig " not in name.lower():
@@ -37,12 +52,16 @@ class Lanes:
         self.now_s = 0.0
         self.fleet = Fleet(MemoryServer().connect("gateway"), settings_of(**environ), lambda: self.now_s)
 
-    def beat(self, worker: str, machine_profile: str = "_default", *, gpu: str = "", device: str = "cuda:0", **fields: object) -> None:
+    def beat(
+        self, worker: str, machine_profile: str = "_default", *, gpu: str = "", device: str = "cuda:0", **fields: object
+    ) -> None:
         known = {"gpu": gpu, "device": device, "ready": True, "version": "0", **fields}
         self.fleet.note(Heartbeat(worker, "_default", machine_profile, "default", **known))  # type: ignore[arg-type]  # fields by name
 
     def named(self, name: str) -> str:
-        return self.fleet.lane(RESOLVED, pool="_default", machine_profile=name, known_pools={"_default"}).machine_profile
+        return self.fleet.lane(
+            RESOLVED, pool="_default", machine_profile=name, known_pools={"_default"}
+        ).machine_profile
 
 
 def test_the_detected_type_routes_where_nobody_named_a_machine_profile() -> None:
@@ -65,14 +84,20 @@ def test_a_type_that_no_worker_is_is_refused_with_those_that_there_are() -> None
     with pytest.raises(NotFound, match="no worker is 'l4'; there are _default, cpu, h100") as caught:
         lanes.named("l4")
     assert (caught.value.status, caught.value.reason) == (404, "gpu_not_found")
-    assert caught.value.extras == {"status": "gpu_not_configured", "gpu": "l4", "configured_gpu_types": ["_default", "cpu", "h100"]}
+    assert caught.value.extras == {
+        "status": "gpu_not_configured",
+        "gpu": "l4",
+        "configured_gpu_types": ["_default", "cpu", "h100"],
+    }
 
 
 def test_a_lane_of_several_types_does_not_serve_one_of_them() -> None:
     lanes = Lanes()
     lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3")
     lanes.beat("w2", gpu="NVIDIA L4")
-    with pytest.raises(NotFound, match="the workers of _default are of several types: give each type a SIE_MACHINE_PROFILE"):
+    with pytest.raises(
+        NotFound, match="the workers of _default are of several types: give each type a SIE_MACHINE_PROFILE"
+    ):
         lanes.named("l4")
     lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3", leaving=True)
     assert lanes.named("l4") == "_default"

@@ -160,8 +160,12 @@ async def test_an_adapter_that_is_gone_ends_neither_the_loop_nor_what_was_known(
     await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("error_class", "cool_down_s", "attempts"), [("OOM", 60, None), ("NETWORK", 30, None), ("UNKNOWN", 30, 3)])
-async def test_a_failure_that_may_pass_is_tried_again_after_its_cool_down(error_class: str, cool_down_s: int, attempts: int | None) -> None:
+@pytest.mark.parametrize(
+    ("error_class", "cool_down_s", "attempts"), [("OOM", 60, None), ("NETWORK", 30, None), ("UNKNOWN", 30, 3)]
+)
+async def test_a_failure_that_may_pass_is_tried_again_after_its_cool_down(
+    error_class: str, cool_down_s: int, attempts: int | None
+) -> None:
     sidecar = Sidecar()
     sidecar.link.failure = ModelLoadFailed("no", extras={"error_class": error_class})
     for number in range(1, 6):
@@ -202,10 +206,18 @@ async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_devi
 
     def slots(used_bytes: int, *models: str, threshold_percent: float = 80.0) -> int:
         held = tuple(sidecar.link.loaded(model) for model in models)
-        return sidecar.hosting.slots(ipc.Description(
-            ipc.PROTOCOL, 1, "cpu", "0", memory_used_bytes=used_bytes, memory_total_bytes=total_bytes, models=held,
-            threshold_percent=threshold_percent,
-        ))  # fmt: skip
+        return sidecar.hosting.slots(
+            ipc.Description(
+                ipc.PROTOCOL,
+                1,
+                "cpu",
+                "0",
+                memory_used_bytes=used_bytes,
+                memory_total_bytes=total_bytes,
+                models=held,
+                threshold_percent=threshold_percent,
+            )
+        )
 
     assert slots(600) == 0  # what a model takes is not known yet
     await sidecar.load(sidecar.a, sidecar.b)
@@ -228,7 +240,9 @@ async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_devi
 
 
 async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_present_one() -> None:
-    """1. A load is under way. 2. The entry changes, and work for the new one waits. 3. The load fails for good. 4. The new one loads."""
+    """1. A load is under way. 2. The entry changes, and work for the new one waits. 3. The load fails for good. 4. The
+    new one loads.
+    """
     sidecar = Sidecar()
     fails = asyncio.Event()
     ready = sidecar.link.ensure_ready

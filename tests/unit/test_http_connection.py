@@ -1,5 +1,6 @@
-"""How a connection ends: trailers are dropped, requests are answered while their bodies arrive, clients send no more. On the loop of
-the tests and on uvloop, as our processes run."""
+"""How a connection ends: trailers are dropped, requests are answered while their bodies arrive, clients send no more.
+On the loop of the tests and on uvloop, as our processes run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 class Server:
-    """Answers /read with the body and headers of the request, /early before it has read any body, /slow when `go_on` is set."""
+    """Answers /read with the body and headers of the request, /early before it has read any body, /slow when `go_on` is
+    set.
+    """
 
     def __init__(self) -> None:
         self.go_on, self.entered, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -83,7 +86,9 @@ def ask(path: str, *headers: str, method: str = "GET") -> bytes:
 
 async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     head = await reader.readuntil(b"\r\n\r\n")
-    length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    length = next(
+        int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+    )
     return head, await reader.readexactly(length)
 
 
@@ -97,14 +102,21 @@ def test_trailers_are_dropped(run: Run, pieces: int) -> None:
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
             for _ in range(2):
-                sent = ask("/read", method="POST")[:-2] + CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\nhost: y\r\n\r\n"
+                sent = (
+                    ask("/read", method="POST")[:-2]
+                    + CHUNKED
+                    + b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\nhost: y\r\n\r\n"
+                )
                 size = max(1, len(sent) // pieces)
                 for start in range(0, len(sent), size):
                     writer.write(sent[start : start + size])
                     await asyncio.sleep(0)
                 head, body = await answer(reader)
                 assert head.startswith(b"HTTP/1.1 200 ")
-                assert json.loads(body) == {"body": "abc", "headers": {"host": "localhost", "transfer-encoding": "chunked"}}
+                assert json.loads(body) == {
+                    "body": "abc",
+                    "headers": {"host": "localhost", "transfer-encoding": "chunked"},
+                }
 
     run(scenario())
 
@@ -118,7 +130,9 @@ ENDLESS = {
 
 @pytest.mark.parametrize("piece", [1 << 20, 5000], ids=["large pieces", "small pieces"])
 @pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
-@pytest.mark.parametrize("chunks", [b"0\r\n", b"3\r\nabc\r\n0\r\n", b"3;"], ids=["no body", "a body", "an extension of a chunk"])
+@pytest.mark.parametrize(
+    "chunks", [b"0\r\n", b"3\r\nabc\r\n0\r\n", b"3;"], ids=["no body", "a body", "an extension of a chunk"]
+)
 def test_trailers_and_extensions_of_chunks_have_a_limit(run: Run, chunks: bytes, endless: bytes, piece: int) -> None:
     async def scenario() -> None:
         async with serving() as (_, reader, writer):
@@ -151,7 +165,9 @@ def test_head_and_trailers_share_one_limit(run: Run) -> None:
 
 @pytest.mark.parametrize("rest", [b"z" * 1_000_000, b"z" * 999_999], ids=["all of the body", "less"])
 def test_an_answer_before_the_end_of_the_body_is_the_last_and_arrives(run: Run, rest: bytes) -> None:
-    """1. a client announces a body and is answered; 2. it sends on, as clients do that read later; 3. it reads the answer, no reset."""
+    """1. a client announces a body and is answered; 2. it sends on, as clients do that read later; 3. it reads the
+    answer, no reset.
+    """
 
     async def scenario() -> None:
         async with serving() as (_, reader, writer):

@@ -1,5 +1,6 @@
-"""How a response leaves a process: one write where its length is known, and everything that uvicorn promises elsewhere. And what a client
-may leave open: a head that never ends, a response that nobody reads, what is no HTTP at all."""
+"""How a response leaves a process: one write where its length is known, and everything that uvicorn promises elsewhere.
+And what a client may leave open: a head that never ends, a response that nobody reads, what is no HTTP at all.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(application: App = app) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, HttpServer]]:
+async def connected(
+    application: App = app,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, HttpServer]]:
     server = HttpServer(application, "127.0.0.1", 0, setting="--port")
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -72,7 +75,9 @@ async def response(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     """Head and body of the next response."""
     async with asyncio.timeout(30):
         head = await reader.readuntil(b"\r\n\r\n")
-        length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        length = next(
+            int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+        )
         return head, await reader.readexactly(length)
 
 
@@ -80,7 +85,9 @@ def ask(path: str, method: str = "GET", *headers: str) -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "host: localhost", *headers, "", ""]).encode()
 
 
-async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every write of this loop's transports is looked at; the client's own are left out."""
     written: list[bytes] = []
     genuine = _SelectorSocketTransport.write
@@ -95,7 +102,10 @@ async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(
         for _ in range(3):
             writer.write(ask("/whole"))
             await response(reader)
-    whole = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 10\r\nx-made: yes\r\n\r\n0123456789"
+    whole = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 10\r\nx-made:"
+        b" yes\r\n\r\n0123456789"
+    )
     assert written == [whole] * 3
 
 
@@ -131,7 +141,9 @@ async def test_head_has_the_length_and_no_body() -> None:
         assert (await response(reader))[1] == b""
 
 
-@pytest.mark.parametrize("closing", [ask("/whole", "GET", "connection: close"), b"GET /whole HTTP/1.0\r\n\r\n", ask("/close")])
+@pytest.mark.parametrize(
+    "closing", [ask("/whole", "GET", "connection: close"), b"GET /whole HTTP/1.0\r\n\r\n", ask("/close")]
+)
 async def test_a_connection_that_is_to_close_says_so_and_closes(closing: bytes) -> None:
     async with connected() as (reader, writer, _):
         writer.write(closing)
@@ -262,7 +274,11 @@ async def test_what_follows_a_running_request_never_stands_for_its_answer() -> N
 @pytest.mark.parametrize("piece", [1 << 20, 5000])
 @pytest.mark.parametrize(
     "endless",
-    [b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000, b"GET /" + b"y" * 400_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000],
+    [
+        b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000,
+        b"GET /" + b"y" * 400_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000,
+    ],
     ids=["value", "path", "count"],
 )
 async def test_a_head_that_is_too_large_is_refused_whether_it_ends_or_not(endless: bytes, piece: int) -> None:
@@ -314,7 +330,9 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1. a client asks for 16 MiB and reads none of it; 2. the connection is reset; 3. one that reads slowly gets it all."""
+    """1. a client asks for 16 MiB and reads none of it; 2. the connection is reset; 3. one that reads slowly gets it
+    all.
+    """
     monkeypatch.setattr(protocol, "WRITE_S", 0.4)
     async with connected() as (reader, writer, server):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -407,10 +425,13 @@ async def test_a_server_that_leaves_says_so_in_the_next_response_of_each_connect
 
 
 async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() -> None:
-    """P3: 1. two connections are idle, as the server sees it; 2. a request of one stands in its buffer; 3. the server hangs up: that is
-    answered, the other connection closed."""
+    """P3: 1. two connections are idle, as the server sees it; 2. a request of one stands in its buffer; 3. the server
+    hangs up: that is answered, the other connection closed.
+    """
     async with connected() as (_, _, server):
-        with socket.create_connection(("127.0.0.1", server.port)) as raw:  # what it sends is there before the loop looks
+        with socket.create_connection(
+            ("127.0.0.1", server.port)
+        ) as raw:  # what it sends is there before the loop looks
             raw.setblocking(False)
             idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", server.port)
             idle_writer.write(ask("/whole"))
@@ -428,7 +449,9 @@ async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() 
 
 
 async def test_a_server_stops_when_its_last_answer_was_read() -> None:
-    """1. a client has read nothing of a large answer; 2. the server stops: it waits until all was read, then the connection ends."""
+    """1. a client has read nothing of a large answer; 2. the server stops: it waits until all was read, then the
+    connection ends.
+    """
     async with connected() as (reader, writer, server):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(ask("/large"))

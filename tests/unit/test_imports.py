@@ -16,27 +16,54 @@ import sie_sdk
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
-    "sie_contracts": "contracts", "sie_gateway": "gateway", "sie_sidecar": "sidecar", "sie_adapter": "adapter",
-    "sie_config": "config_service", "sie_sdk": "sdk", "sie_cli": "cli",
-}  # fmt: skip
+    "sie_contracts": "contracts",
+    "sie_gateway": "gateway",
+    "sie_sidecar": "sidecar",
+    "sie_adapter": "adapter",
+    "sie_config": "config_service",
+    "sie_sdk": "sdk",
+    "sie_cli": "cli",
+}
 WITHOUT_TORCH = ("sie_contracts", "sie_gateway", "sie_sidecar", "sie_config", "sie_sdk", "sie_cli")
 HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
 
 # modules of pure functions and plain data: the standard library, msgspec and numpy, and each other
 CORE = {
-    "sie_contracts.aliases", "sie_contracts.batch_times", "sie_contracts.bundles", "sie_contracts.costs", "sie_contracts.names",
+    "sie_contracts.aliases",
+    "sie_contracts.batch_times",
+    "sie_contracts.bundles",
+    "sie_contracts.costs",
+    "sie_contracts.names",
     "sie_contracts.trace_context",
-    "sie_contracts.messages", "sie_contracts.options", "sie_contracts.ipc", "sie_contracts.topology", "sie_contracts.catalogue",
-    "sie_contracts.errors", "sie_contracts.arrays", "sie_contracts.settings", "sie_contracts.muvera", "sie_sidecar.batch",
-    "sie_sidecar.quantum", "sie_sidecar.rate", "sie_sidecar.sizing", "sie_sidecar.cost", "sie_contracts.placement", "sie_gateway.chunk",
-    "sie_gateway.body", "sie_gateway.window", "sie_gateway.drain",
-    "sie_gateway.turns", "sie_gateway.place",
-}  # fmt: skip
+    "sie_contracts.messages",
+    "sie_contracts.options",
+    "sie_contracts.ipc",
+    "sie_contracts.topology",
+    "sie_contracts.catalogue",
+    "sie_contracts.errors",
+    "sie_contracts.arrays",
+    "sie_contracts.settings",
+    "sie_contracts.muvera",
+    "sie_sidecar.batch",
+    "sie_sidecar.quantum",
+    "sie_sidecar.rate",
+    "sie_sidecar.sizing",
+    "sie_sidecar.cost",
+    "sie_contracts.placement",
+    "sie_gateway.chunk",
+    "sie_gateway.body",
+    "sie_gateway.window",
+    "sie_gateway.drain",
+    "sie_gateway.turns",
+    "sie_gateway.place",
+}
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids
 TOKENISING = {"sie_sidecar.rows", "sie_sidecar.longtext", "sie_sidecar.tokens", "sie_sidecar.tokenise"}
 
-IMPORT_BUDGET_S = 0.5  # of `import sie_gateway.process`: 0.4 s on two cores of an AMD EPYC with nothing else running, Python 3.11.7
+IMPORT_BUDGET_S = (
+    0.5  # of `import sie_gateway.process`: 0.4 s on two cores of an AMD EPYC with nothing else running, Python 3.11.7
+)
 MARGIN = 3  # for slower machines
 
 
@@ -104,11 +131,16 @@ def python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("packages", [("sie_gateway",), ("sie_sidecar",), ("sie_config",), ("sie_sdk",)], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "packages", [("sie_gateway",), ("sie_sidecar",), ("sie_config",), ("sie_sdk",)], ids=lambda names: names[0]
+)
 def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...]) -> None:
     """Every module of the component and of the contract, in a process of its own."""
     modules = [module for package in (*packages, "sie_contracts") for module, _ in files(package)]
-    code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sorted({HEAVY!r} & sys.modules.keys()))"
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sorted({HEAVY!r} & "
+        "sys.modules.keys()))"
+    )
     assert python(code).split() == []
 
 
@@ -132,7 +164,9 @@ UNSAFE_LOADS = {("np", "load"), ("numpy", "load"), ("torch", "load"), ("yaml", "
 
 @pytest.mark.parametrize("package", FOLDERS)
 def test_nothing_can_execute_what_was_received(package: str) -> None:
-    """X1, X6: no pickle, no eval, no loader that runs code. Of pickle only the name of its error; torch.load only for tensors."""
+    """X1, X6: no pickle, no eval, no loader that runs code. Of pickle only the name of its error; torch.load only for
+    tensors.
+    """
     for module, tree in files(package):
         safe: set[ast.AST] = set()  # walking is breadth first: a call comes before its function
         assert not tops(tree) & UNSAFE_MODULES - {"pickle"}, module
@@ -151,18 +185,72 @@ def test_nothing_can_execute_what_was_received(package: str) -> None:
 
 def test_the_public_surface_of_the_sdk() -> None:
     assert sie_sdk.__all__ == [
-        "AllItemsFailedError", "AuthenticationError", "BundleConflictError", "Capacity", "ConflictError", "ContentConflictError",
-        "EncodeResult", "ExtractResult", "IdempotencyMismatchError", "InferenceError", "InternalServerError", "InvalidInputError", "Item",
-        "ItemUsage", "LoraLoadFailedError", "LoraLoadingError", "MethodNotAllowedError", "ModelLoadFailedError", "ModelLoadingError",
-        "ModelNotFoundError", "NotFoundError", "NotReadyError", "PayloadTooLargeError", "PermissionDeniedError", "Pool",
-        "PoolConflictError", "PoolNotFoundError", "PoolOperationForbiddenError", "Progress", "ProvisioningError", "QueueFullError",
-        "QueueUnavailableError", "Ranked", "RateLimitedError", "RequestError", "RequestTimeoutError", "ResourceExhaustedError", "Results",
-        "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ScoreResult", "ServerError", "ShuttingDownError", "Usage",
-        "ValidationFailedError", "__version__", "maxsim",
-    ]  # fmt: skip
+        "AllItemsFailedError",
+        "AuthenticationError",
+        "BundleConflictError",
+        "Capacity",
+        "ConflictError",
+        "ContentConflictError",
+        "EncodeResult",
+        "ExtractResult",
+        "IdempotencyMismatchError",
+        "InferenceError",
+        "InternalServerError",
+        "InvalidInputError",
+        "Item",
+        "ItemUsage",
+        "LoraLoadFailedError",
+        "LoraLoadingError",
+        "MethodNotAllowedError",
+        "ModelLoadFailedError",
+        "ModelLoadingError",
+        "ModelNotFoundError",
+        "NotFoundError",
+        "NotReadyError",
+        "PayloadTooLargeError",
+        "PermissionDeniedError",
+        "Pool",
+        "PoolConflictError",
+        "PoolNotFoundError",
+        "PoolOperationForbiddenError",
+        "Progress",
+        "ProvisioningError",
+        "QueueFullError",
+        "QueueUnavailableError",
+        "Ranked",
+        "RateLimitedError",
+        "RequestError",
+        "RequestTimeoutError",
+        "ResourceExhaustedError",
+        "Results",
+        "SIEAsyncClient",
+        "SIEClient",
+        "SIEConnectionError",
+        "SIEError",
+        "ScoreResult",
+        "ServerError",
+        "ShuttingDownError",
+        "Usage",
+        "ValidationFailedError",
+        "__version__",
+        "maxsim",
+    ]
     public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
     modules = {
-        "async_client", "client", "cluster", "core", "errors", "late_interaction", "media", "progress", "tasks", "threads", "transport",
-        "types", "verbs", "watching", "wire",
-    }  # fmt: skip
+        "async_client",
+        "client",
+        "cluster",
+        "core",
+        "errors",
+        "late_interaction",
+        "media",
+        "progress",
+        "tasks",
+        "threads",
+        "transport",
+        "types",
+        "verbs",
+        "watching",
+        "wire",
+    }
     assert public - modules == set(sie_sdk.__all__)

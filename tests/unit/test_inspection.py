@@ -1,4 +1,6 @@
-"""Folders that no catalogue knows become entries that load, and answer as the public libraries do on the same folder."""
+"""Folders that no catalogue knows become entries that load, and answer as the public libraries do on the
+same folder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, bu
 from parity.score_checkpoints import build_head
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    pipeline,
+)
 
 from sie_adapter.engine import Engine
 from sie_adapter.inspection import Inspection, inspect
@@ -55,14 +62,20 @@ def inspected(folder: Path) -> ModelEntry:
     return entry_of(inspect(folder, f"test/{folder.name}", {"path": str(folder)}))
 
 
-def run(engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any) -> list[Any]:
-    """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the gateway merges them."""
+def run(
+    engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
+) -> list[Any]:
+    """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
+    gateway merges them.
+    """
     weights = engine.residency.ensure(entry.id, entry, "default", ())[0].weights
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
     work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
     (made,) = rowing.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
-    message = rowing.to_batch("test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling)
+    message = rowing.to_batch(
+        "test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
+    )
     replies: list[Any] = []
     job = Job(message, replies.append)
     engine.lanes.submit(job)
@@ -76,7 +89,9 @@ def run(engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence
             name: np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
             for name, part in outcome.outputs.items()
         }
-        found.append(outcome.data if outcome.data is not None else outcome.score if outcome.score is not None else arrays)
+        found.append(
+            outcome.data if outcome.data is not None else outcome.score if outcome.score is not None else arrays
+        )
     return found
 
 
@@ -85,9 +100,14 @@ def run(engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence
 
 def dense_folder(folder: Path) -> Path:
     return add_modules(
-        build(folder, ARCHITECTURES["embeddinggemma"], dtype="bfloat16"), modules_of(ARCHITECTURES["embeddinggemma"]),
-        prompts={"query": "task: search result | query: ", "document": "title: none | text: ", "clustering": "task: clustering | query: "},
-    )  # fmt: skip
+        build(folder, ARCHITECTURES["embeddinggemma"], dtype="bfloat16"),
+        modules_of(ARCHITECTURES["embeddinggemma"]),
+        prompts={
+            "query": "task: search result | query: ",
+            "document": "title: none | text: ",
+            "clustering": "task: clustering | query: ",
+        },
+    )
 
 
 def classifier_folder(folder: Path) -> Path:
@@ -95,7 +115,9 @@ def classifier_folder(folder: Path) -> Path:
 
 
 def splade_folder(folder: Path) -> Path:
-    return heads_checkpoints.splade(folder, heads_checkpoints.masked(folder.with_name("masked"), "distilbert"), "log1p_relu")
+    return heads_checkpoints.splade(
+        folder, heads_checkpoints.masked(folder.with_name("masked"), "distilbert"), "log1p_relu"
+    )
 
 
 def pylate_folder(folder: Path) -> Path:
@@ -113,10 +135,22 @@ def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Eng
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("text-encoder", {"dense": 48}, MAX_TOKENS)
     assert entry.prompts == {"query": "task: search result | query: {text}", "document": "title: none | text: {text}"}
-    assert (entry.run.pooling, entry.run.normalize, entry.load.precision, entry.license) == ("mean", True, "bfloat16", "gemma")
-    assert {"1_Pooling/config.json", "2_Dense/model.safetensors", "model.safetensors", "tokenizer.json"} <= entry.weights.digests.keys()
+    assert (entry.run.pooling, entry.run.normalize, entry.load.precision, entry.license) == (
+        "mean",
+        True,
+        "bfloat16",
+        "gemma",
+    )
+    assert {
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
+        "model.safetensors",
+        "tokenizer.json",
+    } <= entry.weights.digests.keys()
     assert "README.md" not in entry.weights.digests
-    in_float32 = parse_entry({**yaml.safe_load(yaml.safe_dump(inspect(folder, "test/dense", {"path": str(folder)}).entry)), "load": {}})
+    in_float32 = parse_entry(
+        {**yaml.safe_load(yaml.safe_dump(inspect(folder, "test/dense", {"path": str(folder)}).entry)), "load": {}}
+    )
     oracle = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
     for is_query, name in ((True, "query"), (False, "document")):
         found = np.stack([each["dense"] for each in run(engine, in_float32, "encode", TEXTS, is_query=is_query)])
@@ -164,7 +198,9 @@ def test_a_late_interaction_folder_of_pylate(tmp_path: Path, engine: Engine) -> 
 
 def test_a_late_interaction_folder_whose_skip_list_no_entry_can_write_is_left_to_its_files(tmp_path: Path) -> None:
     config = {"query_length": 48, "skiplist_words": [".", "river"]}
-    folder = heads_checkpoints.pylate(tmp_path / "own", heads_checkpoints.with_markers("bert"), [dense(WIDTH, 24)], config)
+    folder = heads_checkpoints.pylate(
+        tmp_path / "own", heads_checkpoints.with_markers("bert"), [dense(WIDTH, 24)], config
+    )
     assert inspected(folder).head.query_marker is None
 
 
@@ -209,7 +245,9 @@ def idf_folder(folder: Path) -> Path:
 
 
 def routed_folder(folder: Path) -> Path:
-    return heads_checkpoints.inference_free(folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"), beside=True)
+    return heads_checkpoints.inference_free(
+        folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"), beside=True
+    )
 
 
 def entailment_folder(folder: Path) -> Path:
@@ -229,7 +267,9 @@ def entailment_folder(folder: Path) -> Path:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_other_folders_load_and_answer_too(make: Callable[[Path], Path], family: str, outputs: set[str], tmp_path: Path) -> None:
+def test_other_folders_load_and_answer_too(
+    make: Callable[[Path], Path], family: str, outputs: set[str], tmp_path: Path
+) -> None:
     entry = inspected(make(tmp_path / "model"))
     assert (entry.family, set(entry.outputs)) == (family, outputs)
     lines = answers(entry, SETTINGS)
@@ -248,11 +288,14 @@ def test_what_no_file_says_is_named(tmp_path: Path) -> None:
 
 def test_an_instruction_in_a_stored_prompt_becomes_the_default_instruction(tmp_path: Path) -> None:
     prompts = {"query": "Instruct: Find what answers the question\nQuery:", "document": ""}
-    folder = add_modules(build(tmp_path / "taught", ARCHITECTURES["qwen3 causal"]), modules_of(ARCHITECTURES["qwen3 causal"]), prompts)
+    folder = add_modules(
+        build(tmp_path / "taught", ARCHITECTURES["qwen3 causal"]), modules_of(ARCHITECTURES["qwen3 causal"]), prompts
+    )
     entry = inspected(folder)
     assert entry.prompts == {
-        "query": "Instruct: {instruction}\nQuery:{text}", "default_instruction": "Find what answers the question",
-    }  # fmt: skip
+        "query": "Instruct: {instruction}\nQuery:{text}",
+        "default_instruction": "Find what answers the question",
+    }
     assert entry.run.pooling == "last"
 
 
@@ -285,7 +328,9 @@ def half_written(folder: Path) -> None:
 
 
 def remote(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "new", "auto_map": {"AutoModel": "org/code--modeling.NewModel"}}')
+    (folder / "config.json").write_text(
+        '{"model_type": "new", "auto_map": {"AutoModel": "org/code--modeling.NewModel"}}'
+    )
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
 
 
@@ -304,7 +349,9 @@ def language_model(folder: Path) -> None:
         (language_model, "INCOMPATIBLE", "language model"),
     ],
 )
-def test_what_is_no_model_here_says_what_is_missing(make: Callable[[Path], None], error_class: str, text: str, tmp_path: Path) -> None:
+def test_what_is_no_model_here_says_what_is_missing(
+    make: Callable[[Path], None], error_class: str, text: str, tmp_path: Path
+) -> None:
     make(tmp_path)
     with pytest.raises(ModelLoadFailed, match=text) as refused:
         inspect(tmp_path, "a/b", {"path": str(tmp_path)})

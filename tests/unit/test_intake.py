@@ -59,10 +59,15 @@ async def test_what_turns_out_too_large_is_refused_as_soon_as_it_does(declared: 
 
 
 async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
-    """1. three clients send most of 4 MiB and stop; 2. the next large body has no room and is told to come again; 3. small ones pass;
-    4. one of the three goes away, and there is room."""
+    """1. three clients send most of 4 MiB and stop; 2. the next large body has no room and is told to come again; 3.
+    small ones pass;
+    4. one of the three goes away, and there is room.
+    """
     intake, ever = Intake(12 * MIB), asyncio.Event()
-    stuck = [intake.reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB) for _ in range(3)]
+    stuck = [
+        intake.reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB)
+        for _ in range(3)
+    ]
     reading = [asyncio.create_task(reader.read()) for reader in stuck]
     await asyncio.sleep(0)
     assert intake.held_bytes == 3 * (4 * MIB - FREE_BYTES)

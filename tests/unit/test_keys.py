@@ -1,4 +1,6 @@
-"""Keys in the broker: what is stored, what gateways know, and what becomes of it when the broker or the bucket goes away."""
+"""Keys in the broker: what is stored, what gateways know, and what becomes of it when the broker or the bucket goes
+away.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None
     assert key.ended(time.time()) == ""
     began_s = time.monotonic()
     await followed.put(replace(key, revoked_s=time.time()))
-    await until(lambda: (found := followed.keys.find(token)) and found.ended(time.time()) == "was revoked", "the revocation is known")
+    await until(
+        lambda: (found := followed.keys.find(token)) and found.ended(time.time()) == "was revoked",
+        "the revocation is known",
+    )
     assert time.monotonic() - began_s < REVOKED_WITHIN_S
     await followed.bucket.write([Write(key.id, None)])
     await until(lambda: followed.keys.find(token) is None, "the key is forgotten")
@@ -100,7 +105,9 @@ FOREIGN = b'{"id":"other","name":"","digest":"","scopes":[],"created_s":0}'
 
 
 @pytest.mark.parametrize("damage", [b"", b"null", b"[]", b'{"id": "x"}', b"\xff", FOREIGN])
-async def test_a_record_that_cannot_be_read_is_nobodys_key(followed: Followed, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_record_that_cannot_be_read_is_nobodys_key(
+    followed: Followed, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """Fail closed: also where a good record was before. The others stay."""
     (key, token), (_, another) = await followed.made(), await followed.made()
     await followed.bucket.write([Write(key.id, damage)])
@@ -118,7 +125,9 @@ async def test_a_field_of_a_newer_version_does_no_harm(followed: Followed) -> No
 
 
 async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_out(followed: Followed) -> None:
-    """1. a key is known; 2. the broker goes; 3. it still is, and what nobody made is not; 4. the broker is back with a revocation."""
+    """1. a key is known; 2. the broker goes; 3. it still is, and what nobody made is not; 4. the broker is back with a
+    revocation.
+    """
     key, token = await followed.made()
     gateway = followed.keys._broker
     gateway.disconnect()  # type: ignore[attr-defined]
@@ -159,8 +168,12 @@ class Behind:
 
 
 @pytest.mark.parametrize("seen", ["one", "none"])
-async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1. of two keys one is revoked; 2. a process starts and reads from a replica that has not seen that; 3. it hears of it."""
+async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(
+    seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. of two keys one is revoked; 2. a process starts and reads from a replica that has not seen that; 3. it hears
+    of it.
+    """
     broker = MemoryServer().connect("gateway")
     bucket = await records.open_bucket(broker, 1)
     (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
@@ -176,7 +189,9 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
     keys, stop = Keys(broker, 1), Stop()
     following = asyncio.create_task(keys.run(stop))
     try:
-        await until(lambda: (found := keys.find(revoked)) and found.ended(3.0) == "was revoked", "the revocation is known")
+        await until(
+            lambda: (found := keys.find(revoked)) and found.ended(3.0) == "was revoked", "the revocation is known"
+        )
         await until(lambda: keys.find(token), "the key is known")
     finally:
         stop.request()
@@ -208,14 +223,18 @@ async def limited(cluster: InProcess, **limits: int) -> str:
 
 
 async def test_a_key_may_send_what_its_limits_say_and_another_key_more(cluster: InProcess) -> None:
-    """Size and number are refused as the limits for all are: coming again would not help. X11: no token in an answer."""
+    """Size and number are refused as the limits for all are: coming again would not help. X11: no token
+    in an answer.
+    """
     narrow, wide = await limited(cluster, body_bytes=200, items=2), await limited(cluster)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     await cluster.sidecar()
 
     async def sent(token: str, *texts: str, path: str = "/v1/encode/toy/one") -> tuple[int, str, str]:
         field = "items" if "encode" in path else "input"
-        answer = await gateway.client.post(path, json={field: list(texts), "model": "toy/one"}, headers={"authorization": token})
+        answer = await gateway.client.post(
+            path, json={field: list(texts), "model": "toy/one"}, headers={"authorization": token}
+        )
         error = answer.json().get("error", {})
         assert token not in answer.text
         return answer.status_code, str(error.get("code", "")).upper(), error.get("reason", "")
@@ -225,7 +244,9 @@ async def test_a_key_may_send_what_its_limits_say_and_another_key_more(cluster: 
         assert await sent(narrow, "a", "b", "c", path=path) == (400, "INVALID_INPUT", "too_many_items")
         assert await sent(narrow, "a" * 200, path=path) == (413, "PAYLOAD_TOO_LARGE", "")
         assert await sent(wide, "a" * 100, "b" * 100, "c" * 100, path=path) == (200, "", "")
-    chunked = gateway.client.post("/v1/encode/toy/one", content=_pieces(b"x" * 100, 3), headers={"authorization": narrow})
+    chunked = gateway.client.post(
+        "/v1/encode/toy/one", content=_pieces(b"x" * 100, 3), headers={"authorization": narrow}
+    )
     assert (await chunked).status_code == 413
 
 
@@ -235,8 +256,10 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 
 async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(cluster: InProcess) -> None:
-    """1. 60 tokens of 100 are used, as the worker counts them; 2. 50 more are 429; 3. 30 more pass; 4. another key is not concerned;
-    5. 200 at once are 413: no minute allows them."""
+    """1. 60 tokens of 100 are used, as the worker counts them; 2. 50 more are 429; 3. 30 more pass; 4. another key is
+    not concerned;
+    5. 200 at once are 413: no minute allows them.
+    """
     token, other = await limited(cluster, tokens_per_minute=100), await limited(cluster, tokens_per_minute=1000)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     await cluster.sidecar()
@@ -248,7 +271,12 @@ async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(clust
     assert (used.status_code, used.json()["usage"]["total_tokens"]) == (200, 60)
     refused = await sent(180)
     error = refused.json()["error"]
-    assert (refused.status_code, error["code"], error["type"], error["retryable"]) == (429, "RATE_LIMITED", "rate_limit_error", True)
+    assert (refused.status_code, error["code"], error["type"], error["retryable"]) == (
+        429,
+        "RATE_LIMITED",
+        "rate_limit_error",
+        True,
+    )
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.headers["x-should-retry"] == "true"
     assert (await sent(28)).status_code == 200
@@ -273,7 +301,9 @@ async def socket_frames(socket: ClientConnection) -> AsyncIterator[str | bytes]:
 
 
 async def test_a_websocket_ends_with_its_key(cluster: InProcess) -> None:
-    """1. frames come; 2. the key is revoked; 3. the next frame is a close that says why, and a new handshake is refused."""
+    """1. frames come; 2. the key is revoked; 3. the next frame is a close that says why, and a new handshake is
+    refused.
+    """
     key, token = records.create("a test", ("read",), now_s=time.time())
     bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
     await bucket.write([Write(key.id, records.encode(key))])

@@ -1,4 +1,6 @@
-"""The table that is kept from look to look is the one that would be made anew, and is made in time for a large fleet."""
+"""The table that is kept from look to look is the one that would be made anew, and is made in time for a
+large fleet.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from sie_contracts.layout import Layout
 
 models, workers = st.integers(0, 11).map("m{}".format), st.integers(0, 5).map("w{}".format)
 some = st.sets(models, max_size=4).map(frozenset)
-holdings = st.builds(Holdings, some, st.sets(models, max_size=1).map(frozenset), st.sets(models, max_size=1).map(frozenset))
+holdings = st.builds(
+    Holdings, some, st.sets(models, max_size=1).map(frozenset), st.sets(models, max_size=1).map(frozenset)
+)
 changes = st.one_of(
     st.tuples(st.just("worker"), workers, holdings, st.integers(0, 4)),
     st.tuples(st.just("lost"), workers),

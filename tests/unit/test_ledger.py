@@ -28,11 +28,13 @@ def opened(path: Path, now_s: float = NOW_S) -> Ledger:
 
 
 def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None:
-    """1. a process notes three deliveries and settles one; 2. it is killed with nothing flushed; 3. the next one finds the other two."""
+    """1. a process notes three deliveries and settles one; 2. it is killed with nothing flushed; 3. the next one finds
+    the other two.
+    """
     path = tmp_path / "w.leases"
     body = (
-        f"import os, pathlib, sie_sidecar.ledger as l; x = l.open_ledger(pathlib.Path({str(path)!r}), lambda: {NOW_S})\n"
-        f"slots = [x.put({REPLY!r} % n) for n in range(3)]; x.clear(slots[1]); os.kill(os.getpid(), 9)"
+        f"import os, pathlib, sie_sidecar.ledger as l; x = l.open_ledger(pathlib.Path({str(path)!r}), lambda: "
+        f"{NOW_S})\nslots = [x.put({REPLY!r} % n) for n in range(3)]; x.clear(slots[1]); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", body], check=False).returncode == -9
     ledger = opened(path, NOW_S + 2)
@@ -42,8 +44,12 @@ def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("renewed_s", "now_s", "found"), [(0.0, 7.9, True), (0.0, 8.0, False), (3.0, 10.9, True), (3.0, 11.0, False)])
-def test_leases_that_may_be_somebody_elses_are_left_alone(tmp_path: Path, renewed_s: float, now_s: float, found: bool) -> None:
+@pytest.mark.parametrize(
+    ("renewed_s", "now_s", "found"), [(0.0, 7.9, True), (0.0, 8.0, False), (3.0, 10.9, True), (3.0, 11.0, False)]
+)
+def test_leases_that_may_be_somebody_elses_are_left_alone(
+    tmp_path: Path, renewed_s: float, now_s: float, found: bool
+) -> None:
     times = iter([NOW_S, NOW_S + renewed_s])
     first = open_ledger(tmp_path / "w", lambda: next(times))
     assert first is not None
@@ -56,7 +62,9 @@ def test_leases_that_may_be_somebody_elses_are_left_alone(tmp_path: Path, renewe
 
 
 @given(st.data())
-def test_a_damaged_ledger_gives_true_entries_or_none(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_damaged_ledger_gives_true_entries_or_none(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("damaged") / "w"
     first = opened(path)
     wanted = {REPLY % number for number in range(8)}
@@ -74,7 +82,9 @@ def test_a_damaged_ledger_gives_true_entries_or_none(tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize("content", [b"x", b"\0" * SLOT_BYTES, b"y" * ((1 + SLOTS) * SLOT_BYTES)])
-def test_what_is_no_ledger_is_replaced_with_one_line(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_ledger_is_replaced_with_one_line(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "w"
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
@@ -119,7 +129,8 @@ def test_more_than_it_has_room_for_is_not_noted(tmp_path: Path) -> None:
 async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """L7, S3.
 
-    1. a sidecar holds work that its adapter does not finish; 2. it is killed: its connection and its tasks end where they are, its ledger
+    1. a sidecar holds work that its adapter does not finish; 2. it is killed: its connection and its tasks end where
+      they are, its ledger
     stays; 3. the next one of that worker, long before the ack wait of 30 s is over, has it again and answers.
     """
     async with Direct(tmp_path, ENTRY) as cluster:
@@ -129,7 +140,9 @@ async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, cap
         items = [await cluster.publish(f"text {number}") for number in range(5)]
         await adapter.until(lambda adapter: adapter.running, "a batch at the device")
         path = Path(f"{adapter.path}.w0.leases")
-        copy = await until(lambda: content if (content := path.read_bytes()).count(b"$JS.ACK") == 5 else b"", "all of it in the ledger")
+        copy = await until(
+            lambda: content if (content := path.read_bytes()).count(b"$JS.ACK") == 5 else b"", "all of it in the ledger"
+        )
         await first.broker.close()  # nothing it says from here on arrives
         first.task.cancel()
         await asyncio.gather(first.task, return_exceptions=True)

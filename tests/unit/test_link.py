@@ -35,8 +35,12 @@ async def linked(tmp_path: Path) -> AsyncIterator[Linked]:
     running = asyncio.create_task(link.run(stop))
     await asyncio.wait_for(link.wait_connected(), 10)
     entry = toy_entry()
-    await link.ensure_ready(ipc.EnsureReady(entry.id, {"id": entry.id, "weights": {"path": "/toy"}, "family": "toy",
-                                                       "outputs": {"dense": 8}, "max_tokens": 512}))  # fmt: skip
+    await link.ensure_ready(
+        ipc.EnsureReady(
+            entry.id,
+            {"id": entry.id, "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": 8}, "max_tokens": 512},
+        )
+    )
     yield link, adapter
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -51,7 +55,9 @@ def batch(ids: int = 1, name: str = "b") -> ipc.RunBatch:
 
 
 async def test_a_death_is_one_whichever_connection_notices_it_first(linked: Linked) -> None:
-    """L4: the batch that the device had is suspect also when the end of the control connection is read before its own."""
+    """L4: the batch that the device had is suspect also when the end of the control connection is read
+    before its own.
+    """
     link, adapter = linked
     adapter.hold_batches = True
     begun = asyncio.Event()
@@ -94,7 +100,9 @@ async def test_a_question_that_is_given_up_leaves_no_task_and_the_link_is_made_a
     await until(lambda: not link.connected, "the link is given up")
 
 
-async def test_an_adapter_that_does_not_answer_a_question_is_gone(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adapter_that_does_not_answer_a_question_is_gone(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link, adapter = linked
     monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 0.05)
     adapter.freeze()

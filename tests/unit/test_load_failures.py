@@ -1,4 +1,5 @@
-"""Why a model does not load, as a client sees it: each class by a real cause, in a real adapter behind gateway and sidecar.
+"""Why a model does not load, as a client sees it: each class by a real cause, in a real adapter behind gateway and
+sidecar.
 
 request ──► gateway ──► sidecar ──► Server, Engine, Loader ──► a folder, a package, the allocator, a hub on loopback
 """
@@ -35,7 +36,9 @@ from sie_contracts.trust import Allowed
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FAMILIES = {
     "lacking": "import no_such_library",
-    "greedy": "import torch\nclass Family:\n    def __init__(self, *_):\n        torch.empty(1 << 60, dtype=torch.uint8)",
+    "greedy": (
+        "import torch\nclass Family:\n    def __init__(self, *_):\n        torch.empty(1 << 60, dtype=torch.uint8)"
+    ),
     "vast": "class Family:\n    def __init__(self, *_):\n        bytearray(1 << 62)",
     "surprising": "class Family:\n    def __init__(self, *_):\n        raise RuntimeError('a surprise')",
 }
@@ -44,7 +47,9 @@ FAMILIES = {
 @contextlib.contextmanager
 def real_adapter(path: Path, cache: Path) -> Iterator[None]:
     """An engine with its socket at `path`, on threads of this process."""
-    engine = Engine(Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache), hf_fallback=True))
+    engine = Engine(
+        Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache), hf_fallback=True)
+    )
     wake, waker = socket.socketpair()
     with wake, waker, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -84,7 +89,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
         is_listing = "/tree/" in self.path
         length = len(listing) if is_listing else 1000
         self.send_response(200)
-        for name, value in (("Content-Length", str(length)), ("ETag", '"1"'), ("X-Repo-Commit", COMMIT), ("Connection", "close")):
+        for name, value in (
+            ("Content-Length", str(length)),
+            ("ETag", '"1"'),
+            ("X-Repo-Commit", COMMIT),
+            ("Connection", "close"),
+        ):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -136,23 +146,30 @@ def headless(good: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(good: Path) -> Path:
-    """Folders of models whose weights are half there, a pointer to where they are, or more than any machine has memory for."""
+    """Folders of models whose weights are half there, a pointer to where they are, or more than any machine has memory
+    for.
+    """
     whole = (good / "model.safetensors").read_bytes()
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     contents = {
-        "half": whole[: len(whole) // 2], "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "half": whole[: len(whole) // 2],
+        "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
         "vast": len(header).to_bytes(8, "little") + header,
-    }  # fmt: skip
+    }
     for name, content in contents.items():
         folder = shutil.copytree(good, good.parent / "broken" / name)
         (folder / "model.safetensors").write_bytes(content)
-    os.truncate(good.parent / "broken" / "vast" / "model.safetensors", (1 << 42) + 8 + len(header))  # takes no room on the disk
+    os.truncate(
+        good.parent / "broken" / "vast" / "model.safetensors", (1 << 42) + 8 + len(header)
+    )  # takes no room on the disk
     return good.parent / "broken"
 
 
 @dataclass(frozen=True)
 class Case:
-    """`entry`: what differs from one that loads; words in braces are folders. `texts` are in the message: what is wrong, what helps."""
+    """`entry`: what differs from one that loads; words in braces are folders. `texts` are in the message: what is
+    wrong, what helps.
+    """
 
     entry: dict[str, Any]
     error_class: str
@@ -166,24 +183,42 @@ def _hub(name: str) -> dict[str, Any]:
 
 
 CASES = {
-    "no folder": Case({"weights": {"path": "/nowhere/x"}}, "NOT_FOUND", True, ("weights.path …/x ", "config.json and safetensors")),
-    "no package": Case({"weights": {"package": "no-such-distribution"}}, "NOT_FOUND", True, ("no-such-distribution is not installed",)),
+    "no folder": Case(
+        {"weights": {"path": "/nowhere/x"}}, "NOT_FOUND", True, ("weights.path …/x ", "config.json and safetensors")
+    ),
+    "no package": Case(
+        {"weights": {"package": "no-such-distribution"}}, "NOT_FOUND", True, ("no-such-distribution is not installed",)
+    ),
     "no repository": Case(_hub("none"), "NOT_FOUND", True, (f"org/none@{COMMIT}", "HF_TOKEN")),
     "no revision": Case(_hub("moved"), "NOT_FOUND", True, (f"org/moved@{COMMIT} does not exist",)),
     "gated": Case(_hub("gated"), "GATED", True, ("accept its licence", "HF_TOKEN")),
     "missing library": Case({"family": "lacking"}, "DEPENDENCY", True, ("no_such_library", "not installed")),
-    "missing weights": Case({"weights": {"path": "{headless}"}}, "INCOMPATIBLE", True, ("encoder.layer.1.output.dense.weight",)),
-    "half a download": Case({"weights": {"path": "{broken}/half"}}, "INCOMPATIBLE", True, ("model.safetensors is cut off",)),
+    "missing weights": Case(
+        {"weights": {"path": "{headless}"}}, "INCOMPATIBLE", True, ("encoder.layer.1.output.dense.weight",)
+    ),
+    "half a download": Case(
+        {"weights": {"path": "{broken}/half"}}, "INCOMPATIBLE", True, ("model.safetensors is cut off",)
+    ),
     "pointer": Case({"weights": {"path": "{broken}/pointer"}}, "INCOMPATIBLE", True, ("a pointer of Git LFS",)),
-    "no room": Case({"weights": {"path": "{broken}/vast"}}, "OOM", False, ("needs 4194304 MiB", "nothing that is loaded is idle")),
+    "no room": Case(
+        {"weights": {"path": "{broken}/vast"}}, "OOM", False, ("needs 4194304 MiB", "nothing that is loaded is idle")
+    ),
     "unknown family": Case({"family": "nobody"}, "INCOMPATIBLE", True, ("no family nobody", "sie.adapters")),
     "wrong digest": Case(
-        {"weights": {"path": "{good}", "digests": {"model.safetensors": "0" * 64}}}, "CERTIFICATE", True, ("model.safetensors", "SHA-256")
+        {"weights": {"path": "{good}", "digests": {"model.safetensors": "0" * 64}}},
+        "CERTIFICATE",
+        True,
+        ("model.safetensors", "SHA-256"),
     ),
     "unproven": Case(  # it would be downloaded for nothing
-        {**_hub("none"), "unproven": "its oracle is not at hand"}, "CERTIFICATE", True, ("its oracle is not at hand", "accept_unproven")
+        {**_hub("none"), "unproven": "its oracle is not at hand"},
+        "CERTIFICATE",
+        True,
+        ("its oracle is not at hand", "accept_unproven"),
     ),
-    "allocator of torch": Case({"family": "greedy"}, "OOM", False, ("too little memory", "SIE_DEFAULT_COMPUTE_PRECISION")),
+    "allocator of torch": Case(
+        {"family": "greedy"}, "OOM", False, ("too little memory", "SIE_DEFAULT_COMPUTE_PRECISION")
+    ),
     "allocator of Python": Case({"family": "vast"}, "OOM", False, ("too little memory",)),
     "hub out of order": Case(_hub("broken"), "NETWORK", False, ("could not be downloaded",)),
     "connection cut": Case(_hub("cut"), "NETWORK", False, ("could not be downloaded", "SIE_LOCAL_CACHE")),
@@ -194,19 +229,32 @@ CASES = {
 
 def entry_of(case: Case, **folders: Path) -> ModelEntry:
     fields = {"weights": {"path": "{good}"}, "family": "text-encoder", **case.entry}
-    paths = {name: text.format_map(folders) if isinstance(text, str) else text for name, text in fields["weights"].items()}
+    paths = {
+        name: text.format_map(folders) if isinstance(text, str) else text for name, text in fields["weights"].items()
+    }
     return parse_entry({"id": "toy/failing", "outputs": {"dense": 32}, "max_tokens": 64, **fields, "weights": paths})
 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
-    name: str, hub: str, closed: str, good: Path, headless: Path, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    hub: str,
+    closed: str,
+    good: Path,
+    headless: Path,
+    broken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """500 at once, without Retry-After: class, attempts, whether it stays. A second request is told the same without another attempt."""
+    """500 at once, without Retry-After: class, attempts, whether it stays. A second request is told the same without
+    another attempt.
+    """
     case = CASES[name]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub if case.network else closed)
     for module in ("utils._http", "file_download"):  # 23 s of pauses between five attempts
-        monkeypatch.setattr(f"huggingface_hub.{module}.time", types.SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+        monkeypatch.setattr(
+            f"huggingface_hub.{module}.time", types.SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+        )
     monkeypatch.syspath_prepend(str(tmp_path))
     for family, code in FAMILIES.items():
         (tmp_path / f"{family}_family.py").write_text(code)
@@ -223,7 +271,11 @@ async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
                 error = answer.json()["error"]
                 assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED"), answer.text
                 assert "retry-after" not in answer.headers
-                assert (error["error_class"], error["attempts"], error["permanent"]) == (case.error_class, 1, case.permanent)
+                assert (error["error_class"], error["attempts"], error["permanent"]) == (
+                    case.error_class,
+                    1,
+                    case.permanent,
+                )
                 assert [text for text in case.texts if text not in error["message"]] == [], error["message"]
                 assert str(tmp_path.parent) not in answer.text, "clients are told of no path"
             async with asyncio.timeout(30):  # a heartbeat brings it

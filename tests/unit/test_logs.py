@@ -51,7 +51,9 @@ def configured(*, json: bool) -> Iterator[None]:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets up JSON logs; call it for the lines of requests that came since the last call, each with what its message says."""
+    """Sets up JSON logs; call it for the lines of requests that came since the last call, each with what its message
+    says.
+    """
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
 
@@ -62,8 +64,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = [(entry, LINE.fullmatch(entry["message"])) for entry in entries if entry["logger"] == "sie.gateway"]
         return [
             {**entry, **match.groupdict(), "told": dict(pair.split("=") for pair in match["told"].split())}
-            for entry, match in found if match is not None
-        ]  # fmt: skip
+            for entry, match in found
+            if match is not None
+        ]
 
     with configured(json=True):
         yield read
@@ -79,19 +82,31 @@ async def test_a_line_says_what_the_reply_says_of_stages_and_tokens(cluster: InP
     gateway = await cluster.gateway()
     await cluster.sidecar()
     body = (await gateway.encode("one", "two words", traceparent=f"00-{TRACE}-b7ad6b7169203331-01")).json()
-    raw = await gateway.client.post("/v1/encode/toy/one", json={"items": ["one"]}, headers={"accept": "application/octet-stream"})
+    raw = await gateway.client.post(
+        "/v1/encode/toy/one", json={"items": ["one"]}, headers={"accept": "application/octet-stream"}
+    )
     openai = (await gateway.client.post("/v1/embeddings", json={"model": "toy/one", "input": "one"})).json()
     encoded, as_bytes, embeddings = lines()
-    assert (encoded["endpoint"], encoded["status"], encoded["model"], encoded["level"]) == ("encode", "200", "toy/one", "INFO")
+    assert (encoded["endpoint"], encoded["status"], encoded["model"], encoded["level"]) == (
+        "encode",
+        "200",
+        "toy/one",
+        "INFO",
+    )
     assert (encoded["trace_id"], as_bytes["trace_id"]) == (TRACE, None)
     assert encoded["told"] == {
-        "items": "2", "tokens": str(body["usage"]["total_tokens"]), **{name: str(body["timing"][name]) for name in STAGES},
-    }  # fmt: skip
+        "items": "2",
+        "tokens": str(body["usage"]["total_tokens"]),
+        **{name: str(body["timing"][name]) for name in STAGES},
+    }
     assert sum(float(encoded["told"][name]) for name in STAGES) == pytest.approx(body["timing"]["total_time"], abs=0.01)
     assert encoded["latency_ms"] >= body["timing"]["total_time"] - 0.01
     assert float(encoded["ms"]) == pytest.approx(encoded["latency_ms"], abs=0.06)
     assert float(as_bytes["told"]["inference_time"]) == pytest.approx(float(raw.headers["x-inference-time"]), abs=0.006)
-    assert (embeddings["endpoint"], embeddings["told"]["inference_time"]) == ("embeddings", str(openai["timing"]["inference_time"]))
+    assert (embeddings["endpoint"], embeddings["told"]["inference_time"]) == (
+        "embeddings",
+        str(openai["timing"]["inference_time"]),
+    )
 
 
 async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProcess, lines: Lines) -> None:
@@ -116,10 +131,14 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
     found = lines()
     assert [line["request_id"] for line in found] == ids
     assert [(line["status"], line["told"].get("code"), line["told"].get("items"), line["model"]) for line in found] == [
-        ("200", None, "1", "toy/one"), ("400", "INVALID_INPUT", "1", "toy/one"), ("200", None, "2", "toy/one"),
-        ("400", "INVALID_INPUT", None, "toy/one"), ("404", "MODEL_NOT_FOUND", None, None), ("401", "UNAUTHENTICATED", None, None),
+        ("200", None, "1", "toy/one"),
+        ("400", "INVALID_INPUT", "1", "toy/one"),
+        ("200", None, "2", "toy/one"),
+        ("400", "INVALID_INPUT", None, "toy/one"),
+        ("404", "MODEL_NOT_FOUND", None, None),
+        ("401", "UNAUTHENTICATED", None, None),
         ("400", "INVALID_INPUT", None, None),  # refused before its model was looked for
-    ]  # fmt: skip
+    ]
     assert [set(STAGES) <= line["told"].keys() for line in found] == [True, True, True, False, False, False, False]
     assert [line["told"].get("tokens") for line in found[:2]] == ["6", "0"]
 
@@ -143,11 +162,15 @@ async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(clust
     assert found.keys() == {"200", "499"}
     assert {line["model"] for line in found.values()} == {"toy/one"}
     assert found["200"]["told"] == {
-        "items": "1", "tokens": str(body["usage"]["total_tokens"]), **{name: str(body["timing"][name]) for name in STAGES},
-    }  # fmt: skip
+        "items": "1",
+        "tokens": str(body["usage"]["total_tokens"]),
+        **{name: str(body["timing"][name]) for name in STAGES},
+    }
 
 
-async def test_a_request_that_is_cut_off_at_the_end_of_its_gateway_has_its_line(cluster: InProcess, lines: Lines) -> None:
+async def test_a_request_that_is_cut_off_at_the_end_of_its_gateway_has_its_line(
+    cluster: InProcess, lines: Lines
+) -> None:
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     await cluster.sidecar(adapter)
     adapter.hold_batches = True
@@ -166,7 +189,9 @@ async def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure_of_our
     gateway = await cluster.gateway()
     host, port = gateway.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/pools HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+    writer.write(
+        b"POST /v1/pools HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    )
     await writer.drain()
     writer.close()
     async with asyncio.timeout(30):
@@ -215,8 +240,10 @@ def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixtur
 
 async def test_refused_requests_are_counted_and_a_few_have_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """B10: 5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one with the rest."""
+) -> None:
+    """B10: 5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one
+    with the rest.
+    """
     monkeypatch.setattr(request_log, "INTERVAL_S", 0.2)
     caplog.set_level(logging.INFO, "sie.gateway")
     log = RequestLog()

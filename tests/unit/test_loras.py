@@ -17,7 +17,10 @@ from inprocess import GatewayProcess, InProcess
 from sie_contracts.errors import LoraLoadFailed
 from sie_sidecar import loras
 
-TUNED = {"tuned": {"run": {"lora": "org/tuned"}}, "other": {"run": {"lora": "org/other"}, "load": {"precision": "float32"}}}
+TUNED = {
+    "tuned": {"run": {"lora": "org/tuned"}},
+    "other": {"run": {"lora": "org/other"}, "load": {"precision": "float32"}},
+}
 ENTRY = toy_entry(family="text-encoder")
 WITH_PROFILES = toy_entry("toy/profiles", family="text-encoder", profiles=TUNED)
 
@@ -38,7 +41,9 @@ class Toy:
 async def toy(tmp_path: Path) -> AsyncIterator[Toy]:
     async with InProcess(tmp_path, ENTRY, WITH_PROFILES) as cluster:
         adapter, gateway = await cluster.adapter(), await cluster.gateway()
-        await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")  # a batch that is sent ahead has its LoRA checked at once
+        await cluster.sidecar(
+            adapter, SIE_RUST_PIPELINE_DEPTH="1"
+        )  # a batch that is sent ahead has its LoRA checked at once
         yield Toy(adapter, gateway)
 
 
@@ -55,7 +60,10 @@ async def test_a_lora_is_loaded_once_and_its_answers_have_another_fingerprint(to
     base = await toy.ask("a")
     answers = [await toy.ask("a", "org/x"), await toy.ask("b", "org/x"), await toy.ask("a", lora="", lora_id="org/y")]
     assert right(base, "a")
-    assert [right(answer, text, lora) for answer, text, lora in zip(answers, "aba", ("org/x", "org/x", "org/y"), strict=True)] == [True] * 3
+    assert [
+        right(answer, text, lora)
+        for answer, text, lora in zip(answers, "aba", ("org/x", "org/x", "org/y"), strict=True)
+    ] == [True] * 3
     assert toy.adapter.lora_loads == ["org/x", "org/y"], "what is there is not asked for again"
     prints = [answer.headers["x-sie-fingerprint"] for answer in (base, *answers)]
     assert prints[1] == prints[2]
@@ -66,7 +74,9 @@ async def test_a_lora_is_loaded_once_and_its_answers_have_another_fingerprint(to
 async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
     """W12: what its folder holds may change under one name, and may have several names."""
     toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}
-    prints = {name: (await toy.ask("a", name)).headers["x-sie-fingerprint"] for name in ("", "org/x", "org/copy", "org/y")}
+    prints = {
+        name: (await toy.ask("a", name)).headers["x-sie-fingerprint"] for name in ("", "org/x", "org/copy", "org/y")
+    }
     assert prints["org/x"] == prints["org/copy"]
     assert len(set(prints.values())) == 3
     await toy.adapter.die()
@@ -109,7 +119,9 @@ async def test_a_lora_that_was_dropped_while_its_batch_waited_is_loaded_again(to
     waiting = asyncio.create_task(toy.ask("a", "org/x"))
     await toy.adapter.until(lambda adapter: adapter.lora_loads == ["org/x"], "the first LoRA")
     other = asyncio.create_task(toy.ask("b", "org/y"))
-    await toy.adapter.until(lambda adapter: adapter.loras["toy/one"] == ["org/y"], "the second LoRA in place of the first")
+    await toy.adapter.until(
+        lambda adapter: adapter.loras["toy/one"] == ["org/y"], "the second LoRA in place of the first"
+    )
     toy.adapter.let_go()
     assert right(await first, "first")
     assert right(await waiting, "a", "org/x")
@@ -125,7 +137,9 @@ async def test_more_loras_than_are_kept_all_get_their_answers(toy: Toy) -> None:
         assert right(answer, f"text {number}", lora)
 
 
-async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_come_back(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_come_back(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """503 LORA_LOADING with Retry-After 1; the load goes on, and the base is served meanwhile."""
     monkeypatch.setattr(loras, "HOLD_S", 0.05)
     await toy.ask("warm")
@@ -140,9 +154,13 @@ async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_co
     assert toy.adapter.lora_loads == ["org/x"]
 
 
-async def test_a_failed_lora_is_told_at_once_and_tried_again_after_a_while(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_lora_is_told_at_once_and_tried_again_after_a_while(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """500 without Retry-After, for this LoRA alone."""
-    toy.adapter.refusals["org/x"] = LoraLoadFailed("the LoRA org/x could not be loaded: no", extras={"lora_id": "org/x"})
+    toy.adapter.refusals["org/x"] = LoraLoadFailed(
+        "the LoRA org/x could not be loaded: no", extras={"lora_id": "org/x"}
+    )
     for _ in range(2):
         answer = await toy.ask("a", "org/x")
         assert (answer.status_code, answer.json()["code"]) == (500, "LORA_LOAD_FAILED")

@@ -1,4 +1,6 @@
-"""What metrics promise whatever is served: bounded labels, counts that outlive an adapter, no series for what is gone."""
+"""What metrics promise whatever is served: bounded labels, counts that outlive an adapter, no series for
+what is gone.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,32 @@ CONTRACT = {
     "sie_gateway_requests_total": ("endpoint", "status", "machine_profile"),
     "sie_gateway_request_latency_seconds": ("endpoint", "machine_profile"),
     "sie_gateway_rejected_requests_total": ("machine_profile", "bundle", "reason"),
-    "sie_gateway_provisioning_responses_total": (), "sie_gateway_pending_demand": ("machine_profile", "bundle"),
-    "sie_gateway_active_lease_gpus": (), "sie_gateway_workers": ("status",), "sie_gateway_worker_queue_depth": (),
-    "sie_gateway_worker_memory_used_bytes": (), "sie_gateway_model_workers": ("model",),
-    "sie_gateway_queue_publish_seconds": ("operation",), "sie_gateway_queue_result_wait_seconds": ("operation",),
-    "sie_gateway_queue_payload_offloads_total": (), "sie_gateway_queue_ack_failures_total": (), "sie_gateway_dlq_events_total": (),
-    "sie_gateway_config_epoch": (), "sie_gateway_config_deltas_total": ("kind", "result"), "sie_gateway_nats_connected": (),
-    "sie_gateway_pool_events_total": ("event",), "sie_requests_total": ("model", "endpoint", "status"),
-    "sie_request_duration_seconds": ("model", "endpoint", "phase"), "sie_batch_size": (), "sie_tokens_processed_total": (),
-    "sie_queue_depth": ("model",), "sie_model_loaded": ("model", "device"), "sie_model_memory_bytes": (),
-    **{f"sie_oom_{remedy}_total": ("model",) for remedy in OOM}, "sie_idle_evictions_total": (),
-}  # fmt: skip
+    "sie_gateway_provisioning_responses_total": (),
+    "sie_gateway_pending_demand": ("machine_profile", "bundle"),
+    "sie_gateway_active_lease_gpus": (),
+    "sie_gateway_workers": ("status",),
+    "sie_gateway_worker_queue_depth": (),
+    "sie_gateway_worker_memory_used_bytes": (),
+    "sie_gateway_model_workers": ("model",),
+    "sie_gateway_queue_publish_seconds": ("operation",),
+    "sie_gateway_queue_result_wait_seconds": ("operation",),
+    "sie_gateway_queue_payload_offloads_total": (),
+    "sie_gateway_queue_ack_failures_total": (),
+    "sie_gateway_dlq_events_total": (),
+    "sie_gateway_config_epoch": (),
+    "sie_gateway_config_deltas_total": ("kind", "result"),
+    "sie_gateway_nats_connected": (),
+    "sie_gateway_pool_events_total": ("event",),
+    "sie_requests_total": ("model", "endpoint", "status"),
+    "sie_request_duration_seconds": ("model", "endpoint", "phase"),
+    "sie_batch_size": (),
+    "sie_tokens_processed_total": (),
+    "sie_queue_depth": ("model",),
+    "sie_model_loaded": ("model", "device"),
+    "sie_model_memory_bytes": (),
+    **{f"sie_oom_{remedy}_total": ("model",) for remedy in OOM},
+    "sie_idle_evictions_total": (),
+}
 
 
 @pytest.fixture
@@ -61,8 +78,9 @@ def result(*codes: str) -> WorkResult:
 def series(registry: CollectorRegistry) -> set[tuple[str, ...]]:
     return {
         (sample.name, *(f"{label}={value}" for label, value in sorted(sample.labels.items())))
-        for family in registry.collect() for sample in family.samples
-    }  # fmt: skip
+        for family in registry.collect()
+        for sample in family.samples
+    }
 
 
 def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> None:
@@ -87,7 +105,12 @@ class Scraped:
 
     def scrape(self, after_s: float = 15.0) -> dict[tuple[str, ...], float]:
         self.now_s += after_s
-        samples = [sample for family in self.make.registry.collect() for sample in family.samples if not sample.name.endswith("_bucket")]
+        samples = [
+            sample
+            for family in self.make.registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_bucket")
+        ]
         found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
         for key, value in found.items():
             before = self._last.get(key, 0.0)
@@ -181,14 +204,18 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
         if metric.kind == "gauge":
             scrape.gauge(name, dict.fromkeys(sets[:1500], 1))
             family = scrape.gauge(name, dict.fromkeys(sets, 1))
-            assert sum(sample.value for sample in family.samples) == len(set(sets)), "nothing is lost, it is only told together"
+            assert sum(sample.value for sample in family.samples) == len(set(sets)), (
+                "nothing is lost, it is only told together"
+            )
             assert len(family.samples) <= metric.most + (not FOLDED.intersection(metric.labels))
         else:
             made = make.counters(name) if metric.kind == "counter" else make.histograms(name)
             for values in sets:
                 made.labels(*values).inc() if metric.kind == "counter" else made.labels(*values).observe(1)
             found = {each for each in series(make.registry) if each[0] in metric.exported}
-            assert len(found) <= metric.series + (not FOLDED.intersection(metric.labels)) * (len(metric.buckets) + 3), name
+            assert len(found) <= metric.series + (not FOLDED.intersection(metric.labels)) * (len(metric.buckets) + 3), (
+                name
+            )
 
 
 def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
@@ -222,7 +249,9 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
     assert histograms["sie_batch_size"]["other"]["counts"][-1] == 10_000 - (most - 1)
 
 
-async def test_many_models_that_were_served_are_a_bounded_number_of_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_models_that_were_served_are_a_bounded_number_of_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B4: by the whole way through a gateway and a worker; and the one that is asked most has its name."""
     models = [f"toy/{number}" for number in range(60)]
     monkeypatch.setattr(runtime_metrics, "TURN_S", 0.0)
@@ -241,7 +270,9 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(tmp_p
             found = await scraped(process)
             assert sum(len(each) for each in found.values()) <= MOST_SERIES
             assert found.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
-        assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), "less what was told before"
+        assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
+            "less what was told before"
+        )
 
 
 def test_the_contract_s_names_and_labels_are_there() -> None:
@@ -259,7 +290,9 @@ def test_the_page_is_what_the_table_says() -> None:
 @pytest.mark.parametrize(
     ("codes", "status"),
     [
-        (("",), "success"), (("", "INTERNAL_ERROR"), "error"), (("QUEUE_FULL", "QUEUE_FULL"), "queue_full"),
+        (("",), "success"),
+        (("", "INTERNAL_ERROR"), "error"),
+        (("QUEUE_FULL", "QUEUE_FULL"), "queue_full"),
         (("QUEUE_FULL", "INTERNAL_ERROR"), "error"),
     ],
 )
@@ -267,13 +300,18 @@ def test_a_chunk_is_counted_by_what_became_of_its_inputs(codes: tuple[str, ...],
     metrics = Metrics()
     metrics.answered("m", "embeddings", result(*codes))
     (sample,) = (
-        sample for family in metrics.registry.collect() for sample in family.samples if sample.name == "sie_requests_total"
+        sample
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "sie_requests_total"
     )
     assert sample.labels == {"model": "m", "endpoint": "embeddings", "status": status}
 
 
 def test_counters_and_histograms_of_models_are_sums_over_the_other_labels() -> None:
-    """One list of buckets for each model, whatever its endpoints; phases are parts of the total and are not added to it."""
+    """One list of buckets for each model, whatever its endpoints; phases are parts of the total and are not added to
+    it.
+    """
     metrics = Metrics()
     for endpoint in ("encode", "score"):
         metrics.answered("m", endpoint, result("", ""))
@@ -312,11 +350,17 @@ def test_the_epoch_is_told_as_the_number_that_grows() -> None:
 def test_what_may_never_happen_has_its_series_from_the_start() -> None:
     """B1: an alert on a rate needs the zero before the first one."""
     for metrics, name in (
-        (GatewayMetrics(), "sie_gateway_queue_ack_failures_total"), (GatewayMetrics(), "sie_gateway_provisioning_responses_total"),
-        (GatewayMetrics(), "sie_gateway_queue_payload_offloads_total"), (GatewayMetrics(), "sie_gateway_queue_publish_seconds_count"),
-        (Metrics(), "sie_dead_letters_total"), (Metrics(), "sie_settlements_total"), (Metrics(), "sie_adapter_deaths_total"),
-    ):  # fmt: skip
-        values = [sample.value for family in metrics.registry.collect() for sample in family.samples if sample.name == name]
+        (GatewayMetrics(), "sie_gateway_queue_ack_failures_total"),
+        (GatewayMetrics(), "sie_gateway_provisioning_responses_total"),
+        (GatewayMetrics(), "sie_gateway_queue_payload_offloads_total"),
+        (GatewayMetrics(), "sie_gateway_queue_publish_seconds_count"),
+        (Metrics(), "sie_dead_letters_total"),
+        (Metrics(), "sie_settlements_total"),
+        (Metrics(), "sie_adapter_deaths_total"),
+    ):
+        values = [
+            sample.value for family in metrics.registry.collect() for sample in family.samples if sample.name == name
+        ]
         assert values, name
         assert set(values) == {0.0}, name
 
@@ -341,7 +385,10 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     assert found["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
     assert found["sie_gateway_build_info"] == [({"version": sie_contracts.__version__}, 1)]
     assert {labels["worker"] for labels, _ in found["sie_gateway_worker_queue_depth"]} == {"w0", "w1"}
-    assert {labels["worker"]: value for labels, value in found["sie_gateway_worker_memory_used_bytes"]} == {"w0": 1 << 20, "w1": 1 << 20}
+    assert {labels["worker"]: value for labels, value in found["sie_gateway_worker_memory_used_bytes"]} == {
+        "w0": 1 << 20,
+        "w1": 1 << 20,
+    }
     assert found["sie_gateway_nats_connected"] == [({}, 1)]
     assert found["sie_gateway_config_epoch"] == [({}, 1)]
     await leaving.end()
@@ -383,7 +430,11 @@ async def test_no_text_and_no_request_id_is_in_any_metric_or_frame(cluster: InPr
     assert (await gateway.encode(CANARY, X_SIE_MACHINE_PROFILE=f"{CANARY}-gpu")).status_code == 404
     await gateway.client.get(f"/v1/{CANARY}")
     await gateway.encode("x", model=CANARY)
-    for text in ((await gateway.get("/metrics")).text, (await sidecar.get("/metrics")).text, (await gateway.client.get("/health")).text):
+    for text in (
+        (await gateway.get("/metrics")).text,
+        (await sidecar.get("/metrics")).text,
+        (await gateway.client.get("/health")).text,
+    ):
         assert CANARY.lower() not in text.lower()
         assert answer.headers["x-sie-request-id"] not in text
 

@@ -1,4 +1,6 @@
-"""Metrics of what goes on: the age of the queue, who used what, exemplars, certificates, padding, the config service."""
+"""Metrics of what goes on: the age of the queue, who used what, exemplars, certificates, padding, the
+config service.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ async def eventually(gateway: GatewayProcess, name: str, value: float | None = N
                 return found  # else once more: the scrape awaits
 
 
-async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B2: of a priority that nobody serves; and it is zero again, not absent, once it is served."""
     monkeypatch.setattr(lag, "EVERY_S", 0.1)
     model, lane = "toy/with.dots_and-More", {"pool": "_default", "machine_profile": "cpu", "bundle": "default"}
@@ -60,13 +64,17 @@ async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(tmp_path:
         before_s = await eventually(gateway, "sie_gateway_queue_oldest_seconds", priority="bulk", **lane)
         assert await gateway.metric("sie_gateway_model_queue_messages", model=model, priority="bulk", **lane) == 1
         async with asyncio.timeout(WAIT_S):
-            while await gateway.metric("sie_gateway_model_queue_oldest_seconds", model=model, priority="bulk", **lane) <= before_s:
+            while (
+                await gateway.metric("sie_gateway_model_queue_oldest_seconds", model=model, priority="bulk", **lane)
+                <= before_s
+            ):
                 pass  # the scrape awaits
         adapter.let_go()
         assert (await asked).status_code == 200
         await eventually(gateway, "sie_gateway_queue_messages", 0, priority="bulk")
         text = (await gateway.get("/metrics")).text
-        assert 'sie_gateway_queue_oldest_seconds{bundle="default",machine_profile="cpu",pool="_default",priority="bulk"} 0.0' in text
+        labels = 'bundle="default",machine_profile="cpu",pool="_default",priority="bulk"'
+        assert f"sie_gateway_queue_oldest_seconds{{{labels}}} 0.0" in text
         assert "sie_gateway_model_queue_messages{" not in text
 
 
@@ -75,7 +83,9 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     now_s = 0.0
     server = MemoryServer()
     broker = server.connect("gateway")
-    await broker.ensure_stream(topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60), owner=True)
+    await broker.ensure_stream(
+        topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60), owner=True
+    )
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
     told = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
     lane = Lane("_default", "cpu", "default")
@@ -109,7 +119,9 @@ async def test_tokens_and_device_time_are_told_by_key_and_no_token_is(tmp_path: 
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=",".join(tokens), SIE_ADMIN_TOKEN=ADMIN)
         await cluster.sidecar()
-        used = (await gateway.encode("one two three", Authorization=f"Bearer {tokens[1]}")).json()["usage"]["total_tokens"]
+        used = (await gateway.encode("one two three", Authorization=f"Bearer {tokens[1]}")).json()["usage"][
+            "total_tokens"
+        ]
         assert (await gateway.encode("one", Authorization=f"Bearer {ADMIN}")).status_code == 200
         assert await gateway.metric("sie_gateway_key_tokens_total", key="static-2") == used > 0
         assert 0 < await gateway.metric("sie_gateway_key_device_seconds_total", key="static-2") <= 0.001
@@ -128,8 +140,9 @@ def test_a_key_has_its_share_of_a_batch_by_tokens() -> None:
     note, stages = BatchNote(tokens=100), Stages(inference_ms=40.0, postprocess_ms=10.0)
     finished._results = [
         WorkResult("r", 0, "w", (Ok({}, 20), Ok({}, 5)), stages=stages, batch=note),
-        WorkResult("r", 1, "w", (Ok({}, 100),), stages=stages, batch=note), WorkResult("r", 2, "w", (Ok({}, 7),)),
-    ]  # fmt: skip
+        WorkResult("r", 1, "w", (Ok({}, 100),), stages=stages, batch=note),
+        WorkResult("r", 2, "w", (Ok({}, 7),)),
+    ]
     assert finished.device_s == pytest.approx(0.0125 + 0.05)
 
 
@@ -139,7 +152,10 @@ async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: P
         assert (await gateway.encode("x")).status_code == 200
         assert (await gateway.encode("x", traceparent=f"00-{'1' * 32}-00f067aa0ba902b7-00")).status_code == 200
         assert (await gateway.encode("x", traceparent=f"00-{TRACE}-00f067aa0ba902b7-01")).status_code == 200
-        for process, name in ((gateway, "sie_gateway_request_latency_seconds"), (sidecar, "sie_request_duration_seconds")):
+        for process, name in (
+            (gateway, "sie_gateway_request_latency_seconds"),
+            (sidecar, "sie_request_duration_seconds"),
+        ):
             plain = await process.get("/metrics")
             assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
             assert TRACE not in plain.text
@@ -154,7 +170,9 @@ async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: P
 async def exemplars(url: str, name: str) -> set[str]:
     """The trace ids at a histogram, as Prometheus asks for them."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WAIT_S) as client:
-        answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"})
+        answer = await client.get(
+            "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"}
+        )
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     samples = [sample for family in openmetrics(answer.text) if family.name == name for sample in family.samples]
     return {sample.exemplar.labels["trace_id"] for sample in samples if sample.exemplar is not None}
@@ -166,7 +184,9 @@ async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> N
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
         assert await sidecar.metric("sie_certificates_total", result="failed") == 0
         assert 'sie_certificates_total{result="failed"} 0.0' in (await sidecar.get("/metrics")).text
-        cluster.adapters[0].refusals["toy/one"] = ModelLoadFailed("no", extras={"error_class": "CERTIFICATE", "permanent": True})
+        cluster.adapters[0].refusals["toy/one"] = ModelLoadFailed(
+            "no", extras={"error_class": "CERTIFICATE", "permanent": True}
+        )
         assert (await gateway.encode("x")).status_code == 500
         assert await sidecar.metric("sie_certificates_total", result="failed") == 1
         assert await sidecar.metric("sie_model_load_failures_total", model="toy/one") == 1
@@ -176,8 +196,11 @@ def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
     metrics = Metrics()
     metrics.ran("m", BatchNote(items=3, tokens=80), BatchDone("b", (), b"", 20.0, 5.0, padding=20), 160)
     found = {
-        sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples if "le" not in sample.labels
-    }  # fmt: skip
+        sample.name: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
     assert (found["sie_tokens_processed_total"], found["sie_padding_tokens_total"]) == (80, 20)
     assert found["sie_device_seconds_total"] == pytest.approx(0.025)
     assert (found["sie_batch_fill_ratio_sum"], found["sie_batch_size_sum"]) == (0.5, 3)
@@ -186,12 +209,20 @@ def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
 @pytest.mark.parametrize(
     ("path", "route"),
     [
-        ("/v1/configs/models", "models"), ("/v1/configs/models/a/b", "model"), ("/v1/configs/models/a/b/history", "history"),
-        ("/v1/configs/models/a/status", "status"), ("/v1/configs/models/a/rollback", "rollback"), ("/v1/configs/bundles", "bundles"),
-        ("/v1/configs/bundles/x/y", "bundle"), ("/v1/configs/export", "export"), ("/v1/configs/epoch", "epoch"), ("/docs", "other"),
-        ("/v1/configs/secret", "other"), ("/v1/other/models", "other"),
+        ("/v1/configs/models", "models"),
+        ("/v1/configs/models/a/b", "model"),
+        ("/v1/configs/models/a/b/history", "history"),
+        ("/v1/configs/models/a/status", "status"),
+        ("/v1/configs/models/a/rollback", "rollback"),
+        ("/v1/configs/bundles", "bundles"),
+        ("/v1/configs/bundles/x/y", "bundle"),
+        ("/v1/configs/export", "export"),
+        ("/v1/configs/epoch", "epoch"),
+        ("/docs", "other"),
+        ("/v1/configs/secret", "other"),
+        ("/v1/other/models", "other"),
     ],
-)  # fmt: skip
+)
 def test_a_route_of_the_config_service_has_one_name_whatever_its_path_names(path: str, route: str) -> None:
     assert route_of(path) == route
 
@@ -205,8 +236,10 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
         text = (await api.client.get("/metrics")).text
         return {
             f"{sample.name}{sorted(sample.labels.values())}": sample.value
-            for family in text_string_to_metric_families(text) for sample in family.samples if "le" not in sample.labels
-        }  # fmt: skip
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
 
     before = await told()
     assert before["sie_config_ready[]"] == 0

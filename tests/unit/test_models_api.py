@@ -28,18 +28,24 @@ def told(precision: str | None, *served: ServedPrecision | None) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize(("precision", "served", "expected"), [
-    ("bfloat16", (), ("bfloat16", [], None)),
-    (None, (), (None, [], None)),
-    (None, (ServedPrecision("bfloat16", "float16", "a reason"),), ("float16", ["bfloat16"], "a reason")),
-    ("bfloat16", (ServedPrecision("float32", "bfloat16", LACKS),), ("bfloat16", ["float32"], LACKS)),
-    ("float32", (ServedPrecision("float32", "float32"),), ("float32", ["float32"], None)),
-    (
-        "bfloat16", (ServedPrecision("float32", "bfloat16", LACKS), ServedPrecision("bfloat16", "bfloat16"), None),
-        ("bfloat16", ["bfloat16", "float32"], LACKS),
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "served", "expected"),
+    [
+        ("bfloat16", (), ("bfloat16", [], None)),
+        (None, (), (None, [], None)),
+        (None, (ServedPrecision("bfloat16", "float16", "a reason"),), ("float16", ["bfloat16"], "a reason")),
+        ("bfloat16", (ServedPrecision("float32", "bfloat16", LACKS),), ("bfloat16", ["float32"], LACKS)),
+        ("float32", (ServedPrecision("float32", "float32"),), ("float32", ["float32"], None)),
+        (
+            "bfloat16",
+            (ServedPrecision("float32", "bfloat16", LACKS), ServedPrecision("bfloat16", "bfloat16"), None),
+            ("bfloat16", ["bfloat16", "float32"], LACKS),
+        ),
+    ],
+)
 def test_the_precision_that_is_asked_for_what_is_served_and_why(
-    precision: str | None, served: tuple[ServedPrecision | None, ...], expected: tuple[str | None, list[str], str | None]
+    precision: str | None,
+    served: tuple[ServedPrecision | None, ...],
+    expected: tuple[str | None, list[str], str | None],
 ) -> None:
     assert tuple(told(precision, *served).values()) == expected

@@ -42,7 +42,9 @@ def overlay(place: Place) -> Overlay:
 
 
 def test_models_of_a_bucket_are_laid_over_the_packaged_catalogue(place: Place) -> None:
-    """SIE_MODELS_DIR: s3:// and gs://, folders below the prefix too; what is hidden, or no file of models, is not looked at."""
+    """SIE_MODELS_DIR: s3:// and gs://, folders below the prefix too; what is hidden, or no file of models, is not
+    looked at.
+    """
     put(place, "a.yaml", ENTRY.format("org/a", 8))
     put(place, "deep/er/b.yml", ENTRY.format("org/b", 9))
     put(place, ".hidden/c.yaml", "half")
@@ -75,12 +77,16 @@ def test_only_what_changed_is_read_again(faulty: Place) -> None:
 def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place) -> None:
     put(faulty, "a.yaml", ENTRY.format("org/a", 8))
     put(faulty, "b.yaml", ENTRY.format("org/b", 8))
-    faulty.server.faults.refuse = lambda asked: ("404 Not Found", "NoSuchKey") if asked.path.endswith("b.yaml") else None
+    faulty.server.faults.refuse = lambda asked: (
+        ("404 Not Found", "NoSuchKey") if asked.path.endswith("b.yaml") else None
+    )
     assert own(overlay(faulty)) == {"org/a": 8}
 
 
 def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(place: Place) -> None:
-    """Of a longer one the first bytes would often be YAML too; an empty one may have become any length, and any one empty."""
+    """Of a longer one the first bytes would often be YAML too; an empty one may have become any length, and any one
+    empty.
+    """
     longer = ENTRY.format("org/a", 123456)
     for name, text in (("a", longer), ("empty", ""), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
         put(place, f"{name}.yaml", text)
@@ -98,7 +104,10 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
         ("id: org/a\nweights: 3\n", r"^new/a\.yaml: \$\.weights \(line 2\): expected a map, got a whole number"),
         ("{", r"^new/a\.yaml: "),
         ("", r"^new/a\.yaml: "),
-        ("#" * (MAX_FILE_BYTES + 10), rf"^new/a\.yaml: \$: expected at most {MAX_FILE_BYTES} bytes, got {MAX_FILE_BYTES + 1}"),
+        (
+            "#" * (MAX_FILE_BYTES + 10),
+            rf"^new/a\.yaml: \$: expected at most {MAX_FILE_BYTES} bytes, got {MAX_FILE_BYTES + 1}",
+        ),
     ],
     ids=["field", "syntax", "empty", "large"],
 )
@@ -112,10 +121,14 @@ def test_a_broken_file_is_named_with_its_place(place: Place, text: str, message:
 
 def test_a_prefix_without_models_and_a_bucket_that_is_not_there_end_the_start(place: Place) -> None:
     put(place, "readme.txt", "x")
-    with pytest.raises(SettingError, match=rf"^SIE_MODELS_DIR: {place.url} holds no \*\.yaml or \*\.yml: put one there, or name"):
+    with pytest.raises(
+        SettingError, match=rf"^SIE_MODELS_DIR: {place.url} holds no \*\.yaml or \*\.yml: put one there, or name"
+    ):
         own(overlay(place))
     nowhere = f"{place.url.split(':')[0]}://no-such-bucket/models"
-    with pytest.raises(SettingError, match=rf"^SIE_MODELS_DIR: {nowhere}: there is no such bucket: make it, or name another one"):
+    with pytest.raises(
+        SettingError, match=rf"^SIE_MODELS_DIR: {nowhere}: there is no such bucket: make it, or name another one"
+    ):
         own(Overlay(settings_of(SIE_MODELS_DIR=nowhere)))
 
 
@@ -124,10 +137,16 @@ REFUSED: list[tuple[str, str]] = [("400 Bad Request", "ExpiredToken"), ("403 For
 
 @pytest.mark.parametrize("where", ["list", "body"])
 @pytest.mark.parametrize(("status", "code"), REFUSED)
-def test_credentials_that_expired_end_the_start_with_what_to_do(faulty: Place, status: str, code: str, where: str) -> None:
+def test_credentials_that_expired_end_the_start_with_what_to_do(
+    faulty: Place, status: str, code: str, where: str
+) -> None:
     put(faulty, "a.yaml", ENTRY.format("org/a", 8))
-    faulty.server.faults.refuse = lambda asked: (status, code) if asked.path.endswith("a.yaml") == (where == "body") else None
-    with pytest.raises(SettingError, match=rf"access is refused \(status {status[:3]} {code}\): give credentials that may list"):
+    faulty.server.faults.refuse = lambda asked: (
+        (status, code) if asked.path.endswith("a.yaml") == (where == "body") else None
+    )
+    with pytest.raises(
+        SettingError, match=rf"access is refused \(status {status[:3]} {code}\): give credentials that may list"
+    ):
         own(overlay(faulty))
 
 
@@ -160,7 +179,9 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
     try:
         began_s = time.monotonic()
         for call in calls:
-            with pytest.raises(SettingError, match=r"no answer that helps \(no answer within 0\.3 s\): is its endpoint right \(AWS_"):
+            with pytest.raises(
+                SettingError, match=r"no answer that helps \(no answer within 0\.3 s\): is its endpoint right \(AWS_"
+            ):
                 call()
         assert time.monotonic() - began_s < 10
     finally:
@@ -177,12 +198,16 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
 async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
     faulty: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A change becomes a write; what is broken, or a store that refuses, changes nothing, and what comes afterwards is followed again."""
+    """A change becomes a write; what is broken, or a store that refuses, changes nothing, and what comes afterwards is
+    followed again.
+    """
     monkeypatch.setattr(reload, "BUCKET_LOOK_S", 0.05)
     monkeypatch.setattr(reload, "IDLE_SHARE", 1.0)
     put(faulty, "a.yaml", ENTRY.format("org/a", 8))
     stop = Stop()
-    prepared = await prepare(settings_of(SIE_MODELS_DIR=faulty.url, SIE_MODEL_FILTER="org/a"), MemoryServer().connect("sie-config"))
+    prepared = await prepare(
+        settings_of(SIE_MODELS_DIR=faulty.url, SIE_MODEL_FILTER="org/a"), MemoryServer().connect("sie-config")
+    )
     follows = asyncio.create_task(reload.Reload(prepared.store, prepared.overlay, prepared.seen).run(stop))
 
     async def has(tokens: int) -> None:
@@ -208,7 +233,9 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
         faulty.server.faults.refuse = lambda _: None
         await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 10))
         await has(10)
-        faulty.server.faults.refuse = lambda asked: ("403 Forbidden", "AccessDenied") if asked.range else None  # lists are answered
+        faulty.server.faults.refuse = lambda asked: (
+            ("403 Forbidden", "AccessDenied") if asked.range else None
+        )  # lists are answered
         await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 11))
         await until(lambda: "a change of the folder of models waits: SIE_MODELS_DIR" in caplog.text, "the log")
         await has(10)

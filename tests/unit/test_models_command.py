@@ -1,4 +1,6 @@
-"""`sie models` against a config service over HTTP, and what everything that can go wrong says: the field, and what to do next."""
+"""`sie models` against a config service over HTTP, and what everything that can go wrong says: the field, and what to
+do next.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def served() -> Iterator[Served]:
 
 
 def sie(*arguments: str, given: str | None = None, token: str = ADMIN, **environ: str) -> Result:
-    return CliRunner().invoke(main, ["models", *arguments], input=given, env={"SIE_ADMIN_TOKEN": token or None, **environ})
+    return CliRunner().invoke(
+        main, ["models", *arguments], input=given, env={"SIE_ADMIN_TOKEN": token or None, **environ}
+    )
 
 
 def done(*arguments: str, given: str | None = None, **environ: str) -> str:
@@ -111,7 +115,9 @@ def one(served: Served) -> Iterator[str]:
 
 
 def revision_of(url: str, model: str = "org/one") -> int:
-    return int(httpx.get(f"{url}/v1/configs/models/{model}", headers={"Authorization": ADMIN}).headers["etag"].strip('"'))
+    return int(
+        httpx.get(f"{url}/v1/configs/models/{model}", headers={"Authorization": ADMIN}).headers["etag"].strip('"')
+    )
 
 
 def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, tmp_path: Path) -> None:
@@ -125,7 +131,16 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     assert done("add", str(file), *at) == "org/two is at revision 1\nunchanged profiles: default, v1.5\n"
     assert yaml.safe_load(done("show", "org/two", *at)) == yaml.safe_load(file.read_text())
     assert "run.pooling" in done("show", "org/two", "-o", "table", *at)
-    done("set", "org/two", "max_tokens=8", 'profiles."v1.5".run.dimensions=[2]', "run.pooling=null", "--if-match", "1", *at)
+    done(
+        "set",
+        "org/two",
+        "max_tokens=8",
+        'profiles."v1.5".run.dimensions=[2]',
+        "run.pooling=null",
+        "--if-match",
+        "1",
+        *at,
+    )
     shown = json.loads(done("show", "org/two", "-o", "json", *at))
     assert (shown["max_tokens"], shown["profiles"]["v1.5"]["run"]) == (8, {"normalize": False, "dimensions": [2]})
     assert "pooling" not in shown.get("run", {})
@@ -180,9 +195,10 @@ class Others(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         refused = {"error": {"code": "METHOD_NOT_ALLOWED", "message": "this path takes GET here"}}
         found: dict[str, tuple[int, bytes]] = {
-            "/health": (200, b'{"config_url": "http://config:81"}'), "/v1/configs/models/org/one": (405, json.dumps(refused).encode()),
+            "/health": (200, b'{"config_url": "http://config:81"}'),
+            "/v1/configs/models/org/one": (405, json.dumps(refused).encode()),
             "/text/v1/configs/models": (200, b"<html>"),
-        }  # fmt: skip
+        }
         status, body = found.get(self.path, (404, b"<html>"))
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -222,7 +238,9 @@ class Flaky(httpx.BaseTransport):
 
 def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_service, "FIRST_PAUSE_S", 0.001)
-    busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": "0"}, json={"error": {"code": "QUEUE_UNAVAILABLE"}})
+    busy = httpx.Response(
+        503, headers={"x-should-retry": "true", "retry-after": "0"}, json={"error": {"code": "QUEUE_UNAVAILABLE"}}
+    )
     flaky = Flaky([httpx.ReadTimeout("no answer"), busy, httpx.Response(200, json={}), httpx.Response(200, json={})])
     with Service("http://config", ADMIN, flaky) as service:
         service.write("PATCH", "/v1/configs/models/a", b"{}")
@@ -233,7 +251,9 @@ def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeyp
 
 
 @pytest.mark.parametrize("after", ["Wed, 21 Oct 2026 07:28:00 GMT", "soon", "-1", "nan", ""])
-def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a proxy before the service may say."""
     monkeypatch.setattr(models_service, "MOST_PAUSE_S", 0.001)
     busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": after}, json={})
@@ -244,8 +264,11 @@ def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
 
 def test_a_patch_is_made_of_fields() -> None:
     assert patch_of(["a.b=1", "a.c=null", 'x."y.z".w=[1, 2]', "t=text", "e="]) == {
-        "a": {"b": 1, "c": None}, "x": {"y.z": {"w": [1, 2]}}, "t": "text", "e": None,
-    }  # fmt: skip
+        "a": {"b": 1, "c": None},
+        "x": {"y.z": {"w": [1, 2]}},
+        "t": "text",
+        "e": None,
+    }
 
 
 BIG = "x: " + "y" * (1 << 20)
@@ -254,35 +277,91 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "an id like no other": (("rm", "zzz"), 1, ("no model named 'zzz'", "GET /v1/configs/models lists all")),
     "an unknown field": (("set", "org/one", "max_token=8"), 1, ("max_token:", "did you mean `max_tokens`?")),
     "a field of elsewhere": (("set", "org/one", "pooling=cls"), 1, ("pooling:", "did you mean `run.pooling`")),
-    "a wrong type": (("set", "org/one", "max_tokens=many"), 1, ("max_tokens:", "expected a whole number, got a string")),
-    "neither true nor false": (("set", "org/one", "run.normalize=often"), 1, (
-        "Error: run.normalize", "expected true, false or null, got a string")),
-    "a wrong value": (("set", "org/one", "run.pooling=max"), 1, ("run.pooling:", "expected one of '', 'cls', 'last', 'mean'")),
-    "a wrong value in a profile": (("set", "org/one", 'profiles."v1.5".run.pooling=x'), 1, ("profiles.v1.5.run.pooling:", "'cls'")),
+    "a wrong type": (
+        ("set", "org/one", "max_tokens=many"),
+        1,
+        ("max_tokens:", "expected a whole number, got a string"),
+    ),
+    "neither true nor false": (
+        ("set", "org/one", "run.normalize=often"),
+        1,
+        ("Error: run.normalize", "expected true, false or null, got a string"),
+    ),
+    "a wrong value": (
+        ("set", "org/one", "run.pooling=max"),
+        1,
+        ("run.pooling:", "expected one of '', 'cls', 'last', 'mean'"),
+    ),
+    "a wrong value in a profile": (
+        ("set", "org/one", 'profiles."v1.5".run.pooling=x'),
+        1,
+        ("profiles.v1.5.run.pooling:", "'cls'"),
+    ),
     "another id than the path's": (("set", "org/one", "id=org/two"), 1, ("id:", "expected 'org/one'")),
-    "an unknown bundle": (("set", "org/one", "bundle=ears"), 1, ("bundle:", "there is no bundle 'ears'; name default, or none")),
-    "a bundle without the family": (("set", "org/one", "bundle=eyes"), 1, ("bundle:", "has no family 'toy'; name default, or none")),
-    "a family of no bundle": (("set", "org/one", "family=nose"), 1, ("family:", "no bundle can serve", "default has toy; eyes has eye")),
-    "a branch": (("set", "org/one", "weights.hub=a/b", "weights.revision=main"), 1, ("weights.revision:", "40 hex", "sie models add")),
-    "a stale revision": (("set", "org/one", "max_tokens=9", "--if-match", "{stale}"), 1, (
-        "max_tokens: 16 -> 8", "sie models show", "--if-match {revision}")),
-    "a model that is there": (("add", "{file}"), 1, (
-        "  max_tokens: 8 -> 16", "PUT replaces, PATCH changes",
-        "replace it with --force; with --if-match {revision} too, only if nobody changed it meanwhile")),
+    "an unknown bundle": (
+        ("set", "org/one", "bundle=ears"),
+        1,
+        ("bundle:", "there is no bundle 'ears'; name default, or none"),
+    ),
+    "a bundle without the family": (
+        ("set", "org/one", "bundle=eyes"),
+        1,
+        ("bundle:", "has no family 'toy'; name default, or none"),
+    ),
+    "a family of no bundle": (
+        ("set", "org/one", "family=nose"),
+        1,
+        ("family:", "no bundle can serve", "default has toy; eyes has eye"),
+    ),
+    "a branch": (
+        ("set", "org/one", "weights.hub=a/b", "weights.revision=main"),
+        1,
+        ("weights.revision:", "40 hex", "sie models add"),
+    ),
+    "a stale revision": (
+        ("set", "org/one", "max_tokens=9", "--if-match", "{stale}"),
+        1,
+        ("max_tokens: 16 -> 8", "sie models show", "--if-match {revision}"),
+    ),
+    "a model that is there": (
+        ("add", "{file}"),
+        1,
+        (
+            "  max_tokens: 8 -> 16",
+            "PUT replaces, PATCH changes",
+            "replace it with --force; with --if-match {revision} too, only if nobody changed it meanwhile",
+        ),
+    ),
     "an unknown revision": (("rollback", "org/one", "9999"), 1, ("org/one has no revision 9999; kept are {revision}",)),
-    "a removed model": (("show", "org/gone"), 1, ("org/gone was removed", "roll back to an earlier revision", "POST it again")),
-    "a removal": (("rollback", "org/gone", "{removal}"), 1, ("revision:", "is a removal", "an earlier revision brings the model back")),
+    "a removed model": (
+        ("show", "org/gone"),
+        1,
+        ("org/gone was removed", "roll back to an earlier revision", "POST it again"),
+    ),
+    "a removal": (
+        ("rollback", "org/gone", "{removal}"),
+        1,
+        ("revision:", "is a removal", "an earlier revision brings the model back"),
+    ),
     "broken YAML": (("add", "{broken}"), 1, ("$ (line 2)", "not YAML")),
     "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "each once", "'id' twice")),
     "too much": (("set", "org/one", "-f", "{big}"), 1, ("body: expected at most 1048576 bytes",)),
     "no such file": (("set", "org/one", "-f", "{missing}"), 2, ("No such file",)),
     "neither field nor file": (("set", "org/one"), 2, ("FIELD=VALUE", "-f FILE")),
-    "no value": (("set", "org/one", "max_tokens"), 2, ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean")),
+    "no value": (
+        ("set", "org/one", "max_tokens"),
+        2,
+        ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean"),
+    ),
     "a value that is no YAML": (("set", "org/one", "family=[a"), 2, ("family: the value is not YAML", "quoted twice")),
     "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: is given twice",)),
-    "both ways": (("add", "{file}", "--models-dir", "x"), 2, ("--models-dir writes a file, --url asks a config service",)),
+    "both ways": (
+        ("add", "{file}", "--models-dir", "x"),
+        2,
+        ("--models-dir writes a file, --url asks a config service",),
+    ),
     "no model there": (("add", "./nowhere"), 1, ("there is no folder ./nowhere", "organisation/name")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -311,14 +390,38 @@ def test_each_refusal_names_the_field_and_says_what_to_do(name: str, one: str, t
 
 ACCESS: dict[str, tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]] = {
     "no token": ({"token": ""}, ("rm", "org/one"), ("a token is missing", "set SIE_ADMIN_TOKEN")),
-    "a wrong token": ({"token": "wrong"}, ("list",), ("this token is not known", "set SIE_ADMIN_TOKEN here to what the config service")),
+    "a wrong token": (
+        {"token": "wrong"},
+        ("list",),
+        ("this token is not known", "set SIE_ADMIN_TOKEN here to what the config service"),
+    ),
     "the read token": ({"token": READER}, ("rm", "org/one"), ("the read token reads only", "SIE_ADMIN_TOKEN")),
-    "no address": ({"url": ""}, ("list",), ("which config service?", "--url", "SIE_CONFIG_SERVICE_URL", "/health of a gateway")),
+    "no address": (
+        {"url": ""},
+        ("list",),
+        ("which config service?", "--url", "SIE_CONFIG_SERVICE_URL", "/health of a gateway"),
+    ),
     "no URL": ({"url": "config:80"}, ("list",), ("SIE_CONFIG_SERVICE_URL", "http://...")),
-    "nobody there": ({"url": "{nobody}"}, ("list",), ("no answer from {nobody}", "is it running", "config_url", "--url")),
-    "somebody else": ({"url": "{other}/site"}, ("list",), ("{other}/site answered 404, not the answer of a config service", "--url")),
-    "another answer": ({"url": "{other}/text"}, ("list",), ("{other}/text gave not the answer of a config service", "--url")),
-    "a gateway": ({"url": "{other}"}, ("rm", "org/one"), ("this path takes GET", "{other} is a gateway", "use --url http://config:81")),
+    "nobody there": (
+        {"url": "{nobody}"},
+        ("list",),
+        ("no answer from {nobody}", "is it running", "config_url", "--url"),
+    ),
+    "somebody else": (
+        {"url": "{other}/site"},
+        ("list",),
+        ("{other}/site answered 404, not the answer of a config service", "--url"),
+    ),
+    "another answer": (
+        {"url": "{other}/text"},
+        ("list",),
+        ("{other}/text gave not the answer of a config service", "--url"),
+    ),
+    "a gateway": (
+        {"url": "{other}"},
+        ("rm", "org/one"),
+        ("this path takes GET", "{other} is a gateway", "use --url http://config:81"),
+    ),
 }
 
 
@@ -338,19 +441,61 @@ def test_who_is_not_let_in_or_finds_nobody_is_told_what_to_do(
 
 
 CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] = {
-    "a key of another write": ("PATCH", "/models/org/one", {"Idempotency-Key": "k"}, b'{"max_tokens": 3}', 422, ("another", "a new key")),
-    "a long key": ("DELETE", "/models/org/one", {"Idempotency-Key": "k" * 256}, b"", 400, ("Idempotency-Key: expected at most 255",)),
-    "no revision": ("DELETE", "/models/org/one", {"If-Match": "*"}, b"", 400, ("If-Match: expected the number of a revision", "'*'")),
+    "a key of another write": (
+        "PATCH",
+        "/models/org/one",
+        {"Idempotency-Key": "k"},
+        b'{"max_tokens": 3}',
+        422,
+        ("another", "a new key"),
+    ),
+    "a long key": (
+        "DELETE",
+        "/models/org/one",
+        {"Idempotency-Key": "k" * 256},
+        b"",
+        400,
+        ("Idempotency-Key: expected at most 255",),
+    ),
+    "no revision": (
+        "DELETE",
+        "/models/org/one",
+        {"If-Match": "*"},
+        b"",
+        400,
+        ("If-Match: expected the number of a revision", "'*'"),
+    ),
     "no flag": ("DELETE", "/models/org/one?dry_run=1", {}, b"", 400, ("dry_run: expected true or false, got '1'",)),
-    "no such flag": ("DELETE", "/models/org/one?dryrun=true", {}, b"", 400, ("dryrun: no such parameter", "did you mean `dry_run`?")),
+    "no such flag": (
+        "DELETE",
+        "/models/org/one?dryrun=true",
+        {},
+        b"",
+        400,
+        ("dryrun: no such parameter", "did you mean `dry_run`?"),
+    ),
     "no map": ("PATCH", "/models/org/one", {}, b"[]", 422, ("$: expected a map, got list",)),
-    "no revision to go to": ("POST", "/models/org/one/rollback", {}, b"{}", 422, ("$.revision: expected {revision: N}", "/history lists")),
+    "no revision to go to": (
+        "POST",
+        "/models/org/one/rollback",
+        {},
+        b"{}",
+        422,
+        ("$.revision: expected {revision: N}", "/history lists"),
+    ),
     "a reserved id": ("POST", "/models", {}, b'{"id": "a/status"}', 422, ("missing field",)),
     "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST",)),
     "another path": ("GET", "/none", {}, b"", 404, ("no such path; /docs lists all",)),
     "steps up": ("GET", "/models/a/%2e%2e/b", {}, b"", 400, ("`..`",)),
     "another bundle": ("GET", "/bundles/ears", {}, b"", 404, ("no bundle named 'ears'; there are default, eyes",)),
-    "a bundle that cannot": ("POST", "/resolve", {}, b'{"model": "eyes:/org/one"}', 409, ("'eyes' does not serve", "default can: name")),
+    "a bundle that cannot": (
+        "POST",
+        "/resolve",
+        {},
+        b'{"model": "eyes:/org/one"}',
+        409,
+        ("'eyes' does not serve", "default can: name"),
+    ),
 }
 
 
@@ -358,7 +503,9 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
 def test_each_error_of_the_api_says_what_is_expected(name: str, one: str) -> None:
     """Envelope of section 22.1, and `detail.error` beside it."""
     method, path, headers, body, status, says = CALLS[name]
-    with httpx.Client(headers={"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", "X-Request-ID": "mine"}) as client:
+    with httpx.Client(
+        headers={"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", "X-Request-ID": "mine"}
+    ) as client:
         client.patch(f"{one}/v1/configs/models/org/one", content=b'{"max_tokens": 2}', headers={"Idempotency-Key": "k"})
         answer = client.request(method, f"{one}/v1/configs{path}", content=body, headers=headers)
     assert answer.status_code == status, answer.text
@@ -374,8 +521,16 @@ def test_each_error_of_the_api_says_what_is_expected(name: str, one: str) -> Non
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("model_info", ("add", "some/model"), "the commit of some/model: the hub did not tell (ConnectError); make it reachable (HF_END"),
-        ("file_exists", ("add", "some/model", "--revision", "a" * 40), "or put it into SIE_LOCAL_CACHE, or name a folder"),
+        (
+            "model_info",
+            ("add", "some/model"),
+            "the commit of some/model: the hub did not tell (ConnectError); make it reachable (HF_END",
+        ),
+        (
+            "file_exists",
+            ("add", "some/model", "--revision", "a" * 40),
+            "or put it into SIE_LOCAL_CACHE, or name a folder",
+        ),
     ],
 )
 def test_a_hub_that_cannot_be_reached_is_told(
@@ -402,18 +557,34 @@ def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -
     """SIE_MODELS_DIR, SIE_MODEL_FILTER, SIE_PRELOAD_MODELS, SIE_BUNDLE."""
     own = tmp_path / "bundles"
     own.mkdir()
-    (own / "x.yaml").write_text("id: x\nrequires: [no-such-distribution, 'msgspec>=999', 'click>=1', \"y; python_version < '3'\"]\n")
+    (own / "x.yaml").write_text(
+        "id: x\nrequires: [no-such-distribution, 'msgspec>=999', 'click>=1', \"y; python_version < '3'\"]\n"
+    )
     refusals: list[tuple[Any, str]] = [
-        (lambda: wanted_models(settings_of(SIE_MODELS_DIR="/is/not/there")), "SIE_MODELS_DIR: /is/not/there is not a folder: make it, or"),
-        (lambda: wanted_models(settings_of(SIE_MODEL_FILTER="all-minilm-l6-v2")), "did you mean sentence-transformers/all-MiniLM-L6-v2 or"),
+        (
+            lambda: wanted_models(settings_of(SIE_MODELS_DIR="/is/not/there")),
+            "SIE_MODELS_DIR: /is/not/there is not a folder: make it, or",
+        ),
+        (
+            lambda: wanted_models(settings_of(SIE_MODEL_FILTER="all-minilm-l6-v2")),
+            "did you mean sentence-transformers/all-MiniLM-L6-v2 or",
+        ),
         (lambda: preload("org/oen"), "SIE_PRELOAD_MODELS: no model named 'org/oen'; did you mean org/one?"),
-        (lambda: preload("org/one", "eyes"), "SIE_PRELOAD_MODELS: org/one is served by bundle default, and this worker is of eyes (SIE"),
+        (
+            lambda: preload("org/one", "eyes"),
+            "SIE_PRELOAD_MODELS: org/one is served by bundle default, and this worker is of eyes (SIE",
+        ),
         (lambda: preload("eyes:/org/one"), "SIE_PRELOAD_MODELS: bundle 'eyes' does not serve org/one; default can"),
-        (lambda: dependencies.check(settings_of(SIE_BUNDLE="x", SIE_MODELS_DIR=str(tmp_path))),
-         "SIE_BUNDLE: bundle x needs no-such-distribution, which is not installed; msgspec>=999, installed is"),
-    ]  # fmt: skip
+        (
+            lambda: dependencies.check(settings_of(SIE_BUNDLE="x", SIE_MODELS_DIR=str(tmp_path))),
+            "SIE_BUNDLE: bundle x needs no-such-distribution, which is not installed; msgspec>=999, installed is",
+        ),
+    ]
     started = CliRunner().invoke(main, ["adapter", "--bundle", "x", "--models-dir", str(tmp_path)])
-    assert (started.exit_code, "error: SIE_BUNDLE: bundle x needs no-such-distribution" in started.output) == (2, True), started.output
+    assert (started.exit_code, "error: SIE_BUNDLE: bundle x needs no-such-distribution" in started.output) == (
+        2,
+        True,
+    ), started.output
     for refused, says in refusals:
         with pytest.raises(SettingError) as caught:
             refused()

@@ -46,7 +46,11 @@ def overlay(folder: Path, **environ: str) -> Overlay:
 def own(found: Overlay) -> dict[str, int]:
     """The models of the overlay."""
     models = found.folders().models
-    return {name: entry.max_tokens for name, (entry, source) in models.items() if source == "overlay" and isinstance(entry, ModelEntry)}
+    return {
+        name: entry.max_tokens
+        for name, (entry, source) in models.items()
+        if source == "overlay" and isinstance(entry, ModelEntry)
+    }
 
 
 def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
@@ -85,19 +89,52 @@ def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"x.yaml": ENTRY.format("org/x", "many")}, "x.yaml: $.max_tokens (line 5): expected a whole number, got a string"),
-        ({"x.yaml": ENTRY.format("org/x", 8) + "poling: mean\n"}, "x.yaml: $.poling (line 6): unknown field; did you mean"),
-        ({"x.yaml": ENTRY.format("org/x", 8) + "pooling: mean\n"}, "x.yaml: $.pooling (line 6): unknown field; did you mean `run"),
+        (
+            {"x.yaml": ENTRY.format("org/x", "many")},
+            "x.yaml: $.max_tokens (line 5): expected a whole number, got a string",
+        ),
+        (
+            {"x.yaml": ENTRY.format("org/x", 8) + "poling: mean\n"},
+            "x.yaml: $.poling (line 6): unknown field; did you mean",
+        ),
+        (
+            {"x.yaml": ENTRY.format("org/x", 8) + "pooling: mean\n"},
+            "x.yaml: $.pooling (line 6): unknown field; did you mean `run",
+        ),
         ({"x.yaml": "id: [\n"}, "x.yaml: $ (line 2): not YAML"),
         ({"x.yaml": ""}, "x.yaml: $: expected a document, got nothing"),
-        ({"x.yaml": ENTRY.format("org/x", 8), "y/x.yaml": ENTRY.format("org/x", 9)}, "y/x.yaml: $.id: org/x is in x.yaml too: remove one"),
-        ({"x.yaml": ENTRY.format("org/x", 8).replace("text-encoder", "eye")}, "x.yaml: $.family (line 3): no bundle can serve the f"),
-        ({"x.yaml": ENTRY.format("org/x", 8) + "bundle: ears\n"}, "x.yaml: $.bundle (line 6): there is no bundle 'ears'; name default"),
-        ({"x.yaml": ENTRY.format("org/x", 8) + "bundle: eyes\n", "bundles/e.yaml": BUNDLE}, "x.yaml: $.bundle (line 6): bundle 'eyes' h"),
-        ({"bundles/e.yaml": BUNDLE, "bundles/f.yaml": BUNDLE}, "bundles/f.yaml: $.id: eyes is in bundles/e.yaml too: remove one"),
-        ({"bundles/e.yaml": BUNDLE + "familys: [eye]\n"}, "bundles/e.yaml: $.familys (line 6): unknown field; did you mean `families`?"),
-        ({"bundles/e.yaml": BUNDLE.replace("id: eyes", "id: Eyes")}, "bundles/e.yaml: $.id (line 1): expected at most 63 small letters"),
-        ({"bundles/e.yaml": BUNDLE.replace("[pillow]", "[a b]")}, "bundles/e.yaml: $.requires[0] (line 4): expected a requirement such as"),
+        (
+            {"x.yaml": ENTRY.format("org/x", 8), "y/x.yaml": ENTRY.format("org/x", 9)},
+            "y/x.yaml: $.id: org/x is in x.yaml too: remove one",
+        ),
+        (
+            {"x.yaml": ENTRY.format("org/x", 8).replace("text-encoder", "eye")},
+            "x.yaml: $.family (line 3): no bundle can serve the f",
+        ),
+        (
+            {"x.yaml": ENTRY.format("org/x", 8) + "bundle: ears\n"},
+            "x.yaml: $.bundle (line 6): there is no bundle 'ears'; name default",
+        ),
+        (
+            {"x.yaml": ENTRY.format("org/x", 8) + "bundle: eyes\n", "bundles/e.yaml": BUNDLE},
+            "x.yaml: $.bundle (line 6): bundle 'eyes' h",
+        ),
+        (
+            {"bundles/e.yaml": BUNDLE, "bundles/f.yaml": BUNDLE},
+            "bundles/f.yaml: $.id: eyes is in bundles/e.yaml too: remove one",
+        ),
+        (
+            {"bundles/e.yaml": BUNDLE + "familys: [eye]\n"},
+            "bundles/e.yaml: $.familys (line 6): unknown field; did you mean `families`?",
+        ),
+        (
+            {"bundles/e.yaml": BUNDLE.replace("id: eyes", "id: Eyes")},
+            "bundles/e.yaml: $.id (line 1): expected at most 63 small letters",
+        ),
+        (
+            {"bundles/e.yaml": BUNDLE.replace("[pillow]", "[a b]")},
+            "bundles/e.yaml: $.requires[0] (line 4): expected a requirement such as",
+        ),
         ({"x.yaml": "#" * (1 << 20) + "\n" + ENTRY.format("org/x", 8)}, "x.yaml: $: expected at most 1048576 bytes"),
     ],
 )
@@ -149,7 +186,9 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("model", ["org/a", "org__a", "a__/b__c"])
-async def test_files_are_added_changed_and_removed(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_files_are_added_changed_and_removed(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """C11: what the log says was read back."""
     async with following(tmp_path) as service:
         file = put(tmp_path, "new.yaml", ENTRY.format(model, 8))
@@ -199,7 +238,9 @@ async def test_a_change_waits_for_a_broker_that_is_away(
 async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when it is copied with mode 0600, which `chmod` mends without another size or time; root may read it nevertheless."""
+    """As when it is copied with mode 0600, which `chmod` mends without another size or time; root may read it
+    nevertheless.
+    """
 
     def refused(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
@@ -215,7 +256,9 @@ async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
         assert (await service.model("org/a"))[0] == 1
 
 
-async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """SIE_MODEL_FILTER."""
     file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
     async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
@@ -237,11 +280,15 @@ async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
 
 
 @pytest.mark.parametrize("at_start", [False, True], ids=["reload", "start"])
-@pytest.mark.parametrize(("now", "says"), [("", "no model named 'org/b'"), (ENTRY.format("org/b", 9), "the vectors of org/b differ from")])
+@pytest.mark.parametrize(
+    ("now", "says"), [("", "no model named 'org/b'"), (ENTRY.format("org/b", 9), "the vectors of org/b differ from")]
+)
 async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     now: str, says: str, at_start: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. an alias is written over models of files; 2. a file is removed, or gives other vectors; 3. the log names that alias alone."""
+    """1. an alias is written over models of files; 2. a file is removed, or gives other vectors; 3. the log names that
+    alias alone.
+    """
     for name in "abc":
         put(tmp_path, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
     settings, broker, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("sie-config"), Stop()
@@ -266,7 +313,9 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     assert says.casefold() in told.getMessage().casefold()
 
 
-async def test_what_was_written_over_the_api_stays_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_was_written_over_the_api_stays_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
     async with following(tmp_path) as service:
         held = await service.store.held("org/a")
@@ -290,7 +339,9 @@ async def test_a_folder_that_goes_away_changes_nothing(tmp_path: Path, caplog: p
         await until(lambda: "org/a is at revision 2" in caplog.text, "the log")
 
 
-async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with following(tmp_path) as service:
         put(tmp_path, "bundles/eyes.yaml", BUNDLE)
         await until(lambda: "the bundles are as it says" in caplog.text, "the log")
@@ -308,15 +359,21 @@ async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptur
     async with following(tmp_path) as service:
         workers = service.reload.workers
         assert workers is not None
-        beat = Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=(await service.store.snapshot()).epoch)
+        beat = Heartbeat(
+            "w1", "_default", "cpu", "default", True, "1", config_epoch=(await service.store.snapshot()).epoch
+        )
         workers.note(beat)
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-        await until(lambda: "org/a is at revision 1, as in a.yaml; after 0.2 s it is not on w1" in caplog.text, "the log")
+        await until(
+            lambda: "org/a is at revision 1, as in a.yaml; after 0.2 s it is not on w1" in caplog.text, "the log"
+        )
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
         await until(lambda: "org/a is at revision 2, as in a.yaml" in caplog.text, "the log")
         epoch = (await service.store.snapshot()).epoch
         workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epoch))
-        await until(lambda: "org/a is at revision 2, as in a.yaml; every gateway and worker has it" in caplog.text, "the log")
+        await until(
+            lambda: "org/a is at revision 2, as in a.yaml; every gateway and worker has it" in caplog.text, "the log"
+        )
 
 
 async def test_the_filter_holds_for_files_that_come_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,12 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.muvera import MAX_CELLS, MAX_WIDTH, Muvera, parse
 
 LIMITS = {
-    "num_repetitions": (1, 128), "num_simhash_projections": (0, 10), "projection_dim": (1, 1024),
-    "final_projection_dim": (1, 1 << 20), "seed": (0, 2**53 - 1),
-}  # fmt: skip
+    "num_repetitions": (1, 128),
+    "num_simhash_projections": (0, 10),
+    "projection_dim": (1, 1024),
+    "final_projection_dim": (1, 1 << 20),
+    "seed": (0, 2**53 - 1),
+}
 SMALL = Muvera(num_repetitions=1, num_simhash_projections=0, projection_dim=1)
 
 
@@ -87,22 +90,28 @@ def test_what_is_neither_true_nor_a_map_is_refused(raw: object) -> None:
     assert refusal(raw).param == "params.muvera"
 
 
-@pytest.mark.parametrize(("parameters", "dim", "width"), [
-    (Muvera(), 128, 10240),
-    (Muvera(final_projection_dim=None), 128, 40 * 64 * 128),
-    (Muvera(final_projection_dim=None, projection_dim=16), 128, 40 * 64 * 16),
-    (Muvera(num_repetitions=2, num_simhash_projections=0, final_projection_dim=None), 3, 6),
-    (Muvera(num_repetitions=128, num_simhash_projections=6, final_projection_dim=None), 128, MAX_WIDTH),
-    (Muvera(num_repetitions=64, num_simhash_projections=10), 128, 10240),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parameters", "dim", "width"),
+    [
+        (Muvera(), 128, 10240),
+        (Muvera(final_projection_dim=None), 128, 40 * 64 * 128),
+        (Muvera(final_projection_dim=None, projection_dim=16), 128, 40 * 64 * 16),
+        (Muvera(num_repetitions=2, num_simhash_projections=0, final_projection_dim=None), 3, 6),
+        (Muvera(num_repetitions=128, num_simhash_projections=6, final_projection_dim=None), 128, MAX_WIDTH),
+        (Muvera(num_repetitions=64, num_simhash_projections=10), 128, 10240),
+    ],
+)
 def test_the_width_of_a_result(parameters: Muvera, dim: int, width: int) -> None:
     assert parameters.width(dim) == width
 
 
-@pytest.mark.parametrize(("parameters", "dim", "limit"), [
-    (Muvera(num_repetitions=128, final_projection_dim=None), 129, MAX_WIDTH),
-    (Muvera(num_repetitions=64, num_simhash_projections=10), 129, MAX_CELLS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parameters", "dim", "limit"),
+    [
+        (Muvera(num_repetitions=128, final_projection_dim=None), 129, MAX_WIDTH),
+        (Muvera(num_repetitions=64, num_simhash_projections=10), 129, MAX_CELLS),
+    ],
+)
 def test_a_result_that_is_too_wide_is_refused_with_the_limit(parameters: Muvera, dim: int, limit: int) -> None:
     parameters.width(dim - 1)
     with pytest.raises(InvalidInput, match=str(limit)) as caught:

@@ -1,4 +1,6 @@
-"""A request is served by one entry of its model: who does not know it yet waits for it, who knows a newer one sends the work back."""
+"""A request is served by one entry of its model: who does not know it yet waits for it, who knows a newer one sends the
+work back.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ async def test_a_worker_reads_what_a_gateway_knows_already_and_sends_back_what_i
     await cluster.left(0)
 
 
-async def test_a_worker_that_cannot_learn_of_an_entry_leaves_the_work_to_others(cluster: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_cannot_learn_of_an_entry_leaves_the_work_to_others(
+    cluster: Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preparing, "CATCH_UP_S", 0.05)
     lagging, knowing = Source(ENTRY), cluster.source
     await cluster.sidecar(source=lagging)
@@ -100,9 +104,12 @@ def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
         pass
 
 
-async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1. The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer. 2. It never comes
-    to know it: the client is told to come again."""
+async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer.
+    2. It never comes to know it: the client is told to come again.
+    """
     monkeypatch.setattr(inference, "RENEWED_WITHIN_S", 0.05)
     own, workers = Source(ENTRY), Source(ENTRY)
     async with InProcess(tmp_path) as cluster:
@@ -118,5 +125,3 @@ async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(t
         answer = await gateway.encode("x")
         assert answer.status_code == 200
         assert answer.headers["x-sie-fingerprint"] != ""
-
-

@@ -29,14 +29,21 @@ def merged(entry: ModelEntry, operation: Any = "encode", **params: Any) -> RunOp
         (CLASSES, "extract", {"labels": ["a"], "threshold": HUGE}, "params.threshold"),
         (CLASSES, "extract", {"labels": ["a"], "threshold": float("nan")}, "params.threshold"),
         (CLASSES, "extract", {"labels": ["a"], "threshold": True}, "params.threshold"),
-        (CLASSES, "extract", {"labels": ["a"], "hypothesis_template": "canary" * MAX_HYPOTHESIS + "{}"}, "params.hypothesis_template"),
+        (
+            CLASSES,
+            "extract",
+            {"labels": ["a"], "hypothesis_template": "canary" * MAX_HYPOTHESIS + "{}"},
+            "params.hypothesis_template",
+        ),
         (ENCODER, "encode", {"lora_id": "canary" * MAX_LORA}, "params.lora_id"),
         (ENCODER, "encode", {"dimensions": HUGE}, "params.dimensions"),
         (OWN, "encode", {"of_its_own": {"deep": [HUGE]}}, "params.of_its_own"),
         (OWN, "encode", {"of_its_own": ["canary"] * MAX_OWN_BYTES}, "params.of_its_own"),
     ],
 )
-def test_what_cannot_travel_is_named_and_not_repeated(entry: ModelEntry, operation: str, params: dict[str, Any], path: str) -> None:
+def test_what_cannot_travel_is_named_and_not_repeated(
+    entry: ModelEntry, operation: str, params: dict[str, Any], path: str
+) -> None:
     with pytest.raises(InvalidInput) as raised:
         merged(entry, operation, **params)
     assert (raised.value.param, raised.value.reason) == (path, "schema")

@@ -1,4 +1,6 @@
-"""Which names a listener answers to, and which pages may change or compute something there: at every listener of every process."""
+"""Which names a listener answers to, and which pages may change or compute something there: at every listener of every
+process.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def refused(names: Names, host: str | None, *headers: tuple[str, str], method: s
     """The reason, or nothing. Method None is a websocket."""
     pairs = [*([("host", host)] if host is not None else []), *headers]
     scope = {
-        "type": "http" if method else "websocket", "method": method, "headers": [(name.encode(), value.encode()) for name, value in pairs],
-    }  # fmt: skip
+        "type": "http" if method else "websocket",
+        "method": method,
+        "headers": [(name.encode(), value.encode()) for name, value in pairs],
+    }
     try:
         names.check(scope)
     except PermissionDenied as error:
@@ -38,22 +42,73 @@ def refused(names: Names, host: str | None, *headers: tuple[str, str], method: s
 @pytest.mark.parametrize(
     ("address", "allowed", "host", "is_own"),
     [
-        *((LOOPBACK, None, host, True) for host in ("localhost", "LOCALHOST:8080", "localhost.", "a.localhost", "127.0.0.1:1", "127.9.9.9",
-                                                    "[::1]:8080", socket.gethostname(), "", None)),
-        *((LOOPBACK, None, host, False) for host in ("evil.com", "evil.com:8080", "localhost.evil.com", "127.0.0.1.evil.com", "10.0.0.1",
-                                                     "gateway", "evil.com.", "xlocalhost", "[::2]", "evil.svc")),
-        ("::1", None, "evil.com", False), ("localhost", None, "evil.com", False),
+        *(
+            (LOOPBACK, None, host, True)
+            for host in (
+                "localhost",
+                "LOCALHOST:8080",
+                "localhost.",
+                "a.localhost",
+                "127.0.0.1:1",
+                "127.9.9.9",
+                "[::1]:8080",
+                socket.gethostname(),
+                "",
+                None,
+            )
+        ),
+        *(
+            (LOOPBACK, None, host, False)
+            for host in (
+                "evil.com",
+                "evil.com:8080",
+                "localhost.evil.com",
+                "127.0.0.1.evil.com",
+                "10.0.0.1",
+                "gateway",
+                "evil.com.",
+                "xlocalhost",
+                "[::2]",
+                "evil.svc",
+            )
+        ),
+        ("::1", None, "evil.com", False),
+        ("localhost", None, "evil.com", False),
         *((CLUSTER, None, host, True) for host in ("evil.com", "gateway", "10.0.0.1:8080")),
-        *((CLUSTER, LISTED, host, True) for host in (
-            "sie.example.com", "SIE.example.com:80", "a.example.org", "a.b.example.org:1", "port.example.com:8443", "10.0.0.1", "gateway",
-            "sie-gateway.search.svc", "sie-gateway.search.svc.cluster.local:8080", "localhost", "[fd00::1]",
-        )),
-        *((CLUSTER, LISTED, host, False) for host in ("evil.com", "example.org", "port.example.com", "port.example.com:80", "xexample.org",
-                                                      "sie.example.com.evil.com", "svc.evil.com")),
-        (LOOPBACK, LISTED, "sie.example.com", True), (LOOPBACK, LISTED, "evil.com", False), (LOOPBACK, LISTED, "gateway", False),
+        *(
+            (CLUSTER, LISTED, host, True)
+            for host in (
+                "sie.example.com",
+                "SIE.example.com:80",
+                "a.example.org",
+                "a.b.example.org:1",
+                "port.example.com:8443",
+                "10.0.0.1",
+                "gateway",
+                "sie-gateway.search.svc",
+                "sie-gateway.search.svc.cluster.local:8080",
+                "localhost",
+                "[fd00::1]",
+            )
+        ),
+        *(
+            (CLUSTER, LISTED, host, False)
+            for host in (
+                "evil.com",
+                "example.org",
+                "port.example.com",
+                "port.example.com:80",
+                "xexample.org",
+                "sie.example.com.evil.com",
+                "svc.evil.com",
+            )
+        ),
+        (LOOPBACK, LISTED, "sie.example.com", True),
+        (LOOPBACK, LISTED, "evil.com", False),
+        (LOOPBACK, LISTED, "gateway", False),
         (LOOPBACK, ("*",), "evil.com", True),
     ],
-)  # fmt: skip
+)
 def test_a_listener_answers_to_its_own_names_and_those_that_are_listed(
     address: str, allowed: tuple[str, ...] | None, host: str | None, is_own: bool
 ) -> None:
@@ -72,19 +127,35 @@ OWN = "localhost:8080"
     ("headers", "is_let_in"),
     [
         ([], True),  # curl, and every other client that is no browser
-        ([("origin", f"http://{OWN}")], True), ([("origin", f"https://{OWN.upper()}")], True),
+        ([("origin", f"http://{OWN}")], True),
+        ([("origin", f"https://{OWN.upper()}")], True),
         ([("origin", f"http://{OWN}"), ("sec-fetch-site", "same-origin")], True),
-        ([("sec-fetch-site", "none")], True), ([("sec-fetch-site", "same-origin")], True),
-        ([("sec-fetch-site", "cross-site")], False), ([("sec-fetch-site", "same-site")], False),
-        *(([("origin", origin)], False) for origin in (
-            "http://evil.com", "null", "http://localhost", "http://localhost:3000", "http://127.0.0.1:8080", "chrome-extension://abc", "",
-            f"http://evil.com/{OWN}", f"http://{OWN}@evil.com", f"file://{OWN}", "http://[", f"http://{OWN}.evil.com",
-        )),
+        ([("sec-fetch-site", "none")], True),
+        ([("sec-fetch-site", "same-origin")], True),
+        ([("sec-fetch-site", "cross-site")], False),
+        ([("sec-fetch-site", "same-site")], False),
+        *(
+            ([("origin", origin)], False)
+            for origin in (
+                "http://evil.com",
+                "null",
+                "http://localhost",
+                "http://localhost:3000",
+                "http://127.0.0.1:8080",
+                "chrome-extension://abc",
+                "",
+                f"http://evil.com/{OWN}",
+                f"http://{OWN}@evil.com",
+                f"file://{OWN}",
+                "http://[",
+                f"http://{OWN}.evil.com",
+            )
+        ),
         ([("origin", "http://evil.com"), ("sec-fetch-site", "same-origin")], False),
         ([("origin", f"http://{OWN}"), ("origin", "http://evil.com")], False),
         ([("origin", "http://evil.com"), ("origin", f"http://{OWN}")], False),
     ],
-)  # fmt: skip
+)
 def test_only_its_own_pages_may_change_and_compute(headers: list[tuple[str, str]], is_let_in: bool) -> None:
     names = Names(LOOPBACK, None)
     for method in ("POST", "PUT", "PATCH", "DELETE", "QUERY", None):
@@ -105,7 +176,9 @@ def test_pages_of_listed_hosts_may_and_a_star_lists_no_page() -> None:
 async def refusals_of(client: httpx.AsyncClient, url: str, name: str) -> dict[str, float]:
     """What the process counted, by the reason: one series for each, whatever was sent."""
     families = text_string_to_metric_families((await client.get(f"{url}/metrics")).text)
-    return {sample.labels["reason"]: sample.value for family in families for sample in family.samples if sample.name == name}
+    return {
+        sample.labels["reason"]: sample.value for family in families for sample in family.samples if sample.name == name
+    }
 
 
 async def test_what_is_no_http_is_counted(tmp_path: Path) -> None:
@@ -151,10 +224,14 @@ async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: 
                 assert (await ask("POST")).status_code != 403
             by_host = 1 if listed else 2
             for url, prefix, listeners in (
-                (gateway.side_url, "sie_gateway", 2), (sidecar.side_url, "sie", 1), (config_url, "sie_config", 1)
-            ):  # fmt: skip
+                (gateway.side_url, "sie_gateway", 2),
+                (sidecar.side_url, "sie", 1),
+                (config_url, "sie_config", 1),
+            ):
                 counted = await refusals_of(client, url, f"{prefix}_refused_below_routes_total")
-                assert counted == {**dict.fromkeys(REFUSED, 0), "host": by_host * listeners, "origin": 2 * listeners}, url
+                assert counted == {**dict.fromkeys(REFUSED, 0), "host": by_host * listeners, "origin": 2 * listeners}, (
+                    url
+                )
     finally:
         stop.request()
         await until(config.done, "the end of the config service")

@@ -1,4 +1,6 @@
-"""Inputs that no message holds: the store's URL, what is written, read, removed, and what happens when the store does not answer."""
+"""Inputs that no message holds: the store's URL, what is written, read, removed, and what happens when the store does
+not answer.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,21 @@ def test_a_store_is_named_by_a_url_or_a_path(url: str, expected: StoreUrl) -> No
 
 @pytest.mark.parametrize(
     "url",
-    ["s3://", "s3:///prefix", "gs://", "s3://user:secret@bucket", "s3://bucket?x=1", "gs://bucket#x", "s3://a,s3://b", "ftp://host/x",
-     "https://bucket.s3.amazonaws.com/x", "file://", "file://host/x", "file:///"],
-)  # fmt: skip
+    [
+        "s3://",
+        "s3:///prefix",
+        "gs://",
+        "s3://user:secret@bucket",
+        "s3://bucket?x=1",
+        "gs://bucket#x",
+        "s3://a,s3://b",
+        "ftp://host/x",
+        "https://bucket.s3.amazonaws.com/x",
+        "file://",
+        "file://host/x",
+        "file:///",
+    ],
+)
 def test_what_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(SettingError, match=r"^SIE_PAYLOAD_STORE_URL: got") as caught:
         settings_of(SIE_PAYLOAD_STORE_URL=url)
@@ -116,7 +130,9 @@ async def test_what_is_not_there_is_missing_and_what_is_no_key_is_never_asked_fo
 
 
 async def test_the_old_goes_and_nothing_else(url: str) -> None:
-    """SIE_PAYLOAD_TTL_S, L21: a redelivery at the age limit of the stream still reads; whatever is no payload stays for ever."""
+    """SIE_PAYLOAD_TTL_S, L21: a redelivery at the age limit of the stream still reads; whatever is no payload stays for
+    ever.
+    """
     store = opened(url)
     now_s = time.time()
     keys = [await store.put(bytes([number]), period=number, timeout_s=10) for number in range(3)]
@@ -163,7 +179,9 @@ async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None
 
 
 class Objects(BaseHTTPRequestHandler):
-    """As much of the XML interface of Google's store as one object needs; no emulator that can be installed sends all its headers."""
+    """As much of the XML interface of Google's store as one object needs; no emulator that can be installed sends all
+    its headers.
+    """
 
     kept: ClassVar[dict[str, bytes]] = {}
 
@@ -189,11 +207,20 @@ class Objects(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-async def test_a_bucket_of_google_is_reached_by_its_own_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gs://: endpoint and credentials from the file that GOOGLE_SERVICE_ACCOUNT names, the object under bucket and prefix."""
+async def test_a_bucket_of_google_is_reached_by_its_own_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gs://: endpoint and credentials from the file that GOOGLE_SERVICE_ACCOUNT names, the object under bucket and
+    prefix.
+    """
     with ThreadingHTTPServer(("127.0.0.1", 0), Objects) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        account = {"gcs_base_url": f"http://127.0.0.1:{server.server_port}", "disable_oauth": True, "client_email": "", "private_key": ""}
+        account = {
+            "gcs_base_url": f"http://127.0.0.1:{server.server_port}",
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+        }
         (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
         store = opened("gs://bucket/some/prefix")
@@ -209,7 +236,9 @@ async def test_a_bucket_of_google_is_reached_by_its_own_interface(tmp_path: Path
 
 
 def test_the_life_of_an_object_is_longer_than_that_of_its_message() -> None:
-    """SIE_PAYLOAD_TTL_S: unset it is the age limit of the stream and an hour; at or under that limit it is a start error."""
+    """SIE_PAYLOAD_TTL_S: unset it is the age limit of the stream and an hour; at or under that limit it is a start
+    error.
+    """
     assert life_s(settings_of(), MAX_AGE_S) == 720 + 3600
     assert life_s(settings_of(SIE_PAYLOAD_TTL_S="721"), MAX_AGE_S) == 721
     with pytest.raises(SettingError, match=r"^SIE_PAYLOAD_TTL_S: got 720"):
@@ -233,7 +262,9 @@ async def test_an_object_lives_as_long_as_it_should_also_when_it_is_written_agai
     now_s += life - MAX_AGE_S
     assert await offload.sweep() == 0
     now_s += 1
-    assert await store.put(b"x", period=int(now_s // life), timeout_s=10) != key, "nobody writes any more what is about to go"
+    assert await store.put(b"x", period=int(now_s // life), timeout_s=10) != key, (
+        "nobody writes any more what is about to go"
+    )
     assert await offload.sweep() == 1
     with pytest.raises(PayloadMissing):
         await store.get(key, 10)
@@ -243,7 +274,9 @@ async def test_an_object_lives_as_long_as_it_should_also_when_it_is_written_agai
 
 
 async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(tmp_path: Path) -> None:
-    """The second waits until the first is let go; one above the bound is taken alone; a budget that ends in the wait is a typed error."""
+    """The second waits until the first is let go; one above the bound is taken alone; a budget that ends in the wait is
+    a typed error.
+    """
     store, now_s = opened(str(tmp_path)), time.monotonic
     fetching = Fetching(store, now_s, most_bytes=50_000)
 
@@ -275,7 +308,9 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
 
 @contextlib.asynccontextmanager
 async def cluster(tmp_path: Path, url: str, *, max_payload: int = 1 << 16, **entry: object) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path, toy_entry(**entry), toy_entry("toy/two", **entry), max_payload=max_payload) as cluster:
+    async with InProcess(
+        tmp_path, toy_entry(**entry), toy_entry("toy/two", **entry), max_payload=max_payload
+    ) as cluster:
         yield cluster
 
 
@@ -284,7 +319,9 @@ def stored(tmp_path: Path) -> list[Path]:
 
 
 async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Path) -> None:
-    """SIE_PAYLOAD_STORE_URL: an object appears, the message stays small, small texts take the short way, two texts stay two outcomes."""
+    """SIE_PAYLOAD_STORE_URL: an object appears, the message stays small, small texts take the short way, two texts stay
+    two outcomes.
+    """
     url = str(tmp_path / "payloads")
     text = WORDS * 25_000
     async with cluster(tmp_path, url) as running:
@@ -309,8 +346,17 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         alone = await gateway.encode(text)
         assert float(alone.headers["x-payload-fetch-time"]) > 0
         timing = alone.json()["timing"]
-        stages = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")
-        assert sum(timing[name] for name in stages) == pytest.approx(timing["total_time"], abs=1.1), "this adapter always says 1 ms"
+        stages = (
+            "queue_time",
+            "preprocess_time",
+            "batch_wait_time",
+            "inference_time",
+            "postprocess_time",
+            "unattributed_time",
+        )
+        assert sum(timing[name] for name in stages) == pytest.approx(timing["total_time"], abs=1.1), (
+            "this adapter always says 1 ms"
+        )
         assert await gateway.metric("sie_gateway_queue_payload_offloads_total") == 2
         assert len(stored(tmp_path)) == 1, "the same bytes are one object"
         payload = messages.decode_payload(stored(tmp_path)[0].read_bytes())
@@ -318,8 +364,12 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("limit", "size"), [({}, 100_000), ({"SIE_INLINE_PAYLOAD_BYTES": "4096"}, 10_000)])
-async def test_the_inline_limit_decides_what_goes_through_the_store(tmp_path: Path, limit: dict[str, str], size: int) -> None:
-    """SIE_INLINE_PAYLOAD_BYTES: unset what a broker of 64 KiB takes, else the setting; what fits stays in the message."""
+async def test_the_inline_limit_decides_what_goes_through_the_store(
+    tmp_path: Path, limit: dict[str, str], size: int
+) -> None:
+    """SIE_INLINE_PAYLOAD_BYTES: unset what a broker of 64 KiB takes, else the setting; what fits stays
+    in the message.
+    """
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url, **limit)
@@ -358,7 +408,9 @@ async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_p
         url.write_text("in its place")
         refused = await gateway.encode("hello", WORDS * 10_000)
         assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
-        await until(lambda: not running.server.streams[STREAM].state().messages, "what was queued beside it is withdrawn")
+        await until(
+            lambda: not running.server.streams[STREAM].state().messages, "what was queued beside it is withdrawn"
+        )
 
 
 async def test_an_object_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
@@ -405,7 +457,9 @@ async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_th
 
 @pytest.mark.serial
 async def test_a_blocked_store_delays_no_other_work(tmp_path: Path, s3: S3) -> None:
-    """S17: the store stands still; texts of the same model, and of another, are answered as before, and the large one after it."""
+    """S17: the store stands still; texts of the same model, and of another, are answered as before, and the large one
+    after it.
+    """
     url = f"s3://bucket/{tmp_path.name}"
     async with cluster(tmp_path, url) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)

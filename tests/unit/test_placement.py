@@ -1,4 +1,6 @@
-"""The placement table: the two functions that make it, the gateways that write it, and what it is worth in simulation."""
+"""The placement table: the two functions that make it, the gateways that write it, and what it is worth
+in simulation.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ LANE = Lane("_default", "l4", "default")
 
 
 def scaled(
-    prev: Replicas | None, *, demand: float = 0.0, age_s: float = 0.0, resident: bool = True, now_s: float, most: int = 10
+    prev: Replicas | None,
+    *,
+    demand: float = 0.0,
+    age_s: float = 0.0,
+    resident: bool = True,
+    now_s: float,
+    most: int = 10,
 ) -> Replicas:
     return replicas(prev, demand, 100.0, age_s, resident, now_s, most=most, adopt_after_s=2.0, load_s=5.0)
 
@@ -76,11 +84,15 @@ models, workers = st.integers(0, 24).map("m{}".format), st.integers(0, 7).map("w
 
 
 @st.composite
-def lanes(draw: st.DrawFn) -> tuple[dict[str, tuple[str, ...]], dict[str, int], dict[str, Holdings], dict[str, float], dict[str, int]]:
+def lanes(
+    draw: st.DrawFn,
+) -> tuple[dict[str, tuple[str, ...]], dict[str, int], dict[str, Holdings], dict[str, float], dict[str, int]]:
     wanted = draw(st.dictionaries(models, st.integers(1, 3), min_size=1, max_size=25))
     live = sorted(draw(st.sets(workers, min_size=1)))
     some = st.sets(models, max_size=6).map(frozenset)
-    holdings = {name: Holdings(draw(some), draw(some), draw(st.sets(models, max_size=1).map(frozenset))) for name in live}
+    holdings = {
+        name: Holdings(draw(some), draw(some), draw(st.sets(models, max_size=1).map(frozenset))) for name in live
+    }
     prev = draw(st.dictionaries(models, st.lists(workers, max_size=4, unique=True).map(tuple), max_size=25))
     demand = draw(st.dictionaries(models, st.floats(0, 3), max_size=25))
     return prev, wanted, holdings, demand, {name: draw(st.integers(0, 8)) for name in live}
@@ -131,7 +143,9 @@ def test_a_lost_worker_moves_its_own_models_alone(lane, data: st.DataObject) -> 
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 40), st.randoms(use_true_random=False))
-def test_no_worker_gets_more_models_than_slots_while_another_has_room(count: int, slots: int, number: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_no_worker_gets_more_models_than_slots_while_another_has_room(
+    count: int, slots: int, number: int, random
+) -> None:  # type: ignore[no-untyped-def]
     names = [f"w{index}" for index in range(count)]
     wanted = {f"m{index}": 1 for index in range(number)}
     prev = {model: (random.choice(names),) for model in wanted if random.random() < 0.5}
@@ -171,7 +185,9 @@ def test_a_model_that_did_not_fit_goes_to_a_worker_that_did_not_refuse_it() -> N
 
 
 def beat(worker: str, *statuses: ModelStatus, rate: float = 1000.0, slots: int = 4, ready: bool = True) -> Heartbeat:
-    return Heartbeat(worker, LANE.pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots)
+    return Heartbeat(
+        worker, LANE.pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots
+    )
 
 
 def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:

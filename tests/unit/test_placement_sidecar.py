@@ -1,4 +1,6 @@
-"""What a sidecar does with the placement table and with its pool's assignment: the real gateway and sidecars before fake adapters."""
+"""What a sidecar does with the placement table and with its pool's assignment: the real gateway and sidecars before
+fake adapters.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,14 @@ class Host:
         self.is_up = True
         self.broker = server.connect("w1")
         self.assignment = Assignment(
-            self.broker, LANE, "w1", lambda: self.now_s, self.loaded.__contains__, lambda model: False, self._on_change, lambda: self.is_up
+            self.broker,
+            LANE,
+            "w1",
+            lambda: self.now_s,
+            self.loaded.__contains__,
+            lambda model: False,
+            self._on_change,
+            lambda: self.is_up,
         )
 
     def _on_change(self) -> None:
@@ -86,7 +95,9 @@ class Host:
         return self.assignment.role(topology.work_consumer(LANE, "interactive", model, 10.0).name)
 
 
-async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with InProcess(tmp_path) as cluster:
         monkeypatch.setattr(assignment, "FIRST_S", 0.05)
         host = Host(cluster.server)
@@ -122,7 +133,9 @@ async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -
 
 
 async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that_waits(tmp_path: Path) -> None:
-    """1. The table is older than 15 s and names another host. 2. Work waits at two looks. 3. It is pulled; with a fresh table it is not."""
+    """1. The table is older than 15 s and names another host. 2. Work waits at two looks. 3. It is pulled; with a fresh
+    table it is not.
+    """
     async with InProcess(tmp_path) as cluster:
         await put(cluster, {"a": ("w2",), "b": ("w2",)}, at_s=100.0)
         host = Host(cluster.server)
@@ -152,9 +165,13 @@ async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that
 
 @pytest.mark.parametrize("workers", [2, 4])
 async def test_workers_of_a_new_installation_load_each_model_once(cluster: InProcess, workers: int) -> None:
-    """1. Work of twelve models waits, and there never was a table. 2. Workers start together. 3. No model is loaded by two of them."""
+    """1. Work of twelve models waits, and there never was a table. 2. Workers start together. 3. No model is loaded by
+    two of them.
+    """
     gateway = await cluster.gateway()
-    sent = [asyncio.create_task(gateway.encode(str(number), model=entry.id)) for entry in ENTRIES for number in range(4)]
+    sent = [
+        asyncio.create_task(gateway.encode(str(number), model=entry.id)) for entry in ENTRIES for number in range(4)
+    ]
     await until(lambda: cluster.server.streams["WORK__default"].state().messages == len(sent), "all of it waits")
     adapters = [await cluster.adapter(f"{number}.sock") for number in range(workers)]
     await asyncio.gather(*map(cluster.sidecar, adapters))
@@ -169,19 +186,24 @@ async def test_each_model_is_loaded_by_its_host_alone(cluster: InProcess) -> Non
         await cluster.sidecar(adapter)
     await placing(cluster)
     for _ in range(3):
-        answers = await asyncio.gather(*(gateway.encode(str(number), model=entry.id) for number, entry in enumerate(ENTRIES)))
+        answers = await asyncio.gather(
+            *(gateway.encode(str(number), model=entry.id) for number, entry in enumerate(ENTRIES))
+        )
         assert {answer.status_code for answer in answers} == {200}
     loads = [load for adapter in adapters for load in adapter.loads]
     assert sorted(loads) == sorted(entry.id for entry in ENTRIES)
     assert min(len(adapter.loads) for adapter in adapters) >= len(ENTRIES) // 3
     placement = await table(cluster)
     assert placement is not None
-    assert placement.hosts == {model: (f"w{number}",) for number, adapter in enumerate(adapters) for model in adapter.loads}
+    assert placement.hosts == {
+        model: (f"w{number}",) for number, adapter in enumerate(adapters) for model in adapter.loads
+    }
 
 
 async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the_model(cluster: InProcess) -> None:
-    """1. w1 has the model. 2. w0 becomes a host as well and loads it for as long as the test lasts. 3. All work is answered by w1; w0 holds
-    none and no delivery is spent."""
+    """1. w1 has the model. 2. w0 becomes a host as well and loads it for as long as the test lasts. 3. All work is
+    answered by w1; w0 holds none and no delivery is spent.
+    """
     gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS="600000")
     slow, quick = [await cluster.adapter(f"{name}.sock") for name in ("slow", "quick")]
     sidecars = [await cluster.sidecar(adapter) for adapter in (slow, quick)]
@@ -196,7 +218,9 @@ async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the
     assert entry is not None
     assert entry.value is not None
     standing = messages.decode_placement(entry.value)
-    raised = msgspec.structs.replace(standing, hosts={**standing.hosts, model: ("w1", "w0")}, raised_s={model: standing.at_s})
+    raised = msgspec.structs.replace(
+        standing, hosts={**standing.hosts, model: ("w1", "w0")}, raised_s={model: standing.at_s}
+    )
     await bucket.write([Write(topology.lane_key(LANE), messages.encode(raised))])
     await slow.until(lambda adapter: model in adapter.loads, "the second host loads ahead of any work")
     for number in range(20):
@@ -205,7 +229,9 @@ async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the
     assert await sidecars[0].metric("sie_deliveries_total") == 0
     assert await sidecars[1].metric("sie_deliveries_total", redelivered="true") == 0
     slow.let_go()
-    await until(lambda: any(b.worker == "w0" and any(s.state == "loaded" for s in b.models) for b in cluster.beats), "w0 has it")
+    await until(
+        lambda: any(b.worker == "w0" and any(s.state == "loaded" for s in b.models) for b in cluster.beats), "w0 has it"
+    )
     workers = {(await gateway.encode(str(number), model=model)).headers["X-SIE-Worker"] for number in range(40)}
     assert workers == {"w0", "w1"}
 
@@ -253,7 +279,9 @@ async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(clust
     await put(cluster, {mine: ("w0",), moved: ("w9",), wanted: ("w0",)})
     adapter.refusals[wanted] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
     server = cluster.server.connect("publisher")
-    item = messages.WorkItem("r", 0, wanted, "", "encode", (messages.Input("x"),), messages.RunOptions(), "sie.result.x", 5000)
+    item = messages.WorkItem(
+        "r", 0, wanted, "", "encode", (messages.Input("x"),), messages.RunOptions(), "sie.result.x", 5000
+    )
     await server.ensure_consumer(topology.work_consumer(LANE, "interactive", wanted, 10.0))
     item = msgspec.structs.replace(item, revision=ENTRIES[2].revision)
     await server.publish(topology.work_subject(LANE, "interactive", wanted), messages.encode(item), "1")
@@ -263,8 +291,9 @@ async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(clust
 
 
 async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None:
-    """1. The first model runs a batch, and is closed for the second one's load. 2. The batch ends, the load goes on. 3. What comes for the
-    first stays in the queue, where another host may take it: here it would wait for two loads."""
+    """1. The first model runs a batch, and is closed for the second one's load. 2. The batch ends, the load goes on. 3.
+    What comes for the first stays in the queue, where another host may take it: here it would wait for two loads.
+    """
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     sidecar = await cluster.sidecar(adapter, SIE_SWAP_AFTER_MS="1")
     first, second, third = ENTRIES[:3]
@@ -279,7 +308,9 @@ async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None
     async def publish(entry: ModelEntry, name: str) -> None:
         await broker.ensure_consumer(topology.work_consumer(LANE, "interactive", entry.id, 10.0))
         inputs = (messages.Input("x"),)
-        item = messages.WorkItem(name, 0, entry.id, entry.revision, "encode", inputs, messages.RunOptions(), "inbox", 60_000)
+        item = messages.WorkItem(
+            name, 0, entry.id, entry.revision, "encode", inputs, messages.RunOptions(), "inbox", 60_000
+        )
         await broker.publish(topology.work_subject(LANE, "interactive", entry.id), messages.encode(item), name)
 
     await broker.subscribe("inbox", confirm)
@@ -304,9 +335,12 @@ async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None
     await until(lambda: not cluster.server.streams["WORK__default"].state().messages, "all of it is done")
 
 
-async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1. The only host asks for one message, whose sender knows an older entry: it is sent back. 2. So are the next ones, and what comes
-    behind them is answered, without the look of once a second."""
+async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The only host asks for one message, whose sender knows an older entry: it is sent back. 2. So are the next
+    ones, and what comes behind them is answered, without the look of once a second.
+    """
     monkeypatch.setattr(process, "REFILL_S", 3600.0)
     async with Direct(tmp_path) as cluster:
         await put(cluster, {ENTRY.id: ("w0",)})
@@ -370,13 +404,17 @@ async def test_only_assigned_pools_are_served_and_the_read_token_is_shown(
     async with Assigner() as assigner:
         assigner.pools = ["team"]
         gateway = await cluster.gateway()
-        sidecar = await cluster.sidecar(ready=False, SIE_GATEWAY_URL=f"http://127.0.0.1:{assigner.port}", SIE_CONFIG_READ_TOKEN="read-me")
+        sidecar = await cluster.sidecar(
+            ready=False, SIE_GATEWAY_URL=f"http://127.0.0.1:{assigner.port}", SIE_CONFIG_READ_TOKEN="read-me"
+        )
         await until(lambda: assigner.asked, "a question")
         assert "authorization: bearer read-me" in assigner.asked[0].lower()
         assert "/v1/pools/assignments?worker=w0" in assigner.asked[0]
         sent = asyncio.create_task(gateway.encode("x", model=ENTRIES[0].id))
         await until(lambda: cluster.server.streams["WORK__default"].state().messages, "work in the stream")
-        await until(lambda: any("WORK_team" in record.message for record in caplog.records), "a look for the assigned stream")
+        await until(
+            lambda: any("WORK_team" in record.message for record in caplog.records), "a look for the assigned stream"
+        )
         assert await sidecar.metric("sie_deliveries_total") == 0
         assert "no pool is open" in (await sidecar.get("/readyz")).text
         assigner.pools = ["_default"]
@@ -402,7 +440,9 @@ async def test_the_gateway_tells_a_worker_its_pool_and_takes_the_read_token_for_
     reader = {"authorization": "Bearer read-me"}
     answer = await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"}, headers=reader)
     assert answer.json() == {"worker": "w0", "pools": ["_default"]}
-    assert (await gateway.client.get("/v1/pools/assignments", params={"worker": "w7"}, headers=reader)).status_code == 404
+    assert (
+        await gateway.client.get("/v1/pools/assignments", params={"worker": "w7"}, headers=reader)
+    ).status_code == 404
     assert (await gateway.client.get("/v1/models", headers=reader)).status_code == 401
     assert (await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"})).status_code == 401
 

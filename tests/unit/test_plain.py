@@ -17,7 +17,9 @@ PLAIN = {dict, list, str, int, float, bool, type(None), bytes}
 
 
 def ext(array: np.ndarray) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(arrays.NUMPY_EXT, f"{array.dtype.str}|{','.join(map(str, array.shape))}|".encode() + array.tobytes())
+    return msgspec.msgpack.Ext(
+        arrays.NUMPY_EXT, f"{array.dtype.str}|{','.join(map(str, array.shape))}|".encode() + array.tobytes()
+    )
 
 
 def kinds(value: Any) -> set[type]:
@@ -30,7 +32,9 @@ def kinds(value: Any) -> set[type]:
     return found
 
 
-@pytest.mark.parametrize("array", [MATRIX, MATRIX[:0], MATRIX[0], np.float32(1).reshape(()), np.arange(2, dtype=np.int32)])
+@pytest.mark.parametrize(
+    "array", [MATRIX, MATRIX[:0], MATRIX[0], np.float32(1).reshape(()), np.arange(2, dtype=np.int32)]
+)
 def test_an_array_of_the_extension_type_is_a_map_until_it_is_unpacked(array: np.ndarray) -> None:
     found = from_msgpack(msgspec.msgpack.encode({"a": [ext(array)], "b": ext(array)}))
     assert kinds(found) <= PLAIN
@@ -47,9 +51,18 @@ def test_both_kinds_of_arrays_are_the_same_multivector() -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), msgspec.msgpack.Ext(-1, b""), msgspec.msgpack.Ext(5, b"x"),
-     msgspec.msgpack.Ext(arrays.NUMPY_EXT, b"<f4|2|abc"), {1: 2}, {None: 1}, {True: 1}, {2.5: 1}, {b"\xff": 1}],
-)  # fmt: skip
+    [
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        msgspec.msgpack.Ext(-1, b""),
+        msgspec.msgpack.Ext(5, b"x"),
+        msgspec.msgpack.Ext(arrays.NUMPY_EXT, b"<f4|2|abc"),
+        {1: 2},
+        {None: 1},
+        {True: 1},
+        {2.5: 1},
+        {b"\xff": 1},
+    ],
+)
 def test_what_is_not_plain_is_refused_in_every_place(odd: Any) -> None:
     for place in (odd, [odd], {"a": odd}, {"a": [{"b": [odd]}]}):
         with pytest.raises(Malformed):
@@ -77,7 +90,9 @@ def nested(levels: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize(("decode", "encode"), [(from_json, msgspec.json.encode), (from_msgpack, msgspec.msgpack.encode)])
+@pytest.mark.parametrize(
+    ("decode", "encode"), [(from_json, msgspec.json.encode), (from_msgpack, msgspec.msgpack.encode)]
+)
 def test_nesting_is_bounded(decode: Any, encode: Any) -> None:
     assert decode(encode(nested(MAX_NESTING))) == nested(MAX_NESTING)
     with pytest.raises(Malformed, match=f"deeper than {MAX_NESTING}"):

@@ -25,14 +25,19 @@ LANE = Lane("_default", "l4", "default")
 WORKERS, MODELS, SLOTS, RATE = 1000, 10_000, 16, 1000.0
 NAMES = [f"organisation/model-{number:05}" for number in range(MODELS)]
 _WEIGHTS = np.arange(1, MODELS + 1) ** -1.1
-ARRIVING = dict(zip(NAMES, np.minimum(0.56 * WORKERS * RATE * _WEIGHTS / _WEIGHTS.sum(), 0.6 * RATE).tolist(), strict=True))
+ARRIVING = dict(
+    zip(NAMES, np.minimum(0.56 * WORKERS * RATE * _WEIGHTS / _WEIGHTS.sum(), 0.6 * RATE).tolist(), strict=True)
+)
 # three times what is meant, of processor time
 FIRST_S, STEADY_S = 3 * 0.5, 3 * 0.002
 
 
 def beat(number: int, models: Mapping[str, int], rng: random.Random) -> Heartbeat:
     """Of a worker with these models loaded, each of them on so many workers."""
-    statuses = tuple(ModelStatus(m, "loaded", load_s=5.0, cost_rate=ARRIVING[m] / n * rng.uniform(0.97, 1.03)) for m, n in models.items())
+    statuses = tuple(
+        ModelStatus(m, "loaded", load_s=5.0, cost_rate=ARRIVING[m] / n * rng.uniform(0.97, 1.03))
+        for m, n in models.items()
+    )
     return Heartbeat(f"w{number:04}", *_lane(), True, "", models=statuses, slots=SLOTS, rate=RATE, reads_parts=True)
 
 
@@ -49,7 +54,9 @@ def hosted(table: Placement) -> list[dict[str, int]]:
 
 
 def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
-    """The steady lane: a tenth of the workers have sent a heartbeat since the last look, and work of 300 models is in the stream."""
+    """The steady lane: a tenth of the workers have sent a heartbeat since the last look, and work of 300 models is in
+    the stream.
+    """
     rng, planner = random.Random(1), Planner(2.0)
     for name in NAMES:
         planner.note(name, 1, 100)
@@ -68,7 +75,9 @@ def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
     costs_s = []
     for look in range(40):
         for number in range(look * 100 % WORKERS, look * 100 % WORKERS + 100):
-            beats[number] = beat(number, {status.model: len(table.hosts[status.model]) for status in beats[number].models}, rng)
+            beats[number] = beat(
+                number, {status.model: len(table.hosts[status.model]) for status in beats[number].models}, rng
+            )
         backlog = {name: Waiting(1, 0.01) for name in rng.sample(NAMES, 300)}
         now_s += 0.5
         before_s = time.thread_time()

@@ -117,7 +117,12 @@ async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct
     await cluster.left(0)
     (letter,) = await cluster.letters()
     assert msgspec.msgpack.decode(letter.item, type=WorkItem) == item
-    assert (letter.error.code, letter.error.reason, letter.deaths, letter.deliveries) == ("INFERENCE_ERROR", "poison", 2, 1)
+    assert (letter.error.code, letter.error.reason, letter.deaths, letter.deliveries) == (
+        "INFERENCE_ERROR",
+        "poison",
+        2,
+        1,
+    )
     assert letter.workers == ("w0",)
 
 
@@ -134,7 +139,9 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
     item = await cluster.publish("a")
     await cluster.result(item)
     other = msgspec.structs.replace(item, request="other", revision="another")
-    await cluster.broker.publish(topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(other), "other")
+    await cluster.broker.publish(
+        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(other), "other"
+    )
     result = await cluster.result(other)
     assert reasons(result) == ["NOT_READY config_changed"]
     await cluster.left(0)
@@ -210,7 +217,17 @@ def test_a_content_is_all_that_decides_what_runs(one: str, other: str, width: in
 
     assert (key(one, width) == key(other, other_width)) == ((one, width) == (other, other_width))
     assert key(one, width) == key(one, width, request="another", reply="elsewhere")
-    assert len({key(one, width), key(one, width, model="n"), key(one, width, revision="w"), key(one, width, operation="extract")}) == 4
+    assert (
+        len(
+            {
+                key(one, width),
+                key(one, width, model="n"),
+                key(one, width, revision="w"),
+                key(one, width, operation="extract"),
+            }
+        )
+        == 4
+    )
 
 
 async def test_marks_are_bounded() -> None:

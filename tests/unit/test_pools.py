@@ -1,4 +1,6 @@
-"""Reservations: who gets which worker, what a spec may be, and their whole life before gateways and sidecars of one process."""
+"""Reservations: who gets which worker, what a spec may be, and their whole life before gateways and sidecars of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,26 @@ def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, Candidate], dic
     profile, bundle = st.sampled_from(PROFILES), st.sampled_from(("", "default", "other"))
     reservations = [
         Reservation(
-            PoolSpec(f"r{number}", draw(st.dictionaries(profile, st.integers(1, 4), min_size=1)), draw(bundle), draw(st.integers(0, 4))),
-            draw(st.integers(0, 3)), 0.0, takes_last=draw(st.booleans()),
+            PoolSpec(
+                f"r{number}",
+                draw(st.dictionaries(profile, st.integers(1, 4), min_size=1)),
+                draw(bundle),
+                draw(st.integers(0, 4)),
+            ),
+            draw(st.integers(0, 3)),
+            0.0,
+            takes_last=draw(st.booleans()),
         )
         for number in range(draw(st.integers(0, 4)))
-    ]  # fmt: skip
+    ]
     candidate = st.builds(
-        Candidate, profile, st.sampled_from(("default", "other")), st.integers(1, 4), st.frozensets(st.sampled_from("mn")),
+        Candidate,
+        profile,
+        st.sampled_from(("default", "other")),
+        st.integers(1, 4),
+        st.frozensets(st.sampled_from("mn")),
         st.integers(0, 3),
-    )  # fmt: skip
+    )
     workers = draw(st.dictionaries(st.sampled_from([f"w{number}" for number in range(9)]), candidate))
     pools = st.sampled_from([f"r{number}" for number in range(6)])
     return reservations, workers, draw(st.dictionaries(st.sampled_from([f"w{number}" for number in range(12)]), pools))
@@ -62,7 +75,9 @@ def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_n
         if worker in workers and pool in specs and workers[worker].fits(specs[pool]):
             assert found[worker] == pool  # what fits stays
     assert assign(reservations, workers, found) == found
-    assert assign(reversed(reservations), dict(reversed(workers.items())), before) == found  # whatever the order of what was heard
+    assert (
+        assign(reversed(reservations), dict(reversed(workers.items())), before) == found
+    )  # whatever the order of what was heard
 
 
 @given(cases())
@@ -103,7 +118,9 @@ def test_of_each_bundle_one_worker_stays_for_everybody(
             assert names - found.keys(), bundle
     for each in reservations:
         if is_held_back(each, workers, found):
-            with_last = [msgspec.structs.replace(other, takes_last=True) if other is each else other for other in reservations]
+            with_last = [
+                msgspec.structs.replace(other, takes_last=True) if other is each else other for other in reservations
+            ]
             assert assign(with_last, workers, found) != found, "what it waits for is there"
 
 
@@ -125,9 +142,10 @@ def test_what_is_asked_for_would_meet_a_reservation(
 def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
     spec = PoolSpec("r", {"l4": 1}, pinned_models=("m",))
     workers = {
-        "busy": Candidate("l4", "default", models=frozenset("m"), busy=9), "idle": Candidate("l4", "default", models=frozenset("m")),
+        "busy": Candidate("l4", "default", models=frozenset("m"), busy=9),
+        "idle": Candidate("l4", "default", models=frozenset("m")),
         "a": Candidate("l4", "default"),
-    }  # fmt: skip
+    }
     assert assign([Reservation(spec, 0.0, 0.0)], workers, {}) == {"idle": "r"}
     assert assign([Reservation(spec, 0.0, 0.0)], {"idle": workers["idle"]}, {}) == {}
     assert assign([Reservation(spec, 0.0, 0.0, takes_last=True)], {"idle": workers["idle"]}, {}) == {"idle": "r"}
@@ -139,21 +157,37 @@ def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
 CATALOGUE = Catalogue({"toy/one": toy_entry()}, {}, "")
 
 
-@pytest.mark.parametrize(("body", "param", "kind"), [
-    ([], "body", InvalidInput), ({}, "name", InvalidInput), ({"name": 7}, "name", InvalidInput), ({"name": "a b"}, "name", InvalidInput),
-    ({"name": "x" * 64}, "name", InvalidInput), ({"name": "assignments"}, "name", InvalidInput),
-    ({"name": "Assignments"}, "name", InvalidInput), ({"gpus": None}, "gpus", InvalidInput), ({"gpus": {}}, "gpus", InvalidInput),
-    ({"gpus": ["l4"]}, "gpus", InvalidInput), ({"gpus": {"h100": 1}}, "gpus.h100", InvalidInput),
-    ({"gpus": {"l4": 0}}, "gpus.l4", InvalidInput), ({"gpus": {"l4": True}}, "gpus.l4", InvalidInput),
-    ({"gpus": {"l4": 1.5}}, "gpus.l4", InvalidInput),
-    ({"gpus": {"l4": 1, " L4 ": 2}}, "gpus. L4 ", InvalidInput), ({"bundle": 3}, "bundle", InvalidInput),
-    ({"bundle": "nope"}, "bundle", InvalidInput), ({"gpu_caps": {"l4": 1}, "gpus": {"l4": 2}}, "gpu_caps.l4", InvalidInput),
-    ({"minimum_worker_count": -1}, "minimum_worker_count", InvalidInput), ({"ttl_seconds": 0}, "ttl_seconds", InvalidInput),
-    ({"ttl_seconds": "60"}, "ttl_seconds", InvalidInput), ({"pinned_models": "toy/one"}, "pinned_models", InvalidInput),
-    ({"minimum_workers": 1}, "minimum_workers", InvalidInput),
-    ({"minimum_worker_count": 5}, "minimum_worker_count", PoolOperationForbidden),
-    ({"ttl_seconds": 3601}, "ttl_seconds", PoolOperationForbidden), ({"pinned_models": ["toy/two"]}, "model", ModelNotFound),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "param", "kind"),
+    [
+        ([], "body", InvalidInput),
+        ({}, "name", InvalidInput),
+        ({"name": 7}, "name", InvalidInput),
+        ({"name": "a b"}, "name", InvalidInput),
+        ({"name": "x" * 64}, "name", InvalidInput),
+        ({"name": "assignments"}, "name", InvalidInput),
+        ({"name": "Assignments"}, "name", InvalidInput),
+        ({"gpus": None}, "gpus", InvalidInput),
+        ({"gpus": {}}, "gpus", InvalidInput),
+        ({"gpus": ["l4"]}, "gpus", InvalidInput),
+        ({"gpus": {"h100": 1}}, "gpus.h100", InvalidInput),
+        ({"gpus": {"l4": 0}}, "gpus.l4", InvalidInput),
+        ({"gpus": {"l4": True}}, "gpus.l4", InvalidInput),
+        ({"gpus": {"l4": 1.5}}, "gpus.l4", InvalidInput),
+        ({"gpus": {"l4": 1, " L4 ": 2}}, "gpus. L4 ", InvalidInput),
+        ({"bundle": 3}, "bundle", InvalidInput),
+        ({"bundle": "nope"}, "bundle", InvalidInput),
+        ({"gpu_caps": {"l4": 1}, "gpus": {"l4": 2}}, "gpu_caps.l4", InvalidInput),
+        ({"minimum_worker_count": -1}, "minimum_worker_count", InvalidInput),
+        ({"ttl_seconds": 0}, "ttl_seconds", InvalidInput),
+        ({"ttl_seconds": "60"}, "ttl_seconds", InvalidInput),
+        ({"pinned_models": "toy/one"}, "pinned_models", InvalidInput),
+        ({"minimum_workers": 1}, "minimum_workers", InvalidInput),
+        ({"minimum_worker_count": 5}, "minimum_worker_count", PoolOperationForbidden),
+        ({"ttl_seconds": 3601}, "ttl_seconds", PoolOperationForbidden),
+        ({"pinned_models": ["toy/two"]}, "model", ModelNotFound),
+    ],
+)
 def test_a_bad_spec_is_refused_with_its_field(body: Any, param: str, kind: type[SIEError]) -> None:
     good = {"name": "team", "gpus": {"l4": 1}}
     given_body = {**good, **body} if isinstance(body, dict) and body else body
@@ -163,12 +197,19 @@ def test_a_bad_spec_is_refused_with_its_field(body: Any, param: str, kind: type[
 
 
 def test_a_spec_is_written_one_way_with_its_defaults() -> None:
-    spec = parse_spec({"name": "Team", "gpus": {" L4": 2, "A100": 1}, "queue_pool": "x"}, {"l4", "a100-spot"}, CATALOGUE)
+    spec = parse_spec(
+        {"name": "Team", "gpus": {" L4": 2, "A100": 1}, "queue_pool": "x"}, {"l4", "a100-spot"}, CATALOGUE
+    )
     assert spec == PoolSpec("team", {"a100-spot": 1, "l4": 2}, "", 0, 1200)
     full = {
-        "name": "t", "gpus": {"l4": 1}, "bundle": "default", "minimum_worker_count": 4, "ttl_seconds": 3600, "gpu_caps": {"l4": 3},
+        "name": "t",
+        "gpus": {"l4": 1},
+        "bundle": "default",
+        "minimum_worker_count": 4,
+        "ttl_seconds": 3600,
+        "gpu_caps": {"l4": 3},
         "pinned_models": ["TOY/one", "toy/one"],
-    }  # fmt: skip
+    }
     assert parse_spec(full, {"l4"}, CATALOGUE) == PoolSpec("t", {"l4": 1}, "default", 4, 3600, {"l4": 3}, ("toy/one",))
 
 
@@ -219,10 +260,12 @@ class Town(InProcess):
     async def state(self, wanted: str, name: str = "team") -> dict[str, Any]:
         """The Pool object at both gateways, once it has this state."""
         path = f"/v1/pools/{name}"
-        found = [await eventually(each, path, lambda pool: pool.get("status", {}).get("state") == wanted) for each in self.gateways]
+        found = [
+            await eventually(each, path, lambda pool: pool.get("status", {}).get("state") == wanted)
+            for each in self.gateways
+        ]
         assert found[0] == found[1]
         return found[0]
-
 
     async def events(self, event: str) -> float:
         """How often both gateways together counted it."""
@@ -249,8 +292,10 @@ def code(answer: httpx.Response) -> tuple[int, str]:
 
 
 async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_back(town: Town) -> None:
-    """1. Both workers serve the default pool. 2. One is reserved over one gateway, and works for the pool alone. 3. Both gateways route to
-    it, by header and by `pool/gpu`. 4. It is deleted over the other gateway, and both workers are back."""
+    """1. Both workers serve the default pool. 2. One is reserved over one gateway, and works for the pool alone. 3.
+    Both gateways route to it, by header and by `pool/gpu`. 4. It is deleted over the other gateway, and both workers
+    are back.
+    """
     one, two = town.gateways
     await town.worker()
     await town.worker()
@@ -258,9 +303,14 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     assert made.status_code == 201
     pool = await town.state("active")
     assert pool["spec"] == {
-        "name": "team", "bundle": None, "gpus": {"l4": 1}, "ttl_seconds": 600, "minimum_worker_count": 0, "gpu_caps": {},
+        "name": "team",
+        "bundle": None,
+        "gpus": {"l4": 1},
+        "ttl_seconds": 600,
+        "minimum_worker_count": 0,
+        "gpu_caps": {},
         "pinned_models": [],
-    }  # fmt: skip
+    }
     [worker] = pool["status"]["assigned_workers"]
     assert worker == {"name": worker["name"], "url": None, "gpu": "l4"}
     assert pool["status"]["expires_at"] == pool["status"]["last_renewed"] + 600
@@ -268,7 +318,9 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     for gateway in town.gateways:
         told = await gateway.client.get("/v1/pools/assignments", params={"worker": mine})
         assert told.json() == {"worker": mine, "pools": ["team"]}
-        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": other})).json()["pools"] == ["_default"]
+        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": other})).json()["pools"] == [
+            "_default"
+        ]
     for gateway, named in ((one, {"X_SIE_Pool": "Team"}), (two, {"X_SIE_MACHINE_PROFILE": "team/l4"})):
         for _ in range(4):
             assert (await gateway.encode("x", **named)).headers["x-sie-worker"] == mine
@@ -315,7 +367,12 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
         assert (await client.post(f"/v1/pools/{name}/renew")).json() == {"message": "Pool renewed", "expires_at": None}
         assert code(await client.post("/v1/pools", json={**SPEC, "name": name})) == (409, "POOL_CONFLICT")
     assert [pool["name"] for pool in (await client.get("/v1/pools")).json()["pools"]] == ["default"]
-    unknown = ("GET", "/v1/pools/none"), ("DELETE", "/v1/pools/none"), ("POST", "/v1/pools/none/renew"), ("GET", "/v1/pools/a.b")
+    unknown = (
+        ("GET", "/v1/pools/none"),
+        ("DELETE", "/v1/pools/none"),
+        ("POST", "/v1/pools/none/renew"),
+        ("GET", "/v1/pools/a.b"),
+    )
     for method, path in unknown:
         assert code(await client.request(method, path)) == (404, "POOL_NOT_FOUND")
     assert code(await client.post("/v1/pools", content=b"{")) == (400, "INVALID_INPUT")
@@ -326,7 +383,10 @@ async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_
     wanted = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MOST_RESERVATIONS + 6)]
     answers: list[httpx.Response] = []
     for start in range(0, len(wanted), 7):
-        tasks = [town.gateways[number % 2].client.post("/v1/pools", json=body) for number, body in enumerate(wanted[start : start + 7])]
+        tasks = [
+            town.gateways[number % 2].client.post("/v1/pools", json=body)
+            for number, body in enumerate(wanted[start : start + 7])
+        ]
         answers += await asyncio.gather(*tasks)
     assert sorted(answer.status_code for answer in answers) == [201] * MOST_RESERVATIONS + [403] * 6
     assert {code(answer) for answer in answers if answer.status_code == 403} == {(403, "POOL_OPERATION_FORBIDDEN")}
@@ -335,8 +395,9 @@ async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_
 
 
 async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:
-    """A12. 1. Two are reserved with nobody there: pending, and two workers are wanted. 2. A request is told to wait. 3. One worker comes:
-    it is left to the others. 4. The second comes: active."""
+    """A12. 1. Two are reserved with nobody there: pending, and two workers are wanted. 2. A request is told to wait. 3.
+    One worker comes: it is left to the others. 4. The second comes: active.
+    """
     one, two = town.gateways
     assert (await one.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
     figures = {name: (await two.client.get(f"/v1/scaling/{name}.l4.default")).json() for name in ("team", "_default")}
@@ -345,7 +406,10 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
     answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.9.0")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
     refused = (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
-    assert (refused["code"], refused["message"].rpartition("; ")[2]) == ("PROVISIONING", f"the pool 'team' is pending: {TOO_FEW}")
+    assert (refused["code"], refused["message"].rpartition("; ")[2]) == (
+        "PROVISIONING",
+        f"the pool 'team' is pending: {TOO_FEW}",
+    )
     assert (await town.state("pending"))["status"]["reason"] == TOO_FEW
     await town.worker()
     assert (await one.encode("x")).headers["x-sie-worker"] == "w0"
@@ -359,7 +423,9 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
 
 
 async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> None:
-    """A request waits in the queue of a reservation without workers; when its lease is over it fails at once, with the reason."""
+    """A request waits in the queue of a reservation without workers; when its lease is over it fails at once, with the
+    reason.
+    """
     one, two = town.gateways
     await one.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}, "ttl_seconds": 2})
     waiting = [asyncio.create_task(gateway.encode("x", X_SIE_Pool="team")) for gateway in town.gateways]
@@ -370,15 +436,19 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     for gateway in town.gateways:
         assert code(await gateway.client.post("/v1/pools/team/renew")) == (404, "POOL_NOT_FOUND")
         assert (await gateway.client.get("/v1/scaling/team.l4.default")).status_code == 404
-    assert sum([await gateway.metric("sie_gateway_pool_events_total", event="expired") for gateway in town.gateways]) == 1
+    assert (
+        sum([await gateway.metric("sie_gateway_pool_events_total", event="expired") for gateway in town.gateways]) == 1
+    )
     tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
     assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
 
 
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
-    """1. Somebody without the scope admin reserves the only worker: pending, and the pool says why; one worker more is wanted. 2. A second
-    worker comes: active, the first one goes on serving everybody. 3. An administrator's reservation takes that one too."""
+    """1. Somebody without the scope admin reserves the only worker: pending, and the pool says why; one worker more is
+    wanted. 2. A second worker comes: active, the first one goes on serving everybody. 3. An administrator's reservation
+    takes that one too.
+    """
     one, two = town.gateways
     await town.worker()
     answer = await one.client.post("/v1/pools", json=SPEC, headers={"authorization": ""})
@@ -423,7 +493,9 @@ async def test_pinned_models_are_loaded_by_the_worker_that_takes_up_the_reservat
 
 
 async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town) -> None:
-    """Both pools' streams count from 1: the worker holds the first message of each at once, and answers and removes both."""
+    """Both pools' streams count from 1: the worker holds the first message of each at once, and answers and removes
+    both.
+    """
     one, two = town.gateways
     await town.worker()
     [adapter] = town.adapters
@@ -435,7 +507,10 @@ async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town
     await town.state("active")
     new = [asyncio.create_task(gateway.encode("new", X_SIE_Pool="team")) for gateway in town.gateways * 2]
     stream = town.server.streams["WORK_team"]
-    await until(lambda: sum(consumer.state().leased for consumer in stream.consumers.values()) == 4, "work of the reservation in hand")
+    await until(
+        lambda: sum(consumer.state().leased for consumer in stream.consumers.values()) == 4,
+        "work of the reservation in hand",
+    )
     adapter.let_go()
     for answer in await asyncio.gather(*old, *new):
         assert answer.status_code == 200
@@ -495,7 +570,12 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
 async def test_writing_pools_takes_the_scope_or_the_role_that_is_set(tmp_path: Path) -> None:
     """SIE_POOL_WRITE_ROLE; X14: a user token is enough unless the operator says otherwise."""
     async with InProcess(tmp_path) as cluster:
-        tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "user", "SIE_ADMIN_TOKEN": "admin", "SIE_CONFIG_READ_TOKEN": "reader"}
+        tokens = {
+            "SIE_AUTH_MODE": "static",
+            "SIE_AUTH_TOKEN": "user",
+            "SIE_ADMIN_TOKEN": "admin",
+            "SIE_CONFIG_READ_TOKEN": "reader",
+        }
         body = {"name": "team", "gpus": {"l4": 1}}
         for role, allowed in (("user", {"user", "admin"}), ("admin", {"admin"})):
             gateway = await cluster.gateway(**tokens, **L4, SIE_POOL_WRITE_ROLE=role)

@@ -12,13 +12,19 @@ from sie_cli import preflight
 @pytest.mark.parametrize(
     ("path", "files", "limits"),
     [
-        ("/a/b", {"a/b/memory.max": "700", "a/memory.max": "500", "memory.max": "max"}, [700, 500]),  # the one around binds as well
+        (
+            "/a/b",
+            {"a/b/memory.max": "700", "a/memory.max": "500", "memory.max": "max"},
+            [700, 500],
+        ),  # the one around binds as well
         ("/a", {"a/memory.max": "max"}, []),
         ("/docker/of-the-host", {"memory.max": "300"}, [300]),  # inside a container its own group is the root
         ("/", {"memory.max": "9223372036854771712"}, []),
     ],
 )
-def test_the_limits_of_a_group_and_those_around_it(tmp_path: Path, path: str, files: dict[str, str], limits: list[int]) -> None:
+def test_the_limits_of_a_group_and_those_around_it(
+    tmp_path: Path, path: str, files: dict[str, str], limits: list[int]
+) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{content}\n")

@@ -1,4 +1,6 @@
-"""What a worker asks the broker for: credit by priority, consumers that come and go, and deliveries that are not what was expected."""
+"""What a worker asks the broker for: credit by priority, consumers that come and go, and deliveries that are not what
+was expected.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ async def test_what_cannot_be_read_does_not_use_up_the_probe(cluster: Direct) ->
 
 
 async def test_an_estimate_that_was_too_high_is_no_credit_lost(cluster: Direct) -> None:
-    """20 texts of 3 tokens that were taken for 60 each fit into two batches of 100 tokens: all are here while the device is busy."""
+    """20 texts of 3 tokens that were taken for 60 each fit into two batches of 100 tokens: all are here while the
+    device is busy.
+    """
     adapter = await cluster.adapter()
     adapter.hold_batches = True
     sidecar = await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1", SIE_MAX_BATCH_COST="100")

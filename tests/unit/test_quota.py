@@ -94,7 +94,9 @@ def test_what_ended_without_usage_is_given_back_and_never_more() -> None:
 
 
 def test_gateways_have_equal_parts_and_a_whole_quota_still_goes() -> None:
-    """Over ten minutes four gateways together let through about what the quota says, however the requests fall on them."""
+    """Over ten minutes four gateways together let through about what the quota says, however the
+    requests fall on them.
+    """
     clock, chance = Clock(), random.Random(3)
     gateways, limits = [quotas_of(clock, 4) for _ in range(4)], Limits(tokens_per_minute=6000)
     used = 0

@@ -1,4 +1,6 @@
-"""Model folders whose tokenizer or weights cannot be right are refused by `inspect`, `add` and a load alike, with what to do."""
+"""Model folders whose tokenizer or weights cannot be right are refused by `inspect`, `add` and a load alike, with what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,13 @@ def sparse(folder: Path) -> Path:
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {
-    "dense": dense, "cross": cross, "late": late, "sparse": sparse, "gliner": gliner_checkpoints.gliner_folder,
+    "dense": dense,
+    "cross": cross,
+    "late": late,
+    "sparse": sparse,
+    "gliner": gliner_checkpoints.gliner_folder,
     "gliclass": gliner_checkpoints.gliclass_folder,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 def files_of_tokenizer(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if "token" in file.name or file.name in ("vocab.txt", "added_tokens.json")]
+    return [
+        file for file in folder.iterdir() if "token" in file.name or file.name in ("vocab.txt", "added_tokens.json")
+    ]
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -89,7 +97,13 @@ def replaced(folder: Path, tokens: list[str]) -> None:
         file.unlink()
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    roles = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
 
 
@@ -126,7 +140,9 @@ def lacking(*tokens: str) -> Callable[[Path], None]:
     def without(folder: Path) -> None:
         def change(state: dict[str, Any]) -> None:
             state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in tokens]
-            state["model"]["vocab"] = {token: number for token, number in state["model"]["vocab"].items() if token not in tokens}
+            state["model"]["vocab"] = {
+                token: number for token, number in state["model"]["vocab"].items() if token not in tokens
+            }
 
         edited(folder, change)
 
@@ -171,7 +187,9 @@ def without_a_part(folder: Path) -> None:
 
 
 def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
-    """What `inspect`, `add` of the folder and of an entry, and a load say; the last two with the entry of the good folder."""
+    """What `inspect`, `add` of the folder and of an entry, and a load say; the last two with the entry of the good
+    folder.
+    """
     said = []
     named = {**entry, "weights": {"path": str(folder)}}
     file = tmp_path.with_name("entry.yaml")
@@ -189,31 +207,48 @@ def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
 
 
 def load(entry: ModelEntry) -> Any:
-    loader = Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32"))
+    loader = Loader(
+        torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")
+    )
     return loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
 
 
 CASES = [
-    *((kind, without_tokenizer, ["has no tokenizer", COPY]) for kind in ("dense", "cross", "late", "sparse", "gliclass")),
+    *(
+        (kind, without_tokenizer, ["has no tokenizer", COPY])
+        for kind in ("dense", "cross", "late", "sparse", "gliclass")
+    ),
     ("gliner", with_its_configuration_alone, ["has no tokenizer", COPY]),
     ("dense", with_its_configuration_alone, ["has no tokenizer", COPY]),
     ("dense", empty, ["tokenizer", COPY]),
     ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
-    *((kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"]) for kind in ("dense", "cross", "gliner", "gliclass")),
+    *(
+        (kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"])
+        for kind in ("dense", "cross", "gliner", "gliclass")
+    ),
     ("dense", lacking("[UNK]"), ["has no [UNK], which the model needs", COPY]),
     ("dense", lacking("[CLS]", "[SEP]"), ["has no token with the id", "which the model needs", COPY]),
     ("cross", without_markers, ["puts no special token before a text", COPY]),
     *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense", "gliner")),
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
-    *((kind, with_nan, [WEIGHTS, "holds NaN in 1 of its tensors"]) for kind in ("dense", "sparse", "gliner", "gliclass")),
+    *(
+        (kind, with_nan, [WEIGHTS, "holds NaN in 1 of its tensors"])
+        for kind in ("dense", "sparse", "gliner", "gliclass")
+    ),
     *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliclass")),
     ("dense", without_a_part, ["names 1 files that are not there: model-00002-of-00002.safetensors"]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "spoil", "texts"), CASES, ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES])
+@pytest.mark.parametrize(
+    ("kind", "spoil", "texts"), CASES, ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES]
+)
 def test_a_folder_that_cannot_be_right_is_refused_everywhere(
-    kind: str, spoil: Callable[[Path], None], texts: list[str], good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+    kind: str,
+    spoil: Callable[[Path], None],
+    texts: list[str],
+    good: Callable[[str], tuple[Path, dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
     source, entry = good(kind)
     folder = shutil.copytree(source, tmp_path / "model")
@@ -223,7 +258,9 @@ def test_a_folder_that_cannot_be_right_is_refused_everywhere(
 
 
 def added(file: Path, models: Path) -> str:
-    done = CliRunner().invoke(main, ["models", "add", str(file), "--models-dir", str(models)], env={"SIE_HF_FALLBACK": "false"})
+    done = CliRunner().invoke(
+        main, ["models", "add", str(file), "--models-dir", str(models)], env={"SIE_HF_FALLBACK": "false"}
+    )
     assert done.exit_code == 0, done.output
     return " ".join(done.output.split())
 
@@ -232,7 +269,9 @@ def test_an_entry_whose_weights_are_elsewhere_is_added_and_says_that_a_load_chec
     good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:
     folder, entry = good("dense")
-    for number, weights in enumerate(({"hub": "org/absent", "revision": "a" * 40}, {"path": str(tmp_path / "absent")}, entry["weights"])):
+    for number, weights in enumerate(
+        ({"hub": "org/absent", "revision": "a" * 40}, {"path": str(tmp_path / "absent")}, entry["weights"])
+    ):
         file = tmp_path / f"{number}.yaml"
         file.write_text(yaml.safe_dump({**entry, "id": f"test/{number}", "weights": weights}))
         said = added(file, tmp_path / "models")
@@ -272,7 +311,9 @@ def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(
 
 def test_a_vocabulary_of_one_script_or_smaller_than_the_table_is_good(tmp_path: Path) -> None:
     """English alone, and a table that was padded, as many published models have it."""
-    folder = add_modules(build(tmp_path / "padded", ARCHITECTURES["bert"], vocab_size=4096), modules_of(ARCHITECTURES["bert"]))
+    folder = add_modules(
+        build(tmp_path / "padded", ARCHITECTURES["bert"], vocab_size=4096), modules_of(ARCHITECTURES["bert"])
+    )
     entry = inspect(folder, "test/padded", {"path": str(folder)}).entry
     model = load(parse_entry(entry))
     served = Tokenizer.from_buffer(model.tokenizer)

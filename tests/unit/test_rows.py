@@ -1,4 +1,6 @@
-"""Rows of every layout against what the fast tokenizers of transformers give, of each kind and with the templates of their models."""
+"""Rows of every layout against what the fast tokenizers of transformers give, of each kind and with the templates of
+their models.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,12 @@ from sie_sidecar.rows import NOWHERE, QUERY_SHARE, Row, Work, make, offsets_of, 
 from sie_sidecar.tokens import ModelTokenizer
 
 KINDS = {
-    "wordpiece": recipes.BERT, "byte-level": recipes.ROBERTA, "byte-level types": recipes.MODERNBERT, "unigram": recipes.XLM_ROBERTA,
+    "wordpiece": recipes.BERT,
+    "byte-level": recipes.ROBERTA,
+    "byte-level types": recipes.MODERNBERT,
+    "unigram": recipes.XLM_ROBERTA,
     "unigram types": recipes.DEBERTA,
-}  # fmt: skip
+}
 MODEL_LIMIT = 64
 CUTS: tuple[Truncate, ...] = ("END", "START", "NONE")
 
@@ -74,8 +79,12 @@ def check_pair(kind: str, row: Row, left: str, right: str, limit: int, truncate:
     assert row.full == length
     assert row.truncated == (length > limit)
     assert len(row.ids) == min(length, limit)
-    if len(kept) <= int(QUERY_SHARE * (limit - special)):  # what is not cut fits its share, so the library can do it too
-        expected = library(kind, side_of(truncate))([left], [right], truncation=strategy, max_length=limit, return_token_type_ids=True)
+    if len(kept) <= int(
+        QUERY_SHARE * (limit - special)
+    ):  # what is not cut fits its share, so the library can do it too
+        expected = library(kind, side_of(truncate))(
+            [left], [right], truncation=strategy, max_length=limit, return_token_type_ids=True
+        )
         assert row.ids.tolist() == expected["input_ids"][0]
         assert (row.types.tolist() if row.types is not None else [0] * len(row.ids)) == expected["token_type_ids"][0]
 
@@ -95,12 +104,23 @@ def test_a_pair_is_what_the_library_cuts_in_its_second_text(
 
 @pytest.mark.parametrize("kind", KINDS)
 @EXAMPLES
-@given(texts=st.lists(TEXTS, min_size=1, max_size=3), labels=st.lists(SHORT, min_size=1, max_size=3), limit=LIMITS, truncate=TRUNCATE)
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=3),
+    labels=st.lists(SHORT, min_size=1, max_size=3),
+    limit=LIMITS,
+    truncate=TRUNCATE,
+)
 def test_a_hypothesis_is_what_the_library_leaves_whole(
     kind: str, texts: list[str], labels: list[str], limit: int, truncate: Truncate
 ) -> None:
     parameters = {"hypothesis_template": "is {}."}
-    found = iter(rows_of(kind, "hypotheses", work(texts, labels=tuple(labels), parameters=parameters, truncate=truncate, max_tokens=limit)))
+    found = iter(
+        rows_of(
+            kind,
+            "hypotheses",
+            work(texts, labels=tuple(labels), parameters=parameters, truncate=truncate, max_tokens=limit),
+        )
+    )
     for text in texts:
         for label in labels:
             check_pair(kind, next(found), text, f"is {label}.", limit, truncate, "only_first")
@@ -113,7 +133,9 @@ def test_a_hypothesis_is_what_the_library_leaves_whole(
 @example(query="river " * 60, text="paper " * 60, limit=40)
 @example(query="river " * 60, text="paper", limit=40)
 @example(query="river " * 40, text="", limit=45)
-def test_a_long_query_keeps_its_share_and_what_the_document_leaves(kind: str, query: str, text: str, limit: int) -> None:
+def test_a_long_query_keeps_its_share_and_what_the_document_leaves(
+    kind: str, query: str, text: str, limit: int
+) -> None:
     (row,) = rows_of(kind, "pair", work([text], query, max_tokens=limit))
     template = ours(kind).pair
     room = limit - template.special
@@ -196,7 +218,9 @@ def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit
 
 @pytest.mark.parametrize("kind", KINDS)
 @EXAMPLES
-@given(texts=st.lists(TEXTS, min_size=1, max_size=4), query=TEXTS, limit=LIMITS, truncate=TRUNCATE, cap=st.integers(5, 80))
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=4), query=TEXTS, limit=LIMITS, truncate=TRUNCATE, cap=st.integers(5, 80)
+)
 def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
     kind: str, texts: list[str], query: str, limit: int, truncate: Truncate, cap: int
 ) -> None:
@@ -205,7 +229,9 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
     (made,) = make(ours(kind), layout, [work(texts, query, **options)])
     assert made.shared == 1
     tokenizer = library(kind, side_of(truncate))
-    for index, (row, text) in enumerate(zip(made.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)):
+    for index, (row, text) in enumerate(
+        zip(made.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)
+    ):
         most = min(limit, cap) if index == 0 else limit
         ids = tokenizer(text, truncation=True, max_length=most - 1)["input_ids"]
         assert row.ids.tolist() == [ids[0], 8 if index else 7, *ids[1:]]
@@ -227,8 +253,20 @@ def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Tr
     """Also where they share texts, labels and pieces, or have none of their own."""
     pieces = (("system",), ("ask ", "query", ""), ("see ", "document", "."), ("end",))
     items = [
-        work(["river " * 50, "", "paper"], "search " * count, truncate=truncate, max_tokens=40, labels=labels, pieces=pieces, prefix=prefix)
-        for count, labels, prefix in ((1, ("music", "physics"), ""), (60, ("physics",), "is "), (0, ("music " * 50,), ""))
+        work(
+            ["river " * 50, "", "paper"],
+            "search " * count,
+            truncate=truncate,
+            max_tokens=40,
+            labels=labels,
+            pieces=pieces,
+            prefix=prefix,
+        )
+        for count, labels, prefix in (
+            (1, ("music", "physics"), ""),
+            (60, ("physics",), "is "),
+            (0, ("music " * 50,), ""),
+        )
     ]
     together = make(ours("wordpiece"), Rows(layout), items)
     for item, made in zip(items, together, strict=True):

@@ -1,4 +1,6 @@
-"""Inputs that are more than a text: token ids, pairs and vectors as rows, and what does not suit a model refused by itself."""
+"""Inputs that are more than a text: token ids, pairs and vectors as rows, and what does not suit a model refused by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,21 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_rows import CUTS, EXAMPLES, KINDS, LIMITS, MODEL_LIMIT, SHORT, TEXTS, TRUNCATE, check_pair, library, ours, plain, rows_of
+from test_rows import (
+    CUTS,
+    EXAMPLES,
+    KINDS,
+    LIMITS,
+    MODEL_LIMIT,
+    SHORT,
+    TEXTS,
+    TRUNCATE,
+    check_pair,
+    library,
+    ours,
+    plain,
+    rows_of,
+)
 
 from sie_contracts.ipc import Layout, RunBatch, Side
 from sie_contracts.ipc import Rows as Described
@@ -65,9 +81,13 @@ def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit:
     first, last = ours(kind).first, ours(kind).last
     assert full == [*first, *bare, *last]
     given_ids = [full]
-    if bare[: len(first)] != list(first) and bare[len(bare) - len(last) :] != list(last):  # else its own words spell a special token
+    if bare[: len(first)] != list(first) and bare[len(bare) - len(last) :] != list(
+        last
+    ):  # else its own words spell a special token
         given_ids += [bare, [*first, *bare], [*bare, *last]]
-    found = rows_of(kind, ENCODE, work(*(Input(tokens=tuple(ids)) for ids in given_ids), truncate=truncate, max_tokens=limit))
+    found = rows_of(
+        kind, ENCODE, work(*(Input(tokens=tuple(ids)) for ids in given_ids), truncate=truncate, max_tokens=limit)
+    )
     for row in found:
         assert row.ids.tolist() == expected.ids.tolist()
         assert row.ids.dtype == np.int32
@@ -76,8 +96,12 @@ def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("truncate", CUTS)
-@pytest.mark.parametrize(("prefix", "suffix"), [("query: ", ""), ("", " ?"), ("find the paper ", " in winter"), ("instruct:\n", "")])
-def test_a_prompt_stands_around_ids_as_around_their_text(kind: str, truncate: Truncate, prefix: str, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "suffix"), [("query: ", ""), ("", " ?"), ("find the paper ", " in winter"), ("instruct:\n", "")]
+)
+def test_a_prompt_stands_around_ids_as_around_their_text(
+    kind: str, truncate: Truncate, prefix: str, suffix: str
+) -> None:
     """Where a word keeps its ids behind the prompt, which is what every prompt of a template is made for."""
     options = {"prefix": prefix, "suffix": suffix, "truncate": truncate}
     for text in ("river mountain", "paper " * 100):
@@ -94,10 +118,14 @@ def test_a_prompt_stands_around_ids_as_around_their_text(kind: str, truncate: Tr
 def test_a_marker_stands_before_ids_once() -> None:
     described = Described("text", document=Side(marker=8), tokens=True)
     text, marked, bare = rows_of(
-        "wordpiece", described,
-        work(Input("river"), Input(tokens=(whole("wordpiece", "river")[0], 8, *whole("wordpiece", "river")[1:])),
-             Input(tokens=tuple(plain("wordpiece", "river")))),
-    )  # fmt: skip
+        "wordpiece",
+        described,
+        work(
+            Input("river"),
+            Input(tokens=(whole("wordpiece", "river")[0], 8, *whole("wordpiece", "river")[1:])),
+            Input(tokens=tuple(plain("wordpiece", "river"))),
+        ),
+    )
     assert text.ids.tolist() == marked.ids.tolist() == bare.ids.tolist()
 
 
@@ -123,13 +151,17 @@ def test_a_model_that_reads_something_else_refuses_each_such_input_by_itself(lay
     options = {"labels": ("a",), "pieces": (("", "query", " ", "document", ""),), "outputs": ("multivector",)}
     strange = (Input(tokens=(5,)), Input("river", pair="music"), Input(vectors=vectors(2)))
     query = Input("search") if layout in ("pair", "pieces", "sides") else None
-    made = made_of("wordpiece", Described(layout), work(Input("paper"), *strange, Input("music"), query=query, **options))
+    made = made_of(
+        "wordpiece", Described(layout), work(Input("paper"), *strange, Input("music"), query=query, **options)
+    )
     assert made.error is None
     assert list(made.unfit) == [1, 2, 3]
     assert {error.reason for error in made.unfit.values()} == {"unsupported_modality"}
     assert [error.param for error in made.unfit.values()] == ["tokens", "pair", "multivector"]
     alone = made_of("wordpiece", Described(layout), work(Input("paper"), Input("music"), query=query, **options))
-    assert [made.rows[index].ids.tolist() for index in (*range(made.shared), made.shared, -1)] == [row.ids.tolist() for row in alone.rows]
+    assert [made.rows[index].ids.tolist() for index in (*range(made.shared), made.shared, -1)] == [
+        row.ids.tolist() for row in alone.rows
+    ]
     for each in strange if query else ():
         refused = made_of("wordpiece", Described(layout), work(Input("paper"), query=each, **options))
         assert refused.rows == []
@@ -144,7 +176,9 @@ def test_a_model_that_reads_something_else_refuses_each_such_input_by_itself(lay
 @EXAMPLES
 @given(left=st.one_of(SHORT, TEXTS), right=TEXTS, alone=TEXTS, limit=LIMITS, truncate=TRUNCATE)
 @example(left="", right="", alone="", limit=6, truncate="END")
-def test_a_pair_is_what_the_library_makes_of_it(kind: str, left: str, right: str, alone: str, limit: int, truncate: Truncate) -> None:
+def test_a_pair_is_what_the_library_makes_of_it(
+    kind: str, left: str, right: str, alone: str, limit: int, truncate: Truncate
+) -> None:
     """Beside a text that is alone."""
     options = {"truncate": truncate, "max_tokens": limit}
     single, pair = rows_of(kind, CLASSES, work(Input(alone), Input(left, pair=right), **options))
@@ -154,7 +188,11 @@ def test_a_pair_is_what_the_library_makes_of_it(kind: str, left: str, right: str
 
 
 def test_a_pair_needs_a_text_and_ids_are_none() -> None:
-    made = made_of("wordpiece", Described("text", pairs=True, tokens=True), work(Input(tokens=(5,), pair="a"), Input(None, pair="a")))
+    made = made_of(
+        "wordpiece",
+        Described("text", pairs=True, tokens=True),
+        work(Input(tokens=(5,), pair="a"), Input(None, pair="a")),
+    )
     assert [made.unfit[index].param for index in (0, 1)] == ["pair", "pair"]
 
 
@@ -167,7 +205,9 @@ def frame_of(operation: Any, described: Described, item: Work, made: Made) -> Ru
 
 def test_vectors_travel_in_the_place_of_ids() -> None:
     sent = [vectors(3), vectors(0), vectors(2, seed=1)]
-    item = work(Input("river"), *(Input("not read", vectors=each) for each in sent[:2]), query=Input(vectors=sent[2]), **MAXSIM)
+    item = work(
+        Input("river"), *(Input("not read", vectors=each) for each in sent[:2]), query=Input(vectors=sent[2]), **MAXSIM
+    )
     made = made_of("wordpiece", SIDES, item)
     assert (made.error, made.unfit, made.shared) == (None, {}, 1)
     frame = frame_of("score", SIDES, item, made)
@@ -181,7 +221,9 @@ def test_vectors_travel_in_the_place_of_ids() -> None:
 
 def test_vectors_cost_their_bytes_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (0, 1, 1000):
-        (row,) = rows_of("wordpiece", FOR_MUVERA, work(Input(vectors=vectors(count)), outputs=("dense",), muvera=Muvera()))
+        (row,) = rows_of(
+            "wordpiece", FOR_MUVERA, work(Input(vectors=vectors(count)), outputs=("dense",), muvera=Muvera())
+        )
         assert row.cost == max(1, 4 * WIDTH * count // VECTOR_BYTES)
         assert not row.truncated
     monkeypatch.setattr(rows, "MOST_VECTOR_BYTES", 4 * WIDTH * 9)
@@ -202,7 +244,9 @@ def test_vectors_cost_their_bytes_and_are_bounded(monkeypatch: pytest.MonkeyPatc
         (ENCODE, {"outputs": ("dense",), "muvera": Muvera()}, "unsupported_modality"),
     ],
 )
-def test_vectors_are_taken_where_token_vectors_are_all_that_is_used(described: Described, options: dict[str, Any], reason: str) -> None:
+def test_vectors_are_taken_where_token_vectors_are_all_that_is_used(
+    described: Described, options: dict[str, Any], reason: str
+) -> None:
     query = Input("search") if described is SIDES else None
     made = made_of("wordpiece", described, work(Input("river"), Input(vectors=vectors(2)), query=query, **options))
     assert [(index, error.reason) for index, error in made.unfit.items()] == [(1, reason)]
@@ -217,7 +261,10 @@ def test_vectors_are_taken_where_token_vectors_are_all_that_is_used(described: D
     ],
 )
 def test_vectors_of_another_shape_say_what_was_expected(sent: Vectors, reason: str, named: str) -> None:
-    for item in (work(Input("a"), Input(vectors=sent), query=Input("q"), **MAXSIM), work(Input("a"), query=Input(vectors=sent), **MAXSIM)):
+    for item in (
+        work(Input("a"), Input(vectors=sent), query=Input("q"), **MAXSIM),
+        work(Input("a"), query=Input(vectors=sent), **MAXSIM),
+    ):
         made = made_of("wordpiece", SIDES, item)
         error = made.unfit.get(1) or made.error
         assert error is not None
@@ -240,7 +287,9 @@ def test_work_items_of_all_kinds_tokenised_together_are_as_alone() -> None:
 
 
 def same(left: Sequence[rows.Row], right: Sequence[rows.Row]) -> bool:
-    return [(row.ids.tolist(), row.full, row.vectors) for row in left] == [(row.ids.tolist(), row.full, row.vectors) for row in right]
+    return [(row.ids.tolist(), row.full, row.vectors) for row in left] == [
+        (row.ids.tolist(), row.full, row.vectors) for row in right
+    ]
 
 
 def test_many_ids_are_as_many_characters_to_read() -> None:

@@ -1,4 +1,6 @@
-"""What one request may make of a work item: rows, text and tokens are bounded before they are made, and only their own item is refused."""
+"""What one request may make of a work item: rows, text and tokens are bounded before they are made, and only their own
+item is refused.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def ids(made: Made) -> list[list[int]]:
         ("pieces", work(*["a"] * 2048, query="q" * 20_000, pieces=BESIDE_QUERY), "characters"),
     ],
 )
-def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(layout: Layout, excess: Work, named: str) -> None:
+def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(
+    layout: Layout, excess: Work, named: str
+) -> None:
     """A product of what a client sends: each factor alone fits a message."""
     mate = work("paper river", "music", query="who", labels=("one", "two"), pieces=BESIDE_QUERY)
     before, refused, after = make(TOKENIZER, Rows(layout), [mate, excess, mate])
@@ -117,7 +121,9 @@ def test_only_what_the_tokens_reach_of_a_cut_text_is_sent(truncate: str) -> None
     assert sent[1] == texts[1]
 
 
-async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows, "MOST_CHARACTERS", 100)
     async with InProcess(tmp_path) as cluster:
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
@@ -131,7 +137,9 @@ async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(tmp_path: 
 async def let_go(cluster: InProcess, worker: str) -> None:
     """Until a heartbeat that is yet to come says that nothing is held."""
     seen = len(cluster.beats)
-    await until(lambda: any(beat.worker == worker and not beat.queue_depth for beat in cluster.beats[seen:]), "nothing held")
+    await until(
+        lambda: any(beat.worker == worker and not beat.queue_depth for beat in cluster.beats[seen:]), "nothing held"
+    )
 
 
 def right(answer: httpx.Response, text: str) -> None:
@@ -157,7 +165,11 @@ async def test_work_that_no_adapter_takes_ends_with_its_budget(tmp_path: Path) -
         cluster.adapters.append(adapter)
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar(adapter)
         answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1000")
-        assert answer.json()["code"] in ("GATEWAY_TIMEOUT", "PROVISIONING", "MODEL_LOADING")  # as ready as the worker is then
+        assert answer.json()["code"] in (
+            "GATEWAY_TIMEOUT",
+            "PROVISIONING",
+            "MODEL_LOADING",
+        )  # as ready as the worker is then
         assert len(adapter.loads) > 1
         await let_go(cluster, sidecar.worker)
         right(await gateway.encode("short"), "short")

@@ -1,7 +1,9 @@
-"""The batch former under random work: what it promises, checked after every step of a state machine, and its order on cases made by hand.
+"""The batch former under random work: what it promises, checked after every step of a state machine, and its order on
+cases made by hand.
 
-Promises: nothing is lost or runs twice; the budget and the request cap hold, unless a job is alone; nothing waits past its bound while the
-device is idle; between two bulk batches there are at most so many interactive ones; and no priority, model, key or LoRA starves.
+Promises: nothing is lost or runs twice; the budget and the request cap hold, unless a job is alone; nothing waits past
+its bound while the device is idle; between two bulk batches there are at most so many interactive ones; and no
+priority, model, key or LoRA starves.
 """
 
 from __future__ import annotations
@@ -20,10 +22,16 @@ TICK_S = 0.001
 
 
 class Scheduling(RuleBasedStateMachine):
-    """A device before which work comes, runs, ends, and sometimes has to run again. Beside the queue a plain list of what waits."""
+    """A device before which work comes, runs, ends, and sometimes has to run again. Beside the queue a plain list of
+    what waits.
+    """
 
     @initialize(
-        cost=st.integers(1, 40), requests=st.integers(1, 5), wait=st.integers(0, 12), overtakes=st.integers(0, 3), depth=st.integers(1, 3)
+        cost=st.integers(1, 40),
+        requests=st.integers(1, 5),
+        wait=st.integers(0, 12),
+        overtakes=st.integers(0, 3),
+        depth=st.integers(1, 3),
     )
     def begin(self, cost: int, requests: int, wait: int, overtakes: int, depth: int) -> None:
         self.limits = Limits(cost, requests, wait * TICK_S, overtakes, reorder_s=20 * TICK_S)
@@ -35,12 +43,20 @@ class Scheduling(RuleBasedStateMachine):
         self.more_expected = False
         self.number = 0
         self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
-        self.due: dict[bool, tuple[Job[int], int] | None] = {False: None, True: None}  # the oldest due one, and batches it may still see
+        self.due: dict[bool, tuple[Job[int], int] | None] = {
+            False: None,
+            True: None,
+        }  # the oldest due one, and batches it may still see
 
     @rule(
-        model=st.sampled_from(MODELS), lora=st.sampled_from(LORAS), operation=st.sampled_from(("encode", "score")), cost=st.integers(1, 50),
-        bulk=st.booleans(), alone=st.sampled_from((False, False, False, True)), count=st.integers(1, 6),
-    )  # fmt: skip
+        model=st.sampled_from(MODELS),
+        lora=st.sampled_from(LORAS),
+        operation=st.sampled_from(("encode", "score")),
+        cost=st.integers(1, 50),
+        bulk=st.booleans(),
+        alone=st.sampled_from((False, False, False, True)),
+        count=st.integers(1, 6),
+    )
     def arrive(self, model: str, lora: str, operation: str, cost: int, bulk: bool, alone: bool, count: int) -> None:
         for _ in range(count):
             self.number += 1
@@ -102,9 +118,13 @@ class Scheduling(RuleBasedStateMachine):
         for bulk in (False, True):
             job, seen = self.oldest(bulk), self.due[bulk]
             if job is not None and self.is_due(job) and (seen is None or seen[0] is not job):
-                keys = {other.key for other in self.here if other.bulk == bulk and other.key.residency == job.key.residency}
+                keys = {
+                    other.key for other in self.here if other.bulk == bulk and other.key.residency == job.key.residency
+                }
                 self.due[bulk] = (job, len(keys))
-        action = next_batch(self.waiting, self.now_s, self.limits, Device(len(self.at_device), 1, self.depth, self.more_expected))
+        action = next_batch(
+            self.waiting, self.now_s, self.limits, Device(len(self.at_device), 1, self.depth, self.more_expected)
+        )
         if isinstance(action, Batch):
             self.check(action)
         elif isinstance(action, Wait):
@@ -121,7 +141,9 @@ class Scheduling(RuleBasedStateMachine):
         head = queue[0]
         # what it holds
         assert len({job.work for job in batch.jobs}) == len(batch.jobs)
-        assert all(any(job is other for other in queue) for job in batch.jobs), "each waits, and has this key and this priority"
+        assert all(any(job is other for other in queue) for job in batch.jobs), (
+            "each waits, and has this key and this priority"
+        )
         assert batch.cost == sum(job.cost for job in batch.jobs)
         assert len(batch.jobs) == 1 or (batch.cost <= self.limits.cost and not any(job.alone for job in batch.jobs))
         assert len(batch.jobs) <= self.limits.requests
@@ -155,7 +177,9 @@ class Scheduling(RuleBasedStateMachine):
             if job.work in taken:
                 self.due[bulk] = None
             else:
-                assert may_see > 1, "the oldest job is in one of the next batches, at most as many as its model has keys"
+                assert may_see > 1, (
+                    "the oldest job is in one of the next batches, at most as many as its model has keys"
+                )
                 self.due[bulk] = (job, may_see - 1)
         self.at_device.append(batch)
 
@@ -235,8 +259,12 @@ def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> N
 
 
 def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
-    """Long and short in turn: by arrival every batch is as long as its longest; packed rows have no padding, so there they go in order."""
-    arrivals = [Job(key(padded=True), 100 if number % 2 else 10, number / 1000, "Ls"[number % 2 == 0]) for number in range(8)]
+    """Long and short in turn: by arrival every batch is as long as its longest; packed rows have no padding, so there
+    they go in order.
+    """
+    arrivals = [
+        Job(key(padded=True), 100 if number % 2 else 10, number / 1000, "Ls"[number % 2 == 0]) for number in range(8)
+    ]
     assert formed(arrivals, BOUNDS) == ["ss", "LL", "ss", "LL"]
     packed = [Job(key(), job.cost, job.arrived_s, job.work) for job in arrivals]
     assert formed(packed, BOUNDS) == ["sL"] * 4
@@ -244,7 +272,10 @@ def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
 
 def test_like_cost_overtakes_within_the_age_bound_only() -> None:
     """S10: the odd one out goes when it is the oldest, and nothing that came later than the bound passes it."""
-    spaced = [Job(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s") for number in range(6)]
+    spaced = [
+        Job(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s")
+        for number in range(6)
+    ]
     assert formed(spaced, Limits(1000, 2, 0.01, reorder_s=0.25)) == ["ss", "sL", "ss"]
     assert formed(spaced, Limits(1000, 2, 0.01, reorder_s=0.05)) == ["s", "L", "s", "s", "s", "s"]
 

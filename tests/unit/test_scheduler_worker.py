@@ -1,4 +1,6 @@
-"""The scheduler inside a running sidecar: how deliveries are gathered, and what the worker tells of its work and its speed."""
+"""The scheduler inside a running sidecar: how deliveries are gathered, and what the worker tells of its work and its
+speed.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +97,15 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def gatherings(folder: Path, requests: int, **environ: str) -> tuple[float, float]:
-    """Of a backlog that a worker finds: how often it took deliveries from the wire, and how many batches its device ran."""
+    """Of a backlog that a worker finds: how often it took deliveries from the wire, and how many batches its device
+    ran.
+    """
     async with Wired(folder) as cluster:
         gateway = await cluster.gateway()
         sent = [asyncio.create_task(gateway.encode(str(number))) for number in range(requests)]
-        await until(lambda: len(cluster.server.streams) and stored(cluster.server) == requests, "all requests in the queue")
+        await until(
+            lambda: len(cluster.server.streams) and stored(cluster.server) == requests, "all requests in the queue"
+        )
         adapter = await cluster.adapter()
         sidecar = await cluster.sidecar(adapter, ready=False, **environ)
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * requests
@@ -113,7 +119,9 @@ def stored(server: MemoryServer) -> int:
 
 
 async def test_deliveries_on_their_way_are_gathered_and_tokenised_together(tmp_path: Path) -> None:
-    """A backlog of 61 that comes one by one. Without a quantum each delivery is a tokenise call of its own; with one, a call is a batch."""
+    """A backlog of 61 that comes one by one. Without a quantum each delivery is a tokenise call of its own; with one, a
+    call is a batch.
+    """
     none = {"SIE_ADAPTIVE_MIN_QUANTUM_MS": "0", "SIE_ADAPTIVE_MAX_QUANTUM_MS": "0"}
     long = {"SIE_ADAPTIVE_MIN_QUANTUM_MS": "1000", "SIE_ADAPTIVE_MAX_QUANTUM_MS": "1000"}
     (tmp_path / "none").mkdir()
@@ -135,8 +143,12 @@ async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:
                 assert (await gateway.encode(str(number))).status_code == 200
 
 
-async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(cluster: InProcess, tmp_path: Path) -> None:
-    """No text, no id: a request for each message at the broker's time, its rows in tokens, and each batch as the device ran it."""
+async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(
+    cluster: InProcess, tmp_path: Path
+) -> None:
+    """No text, no id: a request for each message at the broker's time, its rows in tokens, and each batch as the device
+    ran it.
+    """
     path = tmp_path / "trace.jsonl"
     gateway = await cluster.gateway()
     adapter = await cluster.adapter(lanes=2)
@@ -164,14 +176,17 @@ async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(clu
 
 
 async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_device_is(cluster: InProcess) -> None:
-    """1. A batch runs: the rate is known. 2. Batches are held: their tokens, and the age of the oldest by model. 3. All gone again."""
+    """1. A batch runs: the rate is known. 2. Batches are held: their tokens, and the age of the oldest by model. 3. All
+    gone again.
+    """
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
     sidecar = await cluster.sidecar(adapter, SIE_HEALTH_PUBLISH_INTERVAL_MS="100", SIE_HEARTBEAT_TIMEOUT_MS="5000")
     started = cluster.last_beat("w0", ready=True)
     assert started is not None
     assert started.rate == started.held_cost == 0
-    # two batches wait and two are at the adapter (one lane, a pipeline of 2), each of at most this cost and so many messages
+    # two batches wait and two are at the adapter (one lane, a pipeline of 2), each of at most this cost and so many
+    # messages
     assert (started.credit_cost, started.credit_items) == (4 * 16384, 4 * 12)
     before_s = time.perf_counter()
     await gateway.encode("x" * 100)

@@ -14,7 +14,12 @@ import sie_sdk
 from sie_sdk import cluster
 from sie_sdk.core import Plan, Received, Send, Session, Work
 
-TOLD = {"model": "m", "timing": {}, "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []}, "fingerprint": "f"}
+TOLD = {
+    "model": "m",
+    "timing": {},
+    "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []},
+    "fingerprint": "f",
+}
 
 
 def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
@@ -30,7 +35,9 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
             sent.append(step)
             body = next(given)
             is_msgpack = "msgpack" in step.headers["accept"]
-            reply = Received(200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode())
+            reply = Received(
+                200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode()
+            )
         elif isinstance(step, Work):
             reply = step.function()
 
@@ -47,7 +54,9 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
 def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     inputs: list[str], tasks: list[str], path: str, answer: dict[str, Any]
 ) -> None:
-    """Demand is what makes a worker start; looking at the catalogue never does. A client that does not wait elsewhere waits here."""
+    """Demand is what makes a worker start; looking at the catalogue never does. A client that does not wait elsewhere
+    waits here.
+    """
     info = {"name": "org/m", "inputs": inputs, "tasks": tasks, "state": "available"}
     session = Session(wait_for_capacity=False)
     sent, found = replied(cluster.warmed("org/m", {"gpu": "l4"}, session), info, answer, {**info, "state": "loaded"})
@@ -68,7 +77,9 @@ def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:
 
 
 def test_filters_of_models_are_a_query() -> None:
-    (step,), models = replied(cluster.list_models({"task": "score", "loaded": True, "output": None}, Session()), {"data": [{"id": "m"}]})
+    (step,), models = replied(
+        cluster.list_models({"task": "score", "loaded": True, "output": None}, Session()), {"data": [{"id": "m"}]}
+    )
     assert (step.path, models) == ("/v1/models?task=score&loaded=true", [{"id": "m"}])
 
 
@@ -80,16 +91,23 @@ def test_capacity_counts_the_workers_of_a_machine_profile() -> None:
 
 SESSION = Session()
 PLANS = {
-    "list_models": lambda: cluster.list_models({}, SESSION), "get_model": lambda: cluster.get_model("m", SESSION),
-    "health": lambda: cluster.health(SESSION), "capacity": lambda: cluster.capacity("l4", SESSION),
-    "scaling": lambda: cluster.scaling("a.b.c", SESSION), "warmed": lambda: cluster.warmed("m", {}, SESSION),
-    "create_pool": lambda: cluster.create_pool("p", {"l4": 1}, {}, SESSION), "list_pools": lambda: cluster.list_pools(SESSION),
-    "get_pool": lambda: cluster.get_pool("p", SESSION), "renew_pool": lambda: cluster.renew_pool("p", SESSION),
-}  # fmt: skip
+    "list_models": lambda: cluster.list_models({}, SESSION),
+    "get_model": lambda: cluster.get_model("m", SESSION),
+    "health": lambda: cluster.health(SESSION),
+    "capacity": lambda: cluster.capacity("l4", SESSION),
+    "scaling": lambda: cluster.scaling("a.b.c", SESSION),
+    "warmed": lambda: cluster.warmed("m", {}, SESSION),
+    "create_pool": lambda: cluster.create_pool("p", {"l4": 1}, {}, SESSION),
+    "list_pools": lambda: cluster.list_pools(SESSION),
+    "get_pool": lambda: cluster.get_pool("p", SESSION),
+    "renew_pool": lambda: cluster.renew_pool("p", SESSION),
+}
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("reply", [None, [], 3, "text", {}, {"workers": [3]}, {"pools": [{}]}, {"expires_at": "soon"}], ids=str)
+@pytest.mark.parametrize(
+    "reply", [None, [], 3, "text", {}, {"workers": [3]}, {"pools": [{}]}, {"expires_at": "soon"}], ids=str
+)
 def test_a_reply_that_is_none_is_an_error_of_the_server(name: str, reply: Any) -> None:
     """No KeyError, no AttributeError."""
     with pytest.raises(sie_sdk.ServerError, match="could not be read"):

@@ -16,13 +16,19 @@ from sie_sdk.core import Answered, Hedges, Pause, Plan, Received, Send, Session,
 
 
 def refused(code: str, status: int, *, retryable: bool, retry_after_s: int | None = None) -> Received:
-    headers = {"x-should-retry": str(retryable).lower(), **({"retry-after": str(retry_after_s)} if retry_after_s else {})}
+    headers = {
+        "x-should-retry": str(retryable).lower(),
+        **({"retry-after": str(retry_after_s)} if retry_after_s else {}),
+    }
     body = {"error": {"code": code, "message": "no", "request_id": "r1", "suggestions": ["a"]}}
     return Received(status, headers, json.dumps(body).encode())
 
 
 def answered(count: int) -> Received:
-    slots = [{"dense": {"dims": 2, "dtype": "float32", "values": arrays.pack(np.array([n, 1], np.float32))}} for n in range(count)]
+    slots = [
+        {"dense": {"dims": 2, "dtype": "float32", "values": arrays.pack(np.array([n, 1], np.float32))}}
+        for n in range(count)
+    ]
     return replied(items=slots)
 
 
@@ -44,7 +50,9 @@ def plan(items: list[str], **options: object) -> Plan[list[sie_sdk.EncodeResult]
 
 
 def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, object]], object]:
-    """What a plan sends, answered with `replies` in order, and what it returns. Parts run one after the other; other steps are done."""
+    """What a plan sends, answered with `replies` in order, and what it returns. Parts run one after the other; other
+    steps are done.
+    """
     given, sent = iter(replies), []
 
     def drive(steps: Plan[object]) -> object:
@@ -71,21 +79,43 @@ def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, obj
 
 
 def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
-    options = {"gpu": "eval/l4", "pool": "eval", "priority": "bulk", "explain": True, "strict": True, "headers": {"X-Request-ID": "mine"}}
+    options = {
+        "gpu": "eval/l4",
+        "pool": "eval",
+        "priority": "bulk",
+        "explain": True,
+        "strict": True,
+        "headers": {"X-Request-ID": "mine"},
+    }
     step = next(plan(["a"], **options))
     assert isinstance(step, Send)
     assert step.path == "/v1/encode/org/model:fast"
     assert dict(step.headers) == {
-        "accept": "application/msgpack", "content-type": "application/msgpack", "x-sie-sdk-version": sie_sdk.__version__,
-        "authorization": "Bearer secret", "x-sie-timeout-ms": "2500", "x-sie-machine-profile": "eval/l4", "x-sie-pool": "eval",
-        "x-sie-priority": "bulk", "x-sie-explain": "1", "x-sie-strict": "true", "x-request-id": "mine",
-    }  # fmt: skip
+        "accept": "application/msgpack",
+        "content-type": "application/msgpack",
+        "x-sie-sdk-version": sie_sdk.__version__,
+        "authorization": "Bearer secret",
+        "x-sie-timeout-ms": "2500",
+        "x-sie-machine-profile": "eval/l4",
+        "x-sie-pool": "eval",
+        "x-sie-priority": "bulk",
+        "x-sie-explain": "1",
+        "x-sie-strict": "true",
+        "x-request-id": "mine",
+    }
     assert msgspec.msgpack.decode(step.body) == {"items": ["a"], "params": {}}
 
 
 def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameters() -> None:
     session = Session.of({"gpu": "l4", "timeout_s": 300, "hedge_after_s": 1.0})
-    step = next(verbs.encode("m", ["a"], {"gpu": "a100", "pool": None, "timeout_s": None, "is_query": True, "hedge_after_s": 0.5}, session))
+    step = next(
+        verbs.encode(
+            "m",
+            ["a"],
+            {"gpu": "a100", "pool": None, "timeout_s": None, "is_query": True, "hedge_after_s": 0.5},
+            session,
+        )
+    )
     assert isinstance(step, Send)
     assert (step.headers["x-sie-machine-profile"], step.hedge_after_s) == ("a100", 0.5)
     assert step.within_s > 300, "the server's own deadline comes first"
@@ -95,11 +125,17 @@ def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameter
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"priority": "urgent"}, {"concurrency": 0}, {"concurrency": 2.5},
-         {"part_tokens": float("nan")}, {"timeout_s": -1}, {"headers": {"x-a": "b\r\nc: d"}},
-        {"api_key": "secret\nkey"}, {"hedge_after_s": "1"}, {"pool": "ü"},
+        {"priority": "urgent"},
+        {"concurrency": 0},
+        {"concurrency": 2.5},
+        {"part_tokens": float("nan")},
+        {"timeout_s": -1},
+        {"headers": {"x-a": "b\r\nc: d"}},
+        {"api_key": "secret\nkey"},
+        {"hedge_after_s": "1"},
+        {"pool": "ü"},
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_be_meant_are_named_and_secrets_are_not(wrong: dict[str, object]) -> None:
     with pytest.raises(sie_sdk.InvalidInputError) as caught:
         Session.of(wrong)
@@ -258,11 +294,15 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
         steps.send(Received(503, {}, b""))
 
 
-@pytest.mark.parametrize(("told", "least_s", "most_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)])
+@pytest.mark.parametrize(
+    ("told", "least_s", "most_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
+)
 def test_a_retry_after_that_is_no_number_of_seconds_means_five(told: str, least_s: float, most_s: float) -> None:
     steps = plan(["a"])
     next(steps)
-    pause = steps.send(Received(503, {"retry-after": told, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b""))
+    pause = steps.send(
+        Received(503, {"retry-after": told, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b"")
+    )
     assert isinstance(pause, Pause)
     assert least_s <= pause.seconds <= most_s
 
@@ -343,7 +383,10 @@ def test_what_can_never_be_sent_is_not_tried_again() -> None:
         steps.send(TransportFailed(ValueError("no scheme"), is_permanent=True))
     with pytest.raises(sie_sdk.RequestError):
         next(plan([object()]))  # type: ignore[list-item]
-    with sie_sdk.SIEClient("http://:80") as client, pytest.raises(sie_sdk.SIEConnectionError, match="UnsupportedProtocol"):
+    with (
+        sie_sdk.SIEClient("http://:80") as client,
+        pytest.raises(sie_sdk.SIEConnectionError, match="UnsupportedProtocol"),
+    ):
         client.encode("m", "text")
 
 
@@ -367,7 +410,9 @@ def test_a_broken_connection_is_tried_again_and_then_named() -> None:
         ("SOMETHING_NEW", 301, sie_sdk.ServerError),
     ],
 )
-def test_an_answer_has_the_class_of_its_code_else_of_its_status(code: str, status: int, kind: type[sie_sdk.SIEError]) -> None:
+def test_an_answer_has_the_class_of_its_code_else_of_its_status(
+    code: str, status: int, kind: type[sie_sdk.SIEError]
+) -> None:
     steps = plan(["a"])
     next(steps)
     with pytest.raises(kind) as caught:
@@ -389,14 +434,22 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
     told = caught.value
     assert type(told) is sie_sdk.errors.codes()[leaf.code]
     assert (told.code, told.status, told.reason, told.param, told.request_id, told.retryable) == (
-        leaf.code, error.status, "a_reason", "items[3].text", "r9", error.retryable,
-    )  # fmt: skip
+        leaf.code,
+        error.status,
+        "a_reason",
+        "items[3].text",
+        "r9",
+        error.retryable,
+    )
     assert (told.details["limit"], told.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
 
 
 def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
     assert sie_sdk.errors.codes().keys() == {leaf.code for leaf in errors.catalogue()}
-    assert all(kind.__name__ in sie_sdk.__all__ and code in (sie_sdk.errors.__doc__ or "") for code, kind in sie_sdk.errors.codes().items())
+    assert all(
+        kind.__name__ in sie_sdk.__all__ and code in (sie_sdk.errors.__doc__ or "")
+        for code, kind in sie_sdk.errors.codes().items()
+    )
 
 
 def test_the_page_of_the_client_has_every_code_beside_its_class() -> None:
@@ -405,16 +458,22 @@ def test_the_page_of_the_client_has_every_code_beside_its_class() -> None:
 
 
 def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
-    body = {"error": {"code": "INVALID_INPUT", "message": "items[1].text: too long", "param": "items[1].text"},
-            "errors": [{"index": 1, "code": "INVALID_INPUT", "message": "items[1].text: too long"}]}  # fmt: skip
+    body = {
+        "error": {"code": "INVALID_INPUT", "message": "items[1].text: too long", "param": "items[1].text"},
+        "errors": [{"index": 1, "code": "INVALID_INPUT", "message": "items[1].text: too long"}],
+    }
     steps = plan(["a" * 40] * 4, part_tokens=24, on_item_error="fail")
     with pytest.raises(sie_sdk.InvalidInputError, match=r"INVALID_INPUT: items\[3\].text: too long") as caught:
         outcome(steps, answered(2), Received(400, {}, json.dumps(body).encode()))
     assert caught.value.param == "items[3].text"
-    assert caught.value.details["errors"] == [{"index": 3, "code": "INVALID_INPUT", "message": "items[3].text: too long"}]
+    assert caught.value.details["errors"] == [
+        {"index": 3, "code": "INVALID_INPUT", "message": "items[3].text: too long"}
+    ]
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"items": [{"dense": 3}]})])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"items": [{"dense": 3}]})]
+)
 def test_an_unreadable_reply_is_a_server_error(body: bytes) -> None:
     """No codec error leaves the client."""
     steps = plan(["a"])
@@ -425,8 +484,19 @@ def test_an_unreadable_reply_is_a_server_error(body: bytes) -> None:
 
 def provisioning() -> Received:
     """What the gateway answers, word for word: no error map, its code in a header."""
-    body = {"status": "provisioning", "gpu": "l4", "bundle": "default", "estimated_wait_s": 41.5, "message": "no worker is ready yet"}
-    headers = {"retry-after": "5", "x-should-retry": "true", "x-sie-error-code": "PROVISIONING", "x-sie-request-id": "r3"}
+    body = {
+        "status": "provisioning",
+        "gpu": "l4",
+        "bundle": "default",
+        "estimated_wait_s": 41.5,
+        "message": "no worker is ready yet",
+    }
+    headers = {
+        "retry-after": "5",
+        "x-should-retry": "true",
+        "x-sie-error-code": "PROVISIONING",
+        "x-sie-request-id": "r3",
+    }
     return Received(202, headers, json.dumps(body).encode())
 
 
@@ -440,7 +510,12 @@ def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
     with pytest.raises(sie_sdk.ProvisioningError, match="PROVISIONING: no worker is ready yet") as caught:
         steps.send(provisioning())
     error = caught.value
-    assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == ("PROVISIONING", 202, "r3", 41.5)
+    assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == (
+        "PROVISIONING",
+        202,
+        "r3",
+        41.5,
+    )
 
 
 def test_an_unreadable_error_still_has_its_status() -> None:
@@ -452,7 +527,13 @@ def test_an_unreadable_error_still_has_its_status() -> None:
 
 
 def test_parameters_are_passed_on_as_they_are() -> None:
-    given = {"output_types": ["dense"], "muvera": {"seed": 7}, "lora_id": "org/lora", "options": {"pooling": "cls"}, "truncate": False}
+    given = {
+        "output_types": ["dense"],
+        "muvera": {"seed": 7},
+        "lora_id": "org/lora",
+        "options": {"pooling": "cls"},
+        "truncate": False,
+    }
     (sent,), _ = outcome(verbs.encode("m", ["a"], given, Session()), answered(1))
     assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": given}
 
@@ -460,14 +541,29 @@ def test_parameters_are_passed_on_as_they_are() -> None:
 def test_every_output_is_an_array_that_outputs_describes() -> None:
     slot = {
         "id": "a",
-        "dense": {"dims": 2, "dtype": "int8", "values": arrays.pack(np.array([127, -3], np.int8)), "scale": 0.25, "source": "muvera"},
-        "sparse": {
-            "dims": 9, "dtype": "float32",
-            "indices": arrays.pack(np.array([1, 8], np.int32)), "values": arrays.pack(np.ones(2, np.float32)),
+        "dense": {
+            "dims": 2,
+            "dtype": "int8",
+            "values": arrays.pack(np.array([127, -3], np.int8)),
+            "scale": 0.25,
+            "source": "muvera",
         },
-        "multivector": {"token_dims": 2, "num_tokens": 3, "dtype": "float16", "values": arrays.pack(np.zeros((3, 2), np.float16))},
-    }  # fmt: skip
-    _, results = outcome(verbs.encode("m", ["a"], {}, Session()), replied(items=[slot], muvera={"seed": 42}, warnings=["w"]))
+        "sparse": {
+            "dims": 9,
+            "dtype": "float32",
+            "indices": arrays.pack(np.array([1, 8], np.int32)),
+            "values": arrays.pack(np.ones(2, np.float32)),
+        },
+        "multivector": {
+            "token_dims": 2,
+            "num_tokens": 3,
+            "dtype": "float16",
+            "values": arrays.pack(np.zeros((3, 2), np.float16)),
+        },
+    }
+    _, results = outcome(
+        verbs.encode("m", ["a"], {}, Session()), replied(items=[slot], muvera={"seed": 42}, warnings=["w"])
+    )
     (result,) = results  # type: ignore[misc]
     assert result["dense"].tolist() == [127, -3]
     assert result["sparse"]["indices"].dtype == np.int32
@@ -497,15 +593,32 @@ def test_scores_come_back_as_the_server_ordered_them() -> None:
     steps = verbs.score("m", {"id": "q", "text": "who"}, ["x", {"id": "b", "text": "y"}], {"lora_id": "l"}, Session())
     (sent,), result = outcome(steps, replied(query_id="q", scores=entries))
     assert sent == {
-        "path": "/v1/score/m", "query": {"id": "q", "text": "who"}, "items": ["x", {"id": "b", "text": "y"}], "params": {"lora_id": "l"},
-    }  # fmt: skip
-    assert result == {**SHARED, "query_id": "q", "scores": entries, "request_id": "r2", "headers": {"x-sie-request-id": "r2"}}
+        "path": "/v1/score/m",
+        "query": {"id": "q", "text": "who"},
+        "items": ["x", {"id": "b", "text": "y"}],
+        "params": {"lora_id": "l"},
+    }
+    assert result == {
+        **SHARED,
+        "query_id": "q",
+        "scores": entries,
+        "request_id": "r2",
+        "headers": {"x-sie-request-id": "r2"},
+    }
 
 
 def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E19: replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order, failures are last."""
+    """E19: replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order,
+    failures are last.
+    """
     monkeypatch.setattr(verbs, "MAX_ITEMS", 3)
-    items: list[object] = ["a", {"id": "twin", "text": "b"}, "c", {"id": "twin", "text": "d"}, {"id": "item-0", "metadata": {"n": 1}}]
+    items: list[object] = [
+        "a",
+        {"id": "twin", "text": "b"},
+        "c",
+        {"id": "twin", "text": "d"},
+        {"id": "item-0", "metadata": {"n": 1}},
+    ]
     first = [entry("2", 0.5, 0), entry("0", 0.25, 1), {**entry("1", None, 2), "error": {"code": "X"}}]
     second = [entry("4", 0.75, 0), entry("3", 0.5, 1)]
     usages = [
@@ -517,16 +630,25 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
     assert [[item["id"] for item in each["items"]] for each in sent] == [["0", "1", "2"], ["3", "4"]]  # type: ignore[attr-defined]
     assert [each["query"] for each in sent] == ["q", "q"]
     assert [(each["item_id"], each["score"], each["rank"]) for each in result["scores"]] == [  # type: ignore[index]
-        ("item-0", 0.75, 0), ("item-2", 0.5, 1), ("twin", 0.5, 2), ("item-0", 0.25, 3), ("twin", None, 4),
-    ]  # fmt: skip
+        ("item-0", 0.75, 0),
+        ("item-2", 0.5, 1),
+        ("twin", 0.5, 2),
+        ("item-0", 0.25, 3),
+        ("twin", None, 4),
+    ]
     assert result["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": [2, 3]}  # type: ignore[index]
 
 
 def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """E19"""
     monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
-    slots = [[{"id": "item-0", "entities": []}, {"id": "x", "entities": []}], [{"id": "item-0", "entities": [{"label": "person"}]}]]
-    steps = verbs.extract("m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session())
+    slots = [
+        [{"id": "item-0", "entities": []}, {"id": "x", "entities": []}],
+        [{"id": "item-0", "entities": [{"label": "person"}]}],
+    ]
+    steps = verbs.extract(
+        "m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session()
+    )
     sent, results = outcome(steps, *(replied(items=part) for part in slots))
     assert [each["params"] for each in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
     assert [each["id"] for each in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
@@ -544,12 +666,19 @@ def test_an_empty_list_needs_no_request_but_a_score_is_the_server_s_to_refuse() 
 @pytest.mark.parametrize(
     "body",
     [
-        {}, {"items": 3}, {"items": [3]}, {"scores": [{}]}, {"scores": None}, {"items": [], "scores": []},
+        {},
+        {"items": 3},
+        {"items": [3]},
+        {"scores": [{}]},
+        {"scores": None},
+        {"items": [], "scores": []},
         {"items": [{"entities": []}] * 2, "scores": [{"item_id": "7", "score": 1.0, "rank": 0}]},
         {"items": [{"entities": []}] * 2, "scores": [{"item_id": "0", "score": "high", "rank": 0}]},
     ],
-)  # fmt: skip
-def test_an_unreadable_score_or_extraction_is_a_server_error(monkeypatch: pytest.MonkeyPatch, body: dict[str, object]) -> None:
+)
+def test_an_unreadable_score_or_extraction_is_a_server_error(
+    monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
     monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
     for steps in (verbs.score("m", "q", ["a", "b"], {}, Session()), verbs.extract("m", ["a"], {}, Session())):
         with pytest.raises(sie_sdk.ServerError, match="could not be read"):
@@ -569,7 +698,9 @@ def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, t
     with SIEClient("http://127.0.0.1:9") as client:
         for call in (client.encode, client.extract, client.rerank):
             args = ("m", "q", wrong) if call == client.rerank else ("m", wrong)
-            with pytest.raises(sie_sdk.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {told}"):
+            with pytest.raises(
+                sie_sdk.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {told}"
+            ):
                 call(*args)
 
 

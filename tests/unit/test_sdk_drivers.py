@@ -1,4 +1,6 @@
-"""Both clients, driven by the same cases, over real sockets: concurrency, order, failures, hedges, reservations, frames."""
+"""Both clients, driven by the same cases, over real sockets: concurrency, order, failures, hedges, reservations,
+frames.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def vectors(items: list[str]) -> bytes:
-    slots = [{"dense": {"dims": 1, "dtype": "float32", "values": arrays.pack(np.array([float(item)], np.float32))}} for item in items]
+    slots = [
+        {"dense": {"dims": 1, "dtype": "float32", "values": arrays.pack(np.array([float(item)], np.float32))}}
+        for item in items
+    ]
     usage = {"prompt_tokens": len(items), "total_tokens": len(items), "truncated_items": []}
     return msgspec.msgpack.encode({"model": "m", "timing": {}, "usage": usage, "fingerprint": "f", "items": slots})
 
@@ -127,7 +132,9 @@ TEN_A_PART = 20  # tokens: each of these texts counts as two
 
 
 def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Server, using: Callable[..., Any]) -> None:
-    """E19, E20. 1. Ten parts, four at a time, some slower than others. 2. Four are under way at once, never five. 3. All in order."""
+    """E19, E20. 1. Ten parts, four at a time, some slower than others. 2. Four are under way at once, never five. 3.
+    All in order.
+    """
     together = threading.Barrier(4)
 
     def special(method: str, path: str, body: Any, number: int) -> None:
@@ -138,7 +145,10 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
     server.special = special
     told: list[sie_sdk.Progress] = []
     results = using(
-        server.url, lambda client: client.encode("m", TEXTS, on_progress=told.append), part_tokens=TEN_A_PART, concurrency=4
+        server.url,
+        lambda client: client.encode("m", TEXTS, on_progress=told.append),
+        part_tokens=TEN_A_PART,
+        concurrency=4,
     )
     assert [result["dense"].tolist() for result in results] == [[float(text)] for text in TEXTS]
     assert (server.most_running, len(server.seen)) == (4, 10)
@@ -146,7 +156,9 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
     assert [each.done for each in told] == list(range(10, 101, 10))
 
 
-def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(server: Server, using: Callable[..., Any]) -> None:
+def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
+    server: Server, using: Callable[..., Any]
+) -> None:
     released = threading.Event()
 
     def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
@@ -185,7 +197,9 @@ def test_a_file_that_cannot_be_read_ends_the_call(server: Server, using: Callabl
         using(server.url, lambda client: client.encode("m", items), part_tokens=TEN_A_PART)
 
 
-def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(server: Server, using: Callable[..., Any]) -> None:
+def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(
+    server: Server, using: Callable[..., Any]
+) -> None:
     released = threading.Event()
 
     def special(method: str, path: str, body: Any, number: int) -> None:
@@ -229,7 +243,9 @@ def test_a_client_that_was_closed_says_so(server: Server) -> None:
 
 
 @pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_AGAIN])
-def test_a_host_that_does_not_exist_is_told_at_once(using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int) -> None:
+def test_a_host_that_does_not_exist_is_told_at_once(
+    using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int
+) -> None:
     """E3. A resolver that could not tell is asked again, within patience."""
     asked = []
 
@@ -271,9 +287,12 @@ def test_pools_are_made_listed_renewed_and_deleted(server: Server, using: Callab
     assert using(server.url, lambda client: client.renew_pool("eval")) == 1.5
     assert using(server.url, lambda client: client.delete_pool("eval")) is None
     assert [(method, path) for method, path, _ in server.seen] == [
-        ("POST", "/v1/pools"), ("GET", "/v1/pools"), ("GET", "/v1/pools/eval"), ("POST", "/v1/pools/eval/renew"),
+        ("POST", "/v1/pools"),
+        ("GET", "/v1/pools"),
+        ("GET", "/v1/pools/eval"),
+        ("POST", "/v1/pools/eval/renew"),
         ("DELETE", "/v1/pools/eval"),
-    ]  # fmt: skip
+    ]
     assert server.seen[0][2] == {"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 60}
 
 
@@ -312,7 +331,9 @@ def test_a_reservation_is_renewed_while_it_is_held_and_deleted_at_the_end(
     assert done[-1] == ("DELETE", "/v1/pools/eval")
 
 
-def test_a_reservation_whose_lease_lapsed_is_made_again(server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reservation_whose_lease_lapsed_is_made_again(
+    server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A laptop slept, or every gateway was away for longer than the lease."""
     monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
     server.special = pools(server, lapsed := threading.Event())
@@ -324,7 +345,9 @@ def test_a_reservation_whose_lease_lapsed_is_made_again(server: Server, using: C
 def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
     server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. A renewal hangs, and so does the delete. 2. The block fails. 3. Its error is raised soon, and the log says what is left."""
+    """1. A renewal hangs, and so does the delete. 2. The block fails. 3. Its error is raised soon, and the log says
+    what is left.
+    """
     monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
     monkeypatch.setattr(cluster, "CLOSE_S", 0.1)
     monkeypatch.setattr("sie_sdk.transport.CLOSE_S", 0.1)
@@ -395,7 +418,9 @@ def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], us
     assert tokens == ["Bearer good"] * 3
 
 
-def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(frames: tuple[str, list[str]], using: Callable[..., Any]) -> None:
+def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
+    frames: tuple[str, list[str]], using: Callable[..., Any]
+) -> None:
     with pytest.raises(sie_sdk.AuthenticationError):
         using(frames[0], lambda client: first(client, 1), api_key="bad")
     with pytest.raises(sie_sdk.SIEConnectionError):

@@ -46,7 +46,9 @@ async def test_the_async_client_tells_the_same(caplog: pytest.LogCaptureFixture)
     ("options", "is_nobody", "patience_s"),
     [({}, True, NOBODY_BUDGET_S), ({}, False, CONNECTION_BUDGET_S), ({"connection_budget_s": 60.0}, True, 60.0)],
 )
-def test_how_long_a_refused_connection_is_waited_for(options: dict[str, Any], is_nobody: bool, patience_s: float) -> None:
+def test_how_long_a_refused_connection_is_waited_for(
+    options: dict[str, Any], is_nobody: bool, patience_s: float
+) -> None:
     """A server that has answered restarts; who is told to wait waits."""
     steps = verbs.encode("org/one", ["a"], options, Session())
     assert isinstance(next(steps), Send)
@@ -72,7 +74,9 @@ def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("params", [{"pooling": "cls"}, {"options": {"anything": 1}}, {"dimensions": 8, "timeout_s": 1.0}])
+@pytest.mark.parametrize(
+    "params", [{"pooling": "cls"}, {"options": {"anything": 1}}, {"dimensions": 8, "timeout_s": 1.0}]
+)
 def test_parameters_of_single_families_and_options_are_sent(params: dict[str, Any]) -> None:
     assert isinstance(next(verbs.encode("org/one", ["a"], params, Session())), Send)
 
@@ -80,9 +84,13 @@ def test_parameters_of_single_families_and_options_are_sent(params: dict[str, An
 def test_a_warning_of_the_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     session = Session()
     body = {
-        "model": "org/one", "scores": [{"item_id": "item-0", "score": 1.0, "rank": 0}], "timing": {}, "usage": {}, "fingerprint": "",
+        "model": "org/one",
+        "scores": [{"item_id": "item-0", "score": 1.0, "rank": 0}],
+        "timing": {},
+        "usage": {},
+        "fingerprint": "",
         "warnings": ["options.pooling: not used by this model"],
-    }  # fmt: skip
+    }
     for _ in range(3):
         steps = verbs.score("org/one", "q", ["a"], {}, session)
         next(steps)
@@ -93,7 +101,9 @@ def test_a_warning_of_the_server_is_logged_once(caplog: pytest.LogCaptureFixture
 
 def test_a_request_that_took_too_long_is_not_shown_as_waiting(caplog: pytest.LogCaptureFixture) -> None:
     stream, now_s = io.StringIO(), iter(range(100))
-    with Meter(Session(progress=True), 1000, stream=stream, clock=lambda: float(next(now_s)), address="http://there:1") as meter:
+    with Meter(
+        Session(progress=True), 1000, stream=stream, clock=lambda: float(next(now_s)), address="http://there:1"
+    ) as meter:
         meter.tell(Pause(5.0, "GATEWAY_TIMEOUT", 895.0))
         meter.tell(Pause(5.0, "GATEWAY_TIMEOUT", 890.0))
     assert "waiting" not in stream.getvalue() + caplog.text

@@ -13,7 +13,9 @@ def naive(query: np.ndarray, document: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 22])
-def test_scores_are_those_of_the_definition_however_many_documents_go_at_once(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_scores_are_those_of_the_definition_however_many_documents_go_at_once(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     monkeypatch.setattr(late_interaction, "_BLOCK", block)
     random = np.random.default_rng(7)
     query = random.normal(size=(5, 16)).astype(np.float32)

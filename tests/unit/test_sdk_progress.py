@@ -59,7 +59,9 @@ def test_a_terminal_gets_a_bar_once_a_call_takes_long() -> None:
     written = bar(Terminal(), Session())
     lines = written.split("\r")
     assert lines[0] == ""
-    assert [line.split(" ")[0] for line in lines[1:]] == ["500/1,000", "1,000/1,000", "1,000/1,000"], "after a second, and not too often"
+    assert [line.split(" ")[0] for line in lines[1:]] == ["500/1,000", "1,000/1,000", "1,000/1,000"], (
+        "after a second, and not too often"
+    )
     assert "250/s, 2 s left" in lines[1]
     assert lines[1].count("#") == lines[1].count(".")
     assert "." not in lines[-1]
@@ -102,7 +104,9 @@ def test_the_bar_says_what_is_waited_for_and_makes_room_for_the_log(caplog: pyte
         before = len(stream.getvalue()) - 1
         clock.now_s = 3.0
         meter.tell(Pause(2.0, "connection", 117.6))
-    assert stream.getvalue()[before + 1 :].startswith("\r" + " " * before + "\r"), "the line is cleared before the log writes its own"
+    assert stream.getvalue()[before + 1 :].startswith("\r" + " " * before + "\r"), (
+        "the line is cleared before the log writes its own"
+    )
     assert "waiting for connection, 118 s of patience" in stream.getvalue()
     assert "waiting for connection" in caplog.text
 

@@ -47,15 +47,33 @@ def test_paths_bytes_and_open_files_are_sent_byte_for_byte(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("data", "name", "kind"),
     [
-        (b"\x89PNG\r\n\x1a\n", "", "png"), (b"GIF89a", "", "gif"), (RIFF + b"WEBPVP8 ", "", "webp"), (RIFF + b"WAVEfmt ", "", "wav"),
-        (b"II*\x00", "", "tiff"), (b"BM66", "", "bmp"), (b"%PDF-1.7", "", "pdf"), (b"{\\rtf1", "", "rtf"),
-        (archive("word/document.xml"), "", "docx"), (archive("ppt/slides/1.xml"), "", "pptx"), (archive("xl/workbook.xml"), "", "xlsx"),
-        (archive("META-INF/manifest.xml", "content.xml"), "", "odt"), (b"  <!DOCTYPE html>", "", "html"), (b"fLaC", "", "flac"),
-        (b"\x00\x00\x00\x18ftypmp42", "", "mp4"), (b"# heading", "notes.md", "md"), (b"a,b", "TABLE.CSV", "csv"),
-        (b"x", "page.htm", "html"), (b"x", "picture.JPG", "jpeg"), (b"plain", "", None), (b"PK\x03\x04broken", "", None), (b"", "", None),
+        (b"\x89PNG\r\n\x1a\n", "", "png"),
+        (b"GIF89a", "", "gif"),
+        (RIFF + b"WEBPVP8 ", "", "webp"),
+        (RIFF + b"WAVEfmt ", "", "wav"),
+        (b"II*\x00", "", "tiff"),
+        (b"BM66", "", "bmp"),
+        (b"%PDF-1.7", "", "pdf"),
+        (b"{\\rtf1", "", "rtf"),
+        (archive("word/document.xml"), "", "docx"),
+        (archive("ppt/slides/1.xml"), "", "pptx"),
+        (archive("xl/workbook.xml"), "", "xlsx"),
+        (archive("META-INF/manifest.xml", "content.xml"), "", "odt"),
+        (b"  <!DOCTYPE html>", "", "html"),
+        (b"fLaC", "", "flac"),
+        (b"\x00\x00\x00\x18ftypmp42", "", "mp4"),
+        (b"# heading", "notes.md", "md"),
+        (b"a,b", "TABLE.CSV", "csv"),
+        (b"x", "page.htm", "html"),
+        (b"x", "picture.JPG", "jpeg"),
+        (b"plain", "", None),
+        (b"PK\x03\x04broken", "", None),
+        (b"", "", None),
     ],
-)  # fmt: skip
-def test_the_format_is_that_of_the_content_else_of_the_name(tmp_path: Path, data: bytes, name: str, kind: str | None) -> None:
+)
+def test_the_format_is_that_of_the_content_else_of_the_name(
+    tmp_path: Path, data: bytes, name: str, kind: str | None
+) -> None:
     given: Any = data
     if name:
         given = tmp_path / name
@@ -73,23 +91,37 @@ def test_what_a_client_says_of_a_file_wins_and_goes_with_it() -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "P", "I;16", "CMYK", "F"])
 def test_an_image_of_pil_loses_nothing(mode: str) -> None:
-    picture = Image.linear_gradient("L").resize((7, 5)).convert("RGB" if mode == "CMYK" else "L").convert("L" if mode == "I;16" else mode)
+    picture = (
+        Image.linear_gradient("L")
+        .resize((7, 5))
+        .convert("RGB" if mode == "CMYK" else "L")
+        .convert("L" if mode == "I;16" else mode)
+    )
     if mode == "I;16":
         picture = Image.fromarray(np.arange(35, dtype=np.uint16).reshape(5, 7) * 1000)
     sent = media(picture, "p")
     again = Image.open(io.BytesIO(sent["data"]))
-    assert (again.mode, again.size, sent["format"]) == (picture.mode, picture.size, "tiff" if mode in ("CMYK", "F") else "png")
+    assert (again.mode, again.size, sent["format"]) == (
+        picture.mode,
+        picture.size,
+        "tiff" if mode in ("CMYK", "F") else "png",
+    )
     assert np.array_equal(np.asarray(again), np.asarray(picture))
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("/no/such/file", "FileNotFoundError"), (Path("/"), "IsADirectoryError"), ("https://example.com/a.png", "URLs are not fetched"),
-        (io.StringIO("text"), "reading bytes"), (5, "got int"), ({"format": "png"}, "got NoneType"), ("bad\x00name", "ValueError"),
+        ("/no/such/file", "FileNotFoundError"),
+        (Path("/"), "IsADirectoryError"),
+        ("https://example.com/a.png", "URLs are not fetched"),
+        (io.StringIO("text"), "reading bytes"),
+        (5, "got int"),
+        ({"format": "png"}, "got NoneType"),
+        ("bad\x00name", "ValueError"),
         (np.zeros((2, 2)), "got ndarray"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_sent_is_named_by_its_place(given: Any, why: str) -> None:
     """No other exception leaves the client, and what was given is not repeated."""
     with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.images\[1\].*{why}") as caught:
@@ -100,9 +132,15 @@ def test_a_file_that_cannot_be_sent_is_named_by_its_place(given: Any, why: str) 
 
 def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed() -> None:
     given: Item = {
-        "id": "a", "text": "t", "images": png(), "document": b"%PDF-", "audio": RIFF + b"WAVE", "video": b"\x1aE\xdf\xa3",
-        "metadata": {"n": np.float32(0.5), "v": np.ones(2, np.float32)}, "multivector": [[1, 2], [3, 4]],
-    }  # fmt: skip
+        "id": "a",
+        "text": "t",
+        "images": png(),
+        "document": b"%PDF-",
+        "audio": RIFF + b"WAVE",
+        "video": b"\x1aE\xdf\xa3",
+        "metadata": {"n": np.float32(0.5), "v": np.ones(2, np.float32)},
+        "multivector": [[1, 2], [3, 4]],
+    }
     before = dict(given)
     sent = wire.item(given, "items[0]")
     assert given == before
@@ -116,7 +154,8 @@ def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed()
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"), [("<f8", np.float32), ("<f4", np.float32), ("<f2", np.float16), ("<i8", np.float32), (">f4", np.float32)]
+    ("given", "dtype"),
+    [("<f8", np.float32), ("<f4", np.float32), ("<f2", np.float16), ("<i8", np.float32), (">f4", np.float32)],
 )
 def test_token_matrices_travel_as_the_array_map_of_the_contract(given: Any, dtype: Any) -> None:
     array = np.asfortranarray(np.arange(6).reshape(3, 2).astype(given))
@@ -125,7 +164,9 @@ def test_token_matrices_travel_as_the_array_map_of_the_contract(given: Any, dtyp
     assert expected in body
 
 
-@pytest.mark.parametrize(("given", "why"), [(np.zeros(3), r"shape \(3,\)"), ([["a"]], "of numbers"), ([[1], [1, 2]], "of numbers")])
+@pytest.mark.parametrize(
+    ("given", "why"), [(np.zeros(3), r"shape \(3,\)"), ([["a"]], "of numbers"), ([[1], [1, 2]], "of numbers")]
+)
 def test_what_is_no_matrix_is_refused(given: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
         wire.item({"multivector": given}, "items[0]")
@@ -154,18 +195,26 @@ def test_strings_of_numpy_are_strings() -> None:
 
 
 def reply(values: Any) -> bytes:
-    told = {"model": "m", "timing": {}, "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []}, "fingerprint": "f"}
+    told = {
+        "model": "m",
+        "timing": {},
+        "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []},
+        "fingerprint": "f",
+    }
     return msgspec.msgpack.encode({**told, "items": [{"dense": {"dims": 2, "dtype": "float32", "values": values}}]})
 
 
 @pytest.mark.parametrize(
     "array",
     [
-        np.zeros((2, 3), np.float32), np.ones((0, 4), np.float16), np.arange(70_000, dtype=np.int32), np.array([-1, 1], np.int8),
+        np.zeros((2, 3), np.float32),
+        np.ones((0, 4), np.float16),
+        np.arange(70_000, dtype=np.int32),
+        np.array([-1, 1], np.int8),
         np.zeros(300, np.uint8),
     ],
     ids=lambda array: f"{array.dtype}{list(array.shape)}",
-)  # fmt: skip
+)
 def test_an_array_of_a_reply_is_the_one_that_was_sent(array: Any) -> None:
     found = wire.decode_vectors(reply(arrays.pack(array)))["items"][0]["dense"]
     assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
@@ -179,11 +228,21 @@ GOOD = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [1], b"data": b"\0\
 @pytest.mark.parametrize(
     "change",
     [
-        {b"nd": False}, {b"type": "|O"}, {b"type": 3}, {b"kind": b"V"}, {b"shape": [2]}, {b"shape": [-1]}, {b"shape": ["1"]}, {b"shape": 1},
-        {b"data": "text"}, {b"data": b""}, {b"shape": [1 << 62, 4]}, {b"data": None},
+        {b"nd": False},
+        {b"type": "|O"},
+        {b"type": 3},
+        {b"kind": b"V"},
+        {b"shape": [2]},
+        {b"shape": [-1]},
+        {b"shape": ["1"]},
+        {b"shape": 1},
+        {b"data": "text"},
+        {b"data": b""},
+        {b"shape": [1 << 62, 4]},
+        {b"data": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_array_that_is_none_is_never_made(change: dict[bytes, Any]) -> None:
     """Nothing of another type, nothing pickled; whatever the codec raises is of the kinds that `core.reading` names."""
     with pytest.raises((ValueError, LookupError, TypeError, msgspec.DecodeError)):

@@ -1,7 +1,8 @@
-"""What each process of `sie serve` resolves. The command runs as it is up to the point where it would start them; then each process reads
-its own command line and environment as it would itself.
+"""What each process of `sie serve` resolves. The command runs as it is up to the point where it would start them; then
+each process reads its own command line and environment as it would itself.
 
-The two examples that end the documentation of the configuration stand here word by word; tests/system/test_seed_examples.py starts them.
+The two examples that end the documentation of the configuration stand here word by word;
+tests/system/test_seed_examples.py starts them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ STANDALONE = {"standalone": ("gateway", "config", "sidecar"), "adapter": ("adapt
 
 @dataclass
 class Served:
-    """The settings of each process by its name, and the lines that the command and its processes wrote before they would begin."""
+    """The settings of each process by its name, and the lines that the command and its processes wrote before they
+    would begin.
+    """
 
     settings: dict[str, Settings]
     warnings: list[str]
@@ -104,7 +107,11 @@ def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> Non
     alone, adapter = found.settings["standalone"], found.settings["adapter"]
     assert limits_of(alone, "standalone") == Limits(16384, 128, 0.005)
     assert alone.max_concurrent_requests == 1024
-    assert (adapter.device, adapter.models_dir, alone.models_dir) == ("cuda", "s3://my-bucket/models/", "s3://my-bucket/models/")
+    assert (adapter.device, adapter.models_dir, alone.models_dir) == (
+        "cuda",
+        "s3://my-bucket/models/",
+        "s3://my-bucket/models/",
+    )
     assert (adapter.cluster_cache, adapter.cache_folder) == ("s3://my-bucket/weights/", Path("/mnt/nvme/cache"))
     assert adapter.memory_pressure_threshold_percent == 90
     for each in (alone, adapter):
@@ -144,27 +151,45 @@ def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pyt
 def test_each_warning_is_told_once_whatever_the_number_of_processes(tmp_path: Path, mode: str) -> None:
     """By the command itself; its processes, each of which reads the same environment, say nothing."""
     environ = {
-        "SIE_TYPO": "1", "SIE_MAX_BATCH_REQUESTS": "9", "SIE_BATCHER_COALESCE_MS": "3", "SIE_TRACING_ENABLED": "true",
-        "OTEL_TRACES_SAMPLER": "xray", "OTEL_TRACES_EXPORTER": "zipkin",
-    }  # fmt: skip
+        "SIE_TYPO": "1",
+        "SIE_MAX_BATCH_REQUESTS": "9",
+        "SIE_BATCHER_COALESCE_MS": "3",
+        "SIE_TRACING_ENABLED": "true",
+        "OTEL_TRACES_SAMPLER": "xray",
+        "OTEL_TRACES_EXPORTER": "zipkin",
+    }
     found = served(tmp_path, environ, "--workers", "2", *(["--standalone"] if mode == "standalone" else []))
-    assert sorted(warning.split()[1].rstrip(":") for warning in found.warnings) == sorted([
-        "SIE_TYPO", "OTEL_TRACES_SAMPLER", "OTEL_TRACES_EXPORTER",
-        "SIE_MAX_BATCH_REQUESTS" if mode == "queue" else "SIE_BATCHER_COALESCE_MS",
-    ])  # fmt: skip
+    assert sorted(warning.split()[1].rstrip(":") for warning in found.warnings) == sorted(
+        [
+            "SIE_TYPO",
+            "OTEL_TRACES_SAMPLER",
+            "OTEL_TRACES_EXPORTER",
+            "SIE_MAX_BATCH_REQUESTS" if mode == "queue" else "SIE_BATCHER_COALESCE_MS",
+        ]
+    )
 
 
 @pytest.mark.parametrize(("name", "documented"), [("SIE_BATCHER_COALESCE_MS", 5), ("SIE_MAX_BATCH_COST", 16384)])
-def test_a_variable_that_equals_the_documented_default_wins_over_a_measured_one(tmp_path: Path, name: str, documented: int) -> None:
+def test_a_variable_that_equals_the_documented_default_wins_over_a_measured_one(
+    tmp_path: Path, name: str, documented: int
+) -> None:
     field = name.removeprefix("SIE_").lower()
     assert of(served(tmp_path / "unset", {"SIE_DEVICE": "cpu"}), field)["sidecar"] != documented
     assert of(served(tmp_path / "set", {"SIE_DEVICE": "cpu", name: str(documented)}), field)["sidecar"] == documented
 
 
-@pytest.mark.parametrize(("environ", "most"), [
-    ({}, 64), ({"SIE_MAX_CONCURRENT_BATCHES": "4"}, 4), ({"SIE_MACHINE_PROFILE": "mine"}, 64), ({"SIE_DEVICE": "cuda"}, 4),
-])  # fmt: skip
-def test_every_core_of_a_cpu_gets_batches_unless_somebody_wrote_how_many(tmp_path: Path, environ: dict[str, str], most: int) -> None:
+@pytest.mark.parametrize(
+    ("environ", "most"),
+    [
+        ({}, 64),
+        ({"SIE_MAX_CONCURRENT_BATCHES": "4"}, 4),
+        ({"SIE_MACHINE_PROFILE": "mine"}, 64),
+        ({"SIE_DEVICE": "cuda"}, 4),
+    ],
+)
+def test_every_core_of_a_cpu_gets_batches_unless_somebody_wrote_how_many(
+    tmp_path: Path, environ: dict[str, str], most: int
+) -> None:
     """SIE_MAX_CONCURRENT_BATCHES: an adapter on a CPU has a lane for each core, and lanes bound what runs there."""
     found = served(tmp_path, {"SIE_DEVICE": "cpu", **environ})
     assert found.settings["sidecar"].max_concurrent_batches == most

@@ -38,14 +38,17 @@ MODES: tuple[Mode, ...] = ("queue", "standalone")
 
 @dataclass(frozen=True)
 class Documented:
-    """One setting as documented. `default` as `sie settings` shows it; `good` is another legal value; `bad` are wrong or out of range."""
+    """One setting as documented. `default` as `sie settings` shows it; `good` is another legal value; `bad` are wrong
+    or out of range.
+    """
 
     default: str
     good: str
     bad: tuple[str, ...] = ()
 
 
-# Transcribed from the documented table. Where the documented default is derived from another setting, or detected, it is unset here.
+# Transcribed from the documented table. Where the documented default is derived from another setting, or detected, it
+# is unset here.
 DOCUMENTED = {
     "SIE_DEVICE": Documented("auto", "cuda:1", ("gpu", "cuda:", "cuda:x", "")),
     "SIE_MODELS_DIR": Documented(UNSET, "s3://bucket/models", ("ftp://host/models", "s3://")),
@@ -73,7 +76,9 @@ DOCUMENTED = {
     "SIE_KEY_WINDOW_TOKENS": Documented("65536", "131072", ("0", "x", "")),
     "SIE_ADOPT_AFTER_MS": Documented("2000", "0", ("-1", "x", "")),
     "SIE_SWAP_AFTER_MS": Documented("1000", "5000", ("-1", "x", "")),
-    "SIE_NATS_URL": Documented(UNSET, "nats://one:4222,tls://two:4222", ("http://host", "host:4222", "nats://", "nats://host:99999")),
+    "SIE_NATS_URL": Documented(
+        UNSET, "nats://one:4222,tls://two:4222", ("http://host", "host:4222", "nats://", "nats://host:99999")
+    ),
     "SIE_NATS_PASSWORD": Documented(UNSET, f" {CANARY}@/:%# "),
     "SIE_GATEWAY_HEALTH_MODE": Documented("ws", "nats", ("http", "")),
     "SIE_GATEWAY_CONFIGURED_GPUS": Documented(UNSET, "l4,l4-spot", (",",)),
@@ -132,7 +137,9 @@ DOCUMENTED = {
     "OTEL_SDK_DISABLED": Documented("false", "true", ("perhaps",)),
     "OTEL_SERVICE_NAME": Documented("sie-server", "gateway"),
     "OTEL_TRACES_EXPORTER": Documented("otlp", "console", ("zipkin", "otlp,jaeger")),
-    "OTEL_EXPORTER_OTLP_ENDPOINT": Documented("http://localhost:4317", "http://collector:4317", ("ftp://collector", "collector")),
+    "OTEL_EXPORTER_OTLP_ENDPOINT": Documented(
+        "http://localhost:4317", "http://collector:4317", ("ftp://collector", "collector")
+    ),
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": Documented(UNSET, "collector:4317", ("ftp://collector", "collector")),
     "OTEL_EXPORTER_OTLP_PROTOCOL": Documented("grpc", "http/protobuf", ("http/json",)),
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": Documented(UNSET, "grpc", ("http/json",)),
@@ -170,7 +177,11 @@ def test_a_setting_has_its_documented_default(row: Row) -> None:
     """C16: also where everything else is set."""
     others = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
     # what these say changes the defaults of others, on purpose
-    others = {name: raw for name, raw in others.items() if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")}
+    others = {
+        name: raw
+        for name, raw in others.items()
+        if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")
+    }
     for environ in ({}, others):
         found = load(environ=environ)
         assert shown(row, getattr(found.settings, row.field)) == DOCUMENTED[row.name].default
@@ -193,7 +204,9 @@ def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variabl
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.is_standard], ids=lambda row: row.name)
 def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(row: Row) -> None:
-    """What sets OpenTelemetry's variables for all programs of a cluster does not know this one. Where nothing traces nothing is said."""
+    """What sets OpenTelemetry's variables for all programs of a cluster does not know this one. Where nothing traces
+    nothing is said.
+    """
     assert {row.name for row in ROWS if row.is_standard} == {name for name in BY_NAME if name.startswith("OTEL_")}
     for raw in DOCUMENTED[row.name].bad:
         found = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
@@ -219,7 +232,9 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 @each_row
 def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
-    found = load(environ={row.name: good if row.name == "SIE_NATS_PASSWORD" else f" {good} "})  # of which each character counts
+    found = load(
+        environ={row.name: good if row.name == "SIE_NATS_PASSWORD" else f" {good} "}
+    )  # of which each character counts
     assert getattr(found.settings, row.field) == row.read(good) != row.default
     assert found.sources[row.name] == "environment"
     found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
@@ -250,7 +265,10 @@ def test_a_measured_default_stands_between_environment_and_documented_default(pr
         found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
         assert (getattr(found.settings, row.field), found.sources[name]) == (3, "environment")
         written = load(environ={"SIE_MACHINE_PROFILE": profile, name: str(row.default)})
-        assert (getattr(written.settings, row.field), written.sources[name]) == (row.default, "environment"), "what was written wins"
+        assert (getattr(written.settings, row.field), written.sources[name]) == (
+            row.default,
+            "environment",
+        ), "what was written wins"
         found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
         assert (getattr(found.settings, row.field), found.sources[name]) == (5, "flag")
         assert shown(row, row.default) == DOCUMENTED[name].default, "the documented default itself stays"
@@ -264,7 +282,10 @@ def test_derived_defaults_follow_what_they_are_derived_from() -> None:
     assert load(environ={"SIE_MAX_CONCURRENT_BATCHES": "6", "SIE_IPC_POOL_SIZE": "3"}).settings.pool_size == 3
     assert load(environ={"SIE_POOL": "batch"}).settings.profile == "batch"
     assert load(environ={"SIE_POOL": "batch", "SIE_GPU_TYPE": "L4"}).settings.profile == "l4"
-    assert load(environ={"SIE_POOL": "batch", "SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}).settings.profile == "l4-spot"
+    assert (
+        load(environ={"SIE_POOL": "batch", "SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}).settings.profile
+        == "l4-spot"
+    )
     assert re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", default_worker_id())
     assert load(environ={"SIE_POOL": "default"}).settings.pool == "_default"
 
@@ -291,12 +312,17 @@ def test_an_unknown_variable_of_ours_is_warned_about_and_others_are_not() -> Non
 
 @each_row
 def test_a_setting_without_effect_is_warned_about_once(row: Row) -> None:
-    """Knobs of the other mode, and settings whose capability is not there yet. Everything else is silent, and unset is always silent."""
+    """Knobs of the other mode, and settings whose capability is not there yet. Everything else is silent, and unset is
+    always silent.
+    """
     good = DOCUMENTED[row.name].good
     for mode in MODES:
         expected = []
         if row.mode not in (None, mode):
-            expected.append(f"{row.name} is set, but has no effect {'with --standalone' if mode == 'standalone' else 'in queue mode'}")
+            expected.append(
+                f"{row.name} is set, but has no effect "
+                f"{'with --standalone' if mode == 'standalone' else 'in queue mode'}"
+            )
         if row.waits_for:
             expected.append(f"{row.name} is set, but this version has no {row.waits_for} yet")
         assert list(load(environ={row.name: good}, mode=mode).warnings) == expected
@@ -307,16 +333,21 @@ def test_a_setting_without_effect_is_warned_about_once(row: Row) -> None:
 
 def test_the_knobs_of_each_mode_are_the_documented_ones() -> None:
     assert {row.name for row in ROWS if row.mode == "standalone"} == {"SIE_MAX_BATCH_REQUESTS", "SIE_MAX_BATCH_WAIT_MS"}
-    assert {row.name for row in ROWS if row.mode == "queue"} == {"SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS"}
+    assert {row.name for row in ROWS if row.mode == "queue"} == {
+        "SIE_BATCHER_COALESCE_MS",
+        "SIE_BATCHER_MAX_BATCH_REQUESTS",
+    }
 
 
 # secrets
 
 SECRETS = {"SIE_ADMIN_TOKEN", "SIE_CONFIG_READ_TOKEN", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS", "SIE_NATS_PASSWORD"}
 WITH_CREDENTIALS = {
-    "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222", "SIE_CONFIG_SERVICE_URL": f"http://u:{CANARY}@config",
-    "SIE_GATEWAY_URL": f"http://u:{CANARY}@gateway", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{CANARY}@collector:4317",
-}  # fmt: skip
+    "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222",
+    "SIE_CONFIG_SERVICE_URL": f"http://u:{CANARY}@config",
+    "SIE_GATEWAY_URL": f"http://u:{CANARY}@gateway",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{CANARY}@collector:4317",
+}
 SECRET_ENVIRON = {**{name: DOCUMENTED[name].good for name in SECRETS}, **WITH_CREDENTIALS, "SIE_AUTH_MODE": "static"}
 
 
@@ -324,9 +355,12 @@ def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
     """X11."""
     assert {row.name for row in ROWS if row.secret} == SECRETS
     options = {
-        option for command in main.commands.values() for parameter in command.params if isinstance(parameter, click.Option)
+        option
+        for command in main.commands.values()
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
         for option in parameter.opts
-    }  # fmt: skip
+    }
     assert options.isdisjoint(BY_NAME[name].flag for name in SECRETS)
     assert {"--max-batch-cost", "--nats-url"} <= options
 
@@ -337,7 +371,13 @@ def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
     assert found.settings.auth_token == Secret(CANARY)
     assert found.settings.nats_url is not None
     assert CANARY in found.settings.nats_url, "it is there to be used"
-    printed = [repr(found), str(found.settings), repr(found.settings.auth_tokens), f"{found.settings.admin_token}", *found.warnings]
+    printed = [
+        repr(found),
+        str(found.settings),
+        repr(found.settings.auth_tokens),
+        f"{found.settings.admin_token}",
+        *found.warnings,
+    ]
     printed += [shown(row, getattr(found.settings, row.field)) for row in ROWS]
     assert all(CANARY not in text for text in printed)
     assert "host:4222,nats://other:4222" in repr(found)
@@ -389,7 +429,11 @@ def test_every_setting_has_its_flag_on_the_command_line_and_the_flag_wins() -> N
     flagged = {row.name for row in ROWS if row.name.startswith("SIE_") and not row.secret}
     for name in sorted(flagged):
         row, good = BY_NAME[name], DOCUMENTED[name].good
-        flags += [row.flag if good == "true" else f"--no-{row.flag[2:]}"] if isinstance(row.default, bool) else [row.flag, good]
+        flags += (
+            [row.flag if good == "true" else f"--no-{row.flag[2:]}"]
+            if isinstance(row.default, bool)
+            else [row.flag, good]
+        )
     environ = {name: DOCUMENTED[name].default for name in flagged if DOCUMENTED[name].default != UNSET}
     before = dict(os.environ)
     answer = CliRunner().invoke(main, ["settings", "--json", *flags], env=environ)
@@ -409,7 +453,9 @@ def test_every_setting_has_its_flag_on_the_command_line_and_the_flag_wins() -> N
 def test_the_settings_command_shows_value_source_and_meaning_and_no_secret() -> None:
     """X11, C16."""
     for arguments in (["settings"], ["settings", "--json"], ["settings", "--standalone"]):
-        answer = CliRunner().invoke(main, arguments, env={**SECRET_ENVIRON, "SIE_CHUNK_COST": "77", "SIE_MACHINE_PROFILE": "cpu"})
+        answer = CliRunner().invoke(
+            main, arguments, env={**SECRET_ENVIRON, "SIE_CHUNK_COST": "77", "SIE_MACHINE_PROFILE": "cpu"}
+        )
         assert answer.exit_code == 0, answer.output
         assert CANARY not in answer.output
         assert all(row.name in answer.output for row in ROWS)
@@ -450,7 +496,11 @@ BAD_STARTS = [
 
 async def started(*arguments: str, **environ: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        SIE, *arguments, env={"PATH": os.environ["PATH"], **environ}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        SIE,
+        *arguments,
+        env={"PATH": os.environ["PATH"], **environ},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, err = await process.communicate()
     assert process.returncode is not None
@@ -465,7 +515,12 @@ async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Pa
         more = ["--data-dir", str(tmp_path)] if command in ("serve", "standalone") else []
         async with at_once:
             status, out, err = await started(command, *more, **{name: raw})
-        right = (status, out) == (2, "") and err.startswith(f"error: {name}: ") and "Traceback" not in err and err.count("\n") == 1
+        right = (
+            (status, out) == (2, "")
+            and err.startswith(f"error: {name}: ")
+            and "Traceback" not in err
+            and err.count("\n") == 1
+        )
         return "" if right else f"{command} {name}={raw!r}: {status} {out}{err}"
 
     wrong = await asyncio.gather(*(check(*start) for start in BAD_STARTS))
@@ -473,7 +528,9 @@ async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Pa
 
 
 async def test_a_real_process_reads_its_own_environment_and_warns_on_standard_error() -> None:
-    status, out, err = await started("settings", "--json", "--chunk-cost", "9", SIE_CHUNK_COST="8", SIE_TYPO="1", SIE_ADMIN_TOKEN=CANARY)
+    status, out, err = await started(
+        "settings", "--json", "--chunk-cost", "9", SIE_CHUNK_COST="8", SIE_TYPO="1", SIE_ADMIN_TOKEN=CANARY
+    )
     assert status == 0, err
     told = {row["name"]: row for row in msgspec.json.decode(out)}
     assert (told["SIE_CHUNK_COST"]["value"], told["SIE_CHUNK_COST"]["source"]) == ("9", "flag")

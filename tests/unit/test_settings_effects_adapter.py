@@ -1,4 +1,6 @@
-"""What the adapter's settings do, from the variable through a real engine on the CPU, with weights and hub of the test."""
+"""What the adapter's settings do, from the variable through a real engine on the CPU, with weights and
+hub of the test.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,15 @@ from sie_contracts.settings import SettingError
 from sie_contracts.weights import MANIFEST, describe, encode
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-HUB_ENTRY = parse_entry({
-    "id": "org/model", "weights": {"hub": "org/model", "revision": COMMIT}, "family": "text-encoder", "outputs": {"dense": 8},
-    "max_tokens": 8,
-})  # fmt: skip
+HUB_ENTRY = parse_entry(
+    {
+        "id": "org/model",
+        "weights": {"hub": "org/model", "revision": COMMIT},
+        "family": "text-encoder",
+        "outputs": {"dense": 8},
+        "max_tokens": 8,
+    }
+)
 
 
 @contextlib.contextmanager
@@ -110,7 +117,11 @@ def test_the_default_precision_holds_for_models_without_their_own(precision: str
         compute = engine.loader.compute(None)
         assert engine.loader.compute("float32").precision == "float32"
     served = "float32" if precision == "float32" or bfloat16_lacks() else "bfloat16"
-    assert (compute.requested, compute.precision, bool(compute.precision_reason)) == (precision, served, served != precision)
+    assert (compute.requested, compute.precision, bool(compute.precision_reason)) == (
+        precision,
+        served,
+        served != precision,
+    )
 
 
 def snapshot(cache: Path) -> Path:
@@ -162,7 +173,9 @@ def test_the_local_cache_is_hf_home_where_it_is_not_set(tmp_path: Path, hub: Hub
 
 
 def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub: HubStub, place: Place) -> None:
-    """SIE_CLUSTER_CACHE: they land in the local cache, which serves them afterwards; unset, the same start asks the hub."""
+    """SIE_CLUSTER_CACHE: they land in the local cache, which serves them afterwards; unset, the same start asks the
+    hub.
+    """
     pushed = snapshot(tmp_path / "a")
     ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), Progress("it"))
     cache = {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
@@ -173,7 +186,9 @@ def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub:
     assert weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache) == found
     empty = {"SIE_LOCAL_CACHE": str(tmp_path / "c")}
     missing = str(weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, SIE_HF_FALLBACK="false", **empty))
-    assert re.match(rf"NOT_FOUND: .*the cluster cache {place.url} \(SIE_CLUSTER_CACHE\) has no org/model@{COMMIT}", missing)
+    assert re.match(
+        rf"NOT_FOUND: .*the cluster cache {place.url} \(SIE_CLUSTER_CACHE\) has no org/model@{COMMIT}", missing
+    )
     assert hub.asked == []
     assert str(weights_of(HUB_ENTRY, **empty)).startswith("NOT_FOUND: org/model@")
     assert hub.asked != []
@@ -198,12 +213,16 @@ def lora(folder: Path, seed: int) -> str:
     generator = torch.Generator().manual_seed(seed)
     layer = "base_model.model.encoder.layer.0.attention.self.query"
     matrices = {"lora_A": torch.randn(2, 32, generator=generator), "lora_B": torch.randn(32, 2, generator=generator)}
-    save_file({f"{layer}.{name}.weight": matrix for name, matrix in matrices.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {f"{layer}.{name}.weight": matrix for name, matrix in matrices.items()}, folder / "adapter_model.safetensors"
+    )
     return str(folder)
 
 
 @pytest.mark.parametrize(("variable", "kept"), [({}, 10), ({"SIE_MAX_LORAS_PER_MODEL": "2"}, 2)])
-def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(variable: dict[str, str], kept: int, tmp_path: Path) -> None:
+def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(
+    variable: dict[str, str], kept: int, tmp_path: Path
+) -> None:
     """SIE_MAX_LORAS_PER_MODEL."""
     entry = toys.entry(toys.save(tmp_path / "base", "bert"))
     with engine_of(SIE_MODELS_DIR=str(tmp_path), SIE_DEFAULT_COMPUTE_PRECISION="float32", **variable) as engine:
@@ -271,7 +290,13 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         assert good.inference_ms > 0
         assert good.wait_ms >= 0
         assert good.memory_bytes > 0
-        assert (refused.number, refused.model, refused.lora, refused.failed, refused.inference_ms) == (2, "toy/absent", True, 2, 0)
+        assert (refused.number, refused.model, refused.lora, refused.failed, refused.inference_ms) == (
+            2,
+            "toy/absent",
+            True,
+            2,
+            0,
+        )
         assert (malformed.number, malformed.rows, malformed.failed) == (3, 0, 2)
     with engine_of() as engine:
         ran(engine)
@@ -298,16 +323,21 @@ class Toy:
     certificate: ClassVar[dict[str, str]] = {}
 
 
-@pytest.mark.parametrize(("variable", "percent", "evicted"), [
-    ({}, 84.9, ()),
-    ({}, 85.1, ("toy/a",)),
-    ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 85.1, ()),
-    ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 90.1, ("toy/a",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "percent", "evicted"),
+    [
+        ({}, 84.9, ()),
+        ({}, 85.1, ("toy/a",)),
+        ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 85.1, ()),
+        ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 90.1, ("toy/a",)),
+    ],
+)
 def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
     variable: dict[str, str], percent: float, evicted: tuple[str, ...]
 ) -> None:
-    """SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT: before a load, from the idle ones; room for the new one comes with the first."""
+    """SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT: before a load, from the idle ones; room for the new one comes with the
+    first.
+    """
     level = 0.0
     now_s = 0.0
 
@@ -315,7 +345,9 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
         return Memory(round(1000 * (level if len(residency.describe()) == len(idle) else 10.0)) + more_bytes, 100_000)
 
     load: Any = lambda resolved: Toy()  # noqa: E731
-    residency = Residency(load, memory, lambda: None, settings_of(**variable).memory_pressure_threshold_percent, lambda: now_s)
+    residency = Residency(
+        load, memory, lambda: None, settings_of(**variable).memory_pressure_threshold_percent, lambda: now_s
+    )
     idle = ("toy/a", "toy/b")
     for model in idle:
         now_s += 1
@@ -323,7 +355,9 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
     level = percent
     _, gone = residency.ensure("toy/c", toy_entry("toy/c"), "default", idle)
     assert gone == evicted
-    assert [loaded.model for loaded in residency.describe()] == [model for model in (*idle, "toy/c") if model not in evicted]
+    assert [loaded.model for loaded in residency.describe()] == [
+        model for model in (*idle, "toy/c") if model not in evicted
+    ]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -343,7 +377,9 @@ def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers
 
     with engine_of(SIE_PREPROCESSOR_WORKERS=str(workers)) as engine:
         message = RunBatch("b", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
-        with mock.patch.object(engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))):
+        with mock.patch.object(
+            engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))
+        ):
             threads = [threading.Thread(target=engine.prepare, args=(message,)) for _ in range(3 * workers)]
             for thread in threads:
                 thread.start()
@@ -353,7 +389,9 @@ def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers
 
 
 def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
-    """1. a batch holds the only lane; 2. another one comes on another connection: it is prepared, though no lane is free."""
+    """1. a batch holds the only lane; 2. another one comes on another connection: it is prepared, though no lane is
+    free.
+    """
     held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
 
     def execute(message: RunBatch) -> Reply:

@@ -1,4 +1,6 @@
-"""What the batching settings do, on a virtual clock: from the variable through the sidecar's limits to the batches that are formed."""
+"""What the batching settings do, on a virtual clock: from the variable through the sidecar's limits to the batches that
+are formed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def sizes(waiting: Sequence[Job[int]], bounds: Limits) -> list[int]:
 
 
 def sent_at(arrivals: Sequence[Job[int]], bounds: Limits) -> list[tuple[float, int]]:
-    """Seconds and size of each batch for jobs that arrive at their own times, more being expected until the last has come."""
+    """Seconds and size of each batch for jobs that arrive at their own times, more being expected until the last has
+    come.
+    """
     queue: Waiting[int] = Waiting()
     coming = list(arrivals)
     formed: list[tuple[float, int]] = []
@@ -117,7 +121,9 @@ def order_of(waiting: Sequence[Job[int]], bounds: Limits) -> str:
 
 @pytest.mark.parametrize(("variable", "overtakes"), [({}, 4), ({"SIE_BULK_MAX_OVERTAKES": "2"}, 2)])
 def test_bulk_work_is_overtaken_at_most_this_often(variable: dict[str, str], overtakes: int) -> None:
-    """SIE_BULK_MAX_OVERTAKES, S9: both priorities saturated; the oldest bulk batch goes after so many interactive ones."""
+    """SIE_BULK_MAX_OVERTAKES, S9: both priorities saturated; the oldest bulk batch goes after so many
+    interactive ones.
+    """
     bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", **variable)
     assert order_of([*jobs(4, bulk=True), *jobs(40)], bounds).startswith(("i" * overtakes + "b") * 4)
 
@@ -125,7 +131,10 @@ def test_bulk_work_is_overtaken_at_most_this_often(variable: dict[str, str], ove
 def test_without_overtaking_it_is_first_come_first_served() -> None:
     """SIE_BULK_MAX_OVERTAKES=0: neither priority starves the other."""
     bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", SIE_BULK_MAX_OVERTAKES="0")
-    bulk, interactive = jobs(4, every_s=0.2, bulk=True), [Job(KEY, 1, 0.1 + 0.2 * number, number) for number in range(4)]
+    bulk, interactive = (
+        jobs(4, every_s=0.2, bulk=True),
+        [Job(KEY, 1, 0.1 + 0.2 * number, number) for number in range(4)],
+    )
     assert order_of([*bulk, *interactive], bounds) == "bibibibi"
     assert order_of([*jobs(4, bulk=True), *interactive], bounds) == "bbbbiiii"
 
@@ -139,7 +148,9 @@ def quantum(p50_ms: float | None, **environ: str) -> Quantum:
 
 
 def gathered_ms(found: Quantum, *, every_ms: float | None) -> float:
-    """How long a gathering lasts for which more is always expected: deliveries come at this distance, or none after the first."""
+    """How long a gathering lasts for which more is always expected: deliveries come at this distance, or none after the
+    first.
+    """
     began_s = last_s = 1.0
     while every_ms is not None and last_s + every_ms / 1000 <= found.until_s(began_s, last_s):
         last_s += every_ms / 1000
@@ -147,8 +158,14 @@ def gathered_ms(found: Quantum, *, every_ms: float | None) -> float:
 
 
 def test_gathering_lasts_the_shortest_quantum_when_nothing_comes_or_answers_are_late() -> None:
-    """SIE_ADAPTIVE_MIN_QUANTUM_MS: it ends after so long without a delivery, and is no longer when the median is over its target."""
-    for environ, shortest_ms in (({}, 2), ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "7"}, 7), ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "0"}, 0)):
+    """SIE_ADAPTIVE_MIN_QUANTUM_MS: it ends after so long without a delivery, and is no longer when the median is over
+    its target.
+    """
+    for environ, shortest_ms in (
+        ({}, 2),
+        ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "7"}, 7),
+        ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "0"}, 0),
+    ):
         assert gathered_ms(quantum(1, **environ), every_ms=None) == shortest_ms
         assert gathered_ms(quantum(400, **environ), every_ms=0.5) == shortest_ms
         assert gathered_ms(quantum(None, **environ), every_ms=0.5) == shortest_ms
@@ -192,16 +209,24 @@ class BarrierTokenizer:
         return [Tokens(np.full(3, len(text), np.int32), 3) for text in texts]
 
 
-@pytest.mark.parametrize(("variable", "workers"), [({}, 4), ({"SIE_PREPROCESSOR_WORKERS": "1"}, 1), ({"SIE_PREPROCESSOR_WORKERS": "6"}, 6)])
-async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers(variable: dict[str, str], workers: int) -> None:
-    """SIE_PREPROCESSOR_WORKERS: a barrier inside the tokenizer opens only when so many threads are in it, and no more ever are."""
+@pytest.mark.parametrize(
+    ("variable", "workers"), [({}, 4), ({"SIE_PREPROCESSOR_WORKERS": "1"}, 1), ({"SIE_PREPROCESSOR_WORKERS": "6"}, 6)]
+)
+async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers(
+    variable: dict[str, str], workers: int
+) -> None:
+    """SIE_PREPROCESSOR_WORKERS: a barrier inside the tokenizer opens only when so many threads are in it, and no more
+    ever are.
+    """
     pool = TokenizerPool(settings_of(**variable).preprocessor_workers)
     tokenizer = BarrierTokenizer(workers)
     texts = [["x" * (INLINE_CHARACTERS + 1 + number)] for number in range(3 * workers)]
     try:
         async with asyncio.timeout(30):
             works = [functools.partial(tokenizer.encode, each, "END", 0) for each in texts]
-            found = await asyncio.gather(*(pool.run(len(each[0]), work) for each, work in zip(texts, works, strict=True)))
+            found = await asyncio.gather(
+                *(pool.run(len(each[0]), work) for each, work in zip(texts, works, strict=True))
+            )
     finally:
         pool.close()
     assert tokenizer.peak == workers

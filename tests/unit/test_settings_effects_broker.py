@@ -1,4 +1,6 @@
-"""What the settings of broker and config service do: every process of the cluster in this event loop, before a real nats-server."""
+"""What the settings of broker and config service do: every process of the cluster in this event loop, before a real
+nats-server.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Processes:
         """The URL of a config service that has its catalogue."""
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         settings = settings_of(SIE_CONFIG_READ_TOKEN=READ_TOKEN, **environ)
-        self.start(sie_config.process.run(settings, self._stop, host="127.0.0.1", port=0, on_listening=listening.set_result))
+        self.start(
+            sie_config.process.run(settings, self._stop, host="127.0.0.1", port=0, on_listening=listening.set_result)
+        )
         url = f"http://127.0.0.1:{await listening}"
         await self._ready(url)
         return url
@@ -70,7 +74,11 @@ class Processes:
 
     async def sidecar(self, adapter: FakeAdapter, **environ: str) -> None:
         port = free_port()
-        own = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_IPC_SOCKET_PATH": adapter.path, "SIE_CONFIG_READ_TOKEN": READ_TOKEN}
+        own = {
+            "SIE_WORKER_METRICS_PORT": str(port),
+            "SIE_IPC_SOCKET_PATH": adapter.path,
+            "SIE_CONFIG_READ_TOKEN": READ_TOKEN,
+        }
         self.start(sie_sidecar.process.run(settings_of(**own, **environ), self._stop, host="127.0.0.1"))
         await self._ready(f"http://127.0.0.1:{port}")
 
@@ -136,7 +144,9 @@ async def stored(nats: NatsServer) -> dict[str, Any]:
 async def test_all_traffic_goes_over_the_named_broker(
     nats: NatsServer, adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path
 ) -> None:
-    """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service is encoded; another broker is idle."""
+    """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service is encoded; another
+    broker is idle.
+    """
     with NatsServer(tmp_path / "other") as other:
         broker = {"SIE_NATS_URL": nats.url}
         config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
@@ -155,7 +165,7 @@ async def test_a_password_may_have_any_character_and_stands_in_no_url(
     adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIE_NATS_PASSWORD: all processes come to a broker that asks for it, and nobody with another one."""
-    password = ' p@ss/w:o%72d#?&"\\\'$(HOME) é '
+    password = " p@ss/w:o%72d#?&\"\\'$(HOME) é "
     extra = f'authorization {{ user: "sie", password: {json.dumps(password, ensure_ascii=False)} }}'
     with NatsServer(tmp_path / "nats", extra=extra) as nats:
         url = nats.url.replace("//", "//sie@")
@@ -168,7 +178,9 @@ async def test_a_password_may_have_any_character_and_stands_in_no_url(
         command = ["topology", "check", "--nats-url", url]
         looked = await asyncio.to_thread(CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password})
         assert looked.exit_code == 0, looked.output
-        refused = await asyncio.to_thread(CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password.strip()})
+        refused = await asyncio.to_thread(
+            CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password.strip()}
+        )
         assert refused.exit_code == 2
         assert "uthorization" in refused.output
         within = transport.split(url.replace("sie@", f"sie:{quote('of the url', safe='')}@"), Secret(password))
@@ -227,7 +239,9 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
         assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_a_stream_that_stands_otherwise_at_the_broker_is_a_named_refusal(nats: NatsServer, processes: Processes) -> None:
+async def test_a_stream_that_stands_otherwise_at_the_broker_is_a_named_refusal(
+    nats: NatsServer, processes: Processes
+) -> None:
     """SIE_STREAM_STORAGE, L16."""
     await processes.gateway(SIE_NATS_URL=nats.url)
     with pytest.raises(SettingError, match=r"^SIE_STREAM_STORAGE: WORK__default: storage is 'file' at the broker"):

@@ -38,7 +38,9 @@ def put(folder: Path, *entries: ModelEntry) -> Path:
 def test_the_models_folder_is_laid_over_the_packaged_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIE_MODELS_DIR: ./models where it is not set, and a start without it when that is not there."""
     monkeypatch.chdir(tmp_path)
-    assert {name: source for name, (_, source) in wanted_models(settings_of()).items()} == dict.fromkeys(PACKAGED, "packaged")
+    assert {name: source for name, (_, source) in wanted_models(settings_of()).items()} == dict.fromkeys(
+        PACKAGED, "packaged"
+    )
     named = put(tmp_path / "elsewhere", toy())
     found = wanted_models(settings_of(SIE_MODELS_DIR=str(named)))
     assert set(found) == {*PACKAGED, "toy/one"}
@@ -78,7 +80,12 @@ def reads(token: str, **environ: str) -> bool | type[SIEError]:
 def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else() -> None:
     """SIE_CONFIG_READ_TOKEN, X14: where neither is configured nobody reads, and the read token writes nothing."""
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "root", "SIE_AUTH_TOKEN": "user"}
-    assert [reads(token, **tokens) for token in ("reader", "root", "user", "")] == [True, True, Unauthenticated, Unauthenticated]
+    assert [reads(token, **tokens) for token in ("reader", "root", "user", "")] == [
+        True,
+        True,
+        Unauthenticated,
+        Unauthenticated,
+    ]
     assert reads("root", SIE_CONFIG_READ_TOKEN="reader") is Unauthenticated
     assert reads("", SIE_AUTH_TOKEN="user") is PermissionDenied
     gate = Gate(settings_of(**tokens))

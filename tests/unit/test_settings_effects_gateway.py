@@ -55,7 +55,9 @@ async def test_a_request_is_cut_into_messages_of_about_the_chunk_cost_with_equal
 
 
 @pytest.mark.parametrize(("variable", "limit"), [({}, 2048), ({"SIE_MAX_ITEMS_PER_REQUEST": "100"}, 100)])
-async def test_a_request_may_have_this_many_items_and_not_one_more(cluster: InProcess, variable: dict[str, str], limit: int) -> None:
+async def test_a_request_may_have_this_many_items_and_not_one_more(
+    cluster: InProcess, variable: dict[str, str], limit: int
+) -> None:
     """SIE_MAX_ITEMS_PER_REQUEST, E19: one more is refused before anything is queued."""
     gateway = await cluster.gateway(**variable)
     refused = await gateway.encode(*["x"] * (limit + 1))
@@ -70,14 +72,18 @@ async def test_a_request_may_have_this_many_items_and_not_one_more(cluster: InPr
 
 
 async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(cluster: InProcess) -> None:
-    """SIE_MAX_CONCURRENT_REQUESTS: 20 at each of two gateways wait for the held device; the 21st to 23rd are shed, and only they."""
+    """SIE_MAX_CONCURRENT_REQUESTS: 20 at each of two gateways wait for the held device; the 21st to 23rd are shed, and
+    only they.
+    """
     gateways = [await cluster.gateway(SIE_MAX_CONCURRENT_REQUESTS="20") for _ in range(2)]
     adapter = await cluster.adapter()
     adapter.hold_batches = True
     await cluster.sidecar(adapter)
     sent = [[asyncio.create_task(gateway.encode(f"{number}")) for number in range(23)] for gateway in gateways]
     for gateway, tasks in zip(gateways, sent, strict=True):
-        done = await until(lambda tasks=tasks: len(done := [task for task in tasks if task.done()]) == 3 and done, "three refusals")
+        done = await until(
+            lambda tasks=tasks: len(done := [task for task in tasks if task.done()]) == 3 and done, "three refusals"
+        )
         for task in done:
             refusal = task.result()
             assert (refusal.status_code, refusal.json()["code"]) == (503, "QUEUE_FULL")
@@ -90,7 +96,9 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
 
 
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
-    """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not; the work is withdrawn from the queue."""
+    """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not; the work is withdrawn from
+    the queue.
+    """
     gateway = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="1")
     idle = Heartbeat("idle", "_default", "other", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
     await cluster.send(topology.health_subject("idle"), messages.encode(idle))  # a worker that takes nothing
@@ -108,17 +116,27 @@ async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cl
     assert len(adapter.batches) == 1
 
 
-@pytest.mark.parametrize(("gateways", "variable", "messages_each"), [
-    (1, {"SIE_KEY_WINDOW_TOKENS": "800"}, 3), (2, {"SIE_KEY_WINDOW_TOKENS": "1600"}, 3), (1, {"SIE_KEY_WINDOW_TOKENS": "3200"}, 12),
-    (1, {}, 20),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gateways", "variable", "messages_each"),
+    [
+        (1, {"SIE_KEY_WINDOW_TOKENS": "800"}, 3),
+        (2, {"SIE_KEY_WINDOW_TOKENS": "1600"}, 3),
+        (1, {"SIE_KEY_WINDOW_TOKENS": "3200"}, 12),
+        (1, {}, 20),
+    ],
+)
 async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gateways_share_them(
     cluster: InProcess, gateways: int, variable: dict[str, str], messages_each: int
 ) -> None:
-    """SIE_KEY_WINDOW_TOKENS: requests of 20 messages of 260 tokens, for a worker that takes nothing and knows no bound of its own."""
+    """SIE_KEY_WINDOW_TOKENS: requests of 20 messages of 260 tokens, for a worker that takes nothing and knows no bound
+    of its own.
+    """
     idle = Heartbeat("idle", "_default", "_default", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
     auth = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-a,key-b"}
-    started = [await cluster.gateway(SIE_CHUNK_COST="260", SIE_GATEWAY_REQUEST_TIMEOUT="20", **auth, **variable) for _ in range(gateways)]
+    started = [
+        await cluster.gateway(SIE_CHUNK_COST="260", SIE_GATEWAY_REQUEST_TIMEOUT="20", **auth, **variable)
+        for _ in range(gateways)
+    ]
     await cluster.send(topology.health_subject("idle"), messages.encode(idle))
     for gateway in started:
         async with asyncio.timeout(30):
@@ -126,8 +144,10 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
                 pass
     asked = [
         asyncio.create_task(gateway.encode(*["x" * 98] * 200, Authorization=f"Bearer {key}", X_SIE_Priority=priority))
-        for gateway in started for key in ("key-a", "key-b") for priority in ("interactive", "bulk")
-    ]  # fmt: skip
+        for gateway in started
+        for key in ("key-a", "key-b")
+        for priority in ("interactive", "bulk")
+    ]
     stream = cluster.server.streams[STREAM]
     expected = messages_each * len(asked)
     await until(lambda: len(stream.messages) >= expected, f"{expected} messages")
@@ -216,7 +236,9 @@ async def test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token(clu
     assert (await gateway.client.get("/metrics", headers={"authorization": "Bearer good"})).status_code == 403
 
 
-async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_token_has_their_scope(cluster: InProcess) -> None:
+async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_token_has_their_scope(
+    cluster: InProcess,
+) -> None:
     """SIE_GATEWAY_API_METRICS: in mode none for everybody, else with the scope metrics. A user's token has it not."""
     tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "good", "SIE_ADMIN_TOKEN": "root"}
     gateway = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", **tokens)
@@ -226,7 +248,11 @@ async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_toke
     assert answers[2].headers["content-type"].startswith("text/plain")
     assert (await gateway.client.post("/metrics", headers={"authorization": "root"})).status_code == 405
     anybody = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", SIE_ROOT_PATH="/sie")
-    assert [(await anybody.client.get(path)).status_code for path in ("/metrics", "/sie/metrics", "/metrics/x")] == [200, 200, 404]
+    assert [(await anybody.client.get(path)).status_code for path in ("/metrics", "/sie/metrics", "/metrics/x")] == [
+        200,
+        200,
+        404,
+    ]
     off = await (await cluster.gateway()).client.get("/metrics")
     assert (off.status_code, "SIE_GATEWAY_API_METRICS" in off.json()["error"]["message"]) == (404, True)
 
@@ -236,14 +262,20 @@ async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProce
     gateway = await cluster.gateway()
 
     async def told(accept: str) -> tuple[str, str]:
-        answers = [await gateway.client.get(f"{url}/readyz", headers={"accept": accept}) for url in (gateway.url, gateway.side_url)]
+        answers = [
+            await gateway.client.get(f"{url}/readyz", headers={"accept": accept})
+            for url in (gateway.url, gateway.side_url)
+        ]
         assert answers[0].content == answers[1].content
         return answers[0].headers["content-type"], answers[0].text
 
     assert await told("application/json") == ("application/json", '{"status":"ready","healthy_workers":0}')
     await cluster.sidecar()
     assert (await gateway.encode("a text")).status_code == 200  # so it has heard of the worker
-    assert await told("text/html, application/json;q=0.9") == ("application/json", '{"status":"ready","healthy_workers":1}')
+    assert await told("text/html, application/json;q=0.9") == (
+        "application/json",
+        '{"status":"ready","healthy_workers":1}',
+    )
     for accept in ("*/*", "text/plain", "application/json;q=0"):
         assert await told(accept) == ("text/plain; charset=utf-8", "ok")
 
@@ -268,11 +300,15 @@ def beat(worker: str, machine_profile: str = "l4") -> Heartbeat:
 
 
 def lane(fleet: Fleet, machine_profile: str = "") -> str:
-    return fleet.lane(RESOLVED, pool="_default", machine_profile=machine_profile, known_pools={"_default"}).machine_profile
+    return fleet.lane(
+        RESOLVED, pool="_default", machine_profile=machine_profile, known_pools={"_default"}
+    ).machine_profile
 
 
 async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker() -> None:
-    """SIE_GATEWAY_CONFIGURED_GPUS: by name in any case, or its spot kind; unset, those of the workers that there are."""
+    """SIE_GATEWAY_CONFIGURED_GPUS: by name in any case, or its spot kind; unset, those of the workers
+    that there are.
+    """
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of(SIE_GATEWAY_CONFIGURED_GPUS=" L4-spot , a100"))
     assert lane(fleet) == "l4-spot"
     assert lane(fleet, "a100") == "a100"
@@ -298,10 +334,16 @@ async def test_a_refused_machine_profile_is_a_400_before_anything_is_queued(clus
     assert (await gateway.client.get("/health")).json()["configured_gpu_types"] == ["l4"]
 
 
-@pytest.mark.parametrize(("variable", "timeout_s"), [
-    ({}, 15.0), ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0),
-])  # fmt: skip
-async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(variable: dict[str, str], timeout_s: float) -> None:
+@pytest.mark.parametrize(
+    ("variable", "timeout_s"),
+    [
+        ({}, 15.0),
+        ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0),
+    ],
+)
+async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(
+    variable: dict[str, str], timeout_s: float
+) -> None:
     """SIE_HEARTBEAT_TIMEOUT_MS: one missed message changes nothing."""
     now_s = 100.0
     settings = settings_of(**variable)
@@ -323,14 +365,20 @@ async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(variable:
 
 
 @pytest.mark.parametrize(("variable", "ack_wait_s"), [({}, 10), ({"SIE_ACK_WAIT_S": "5"}, 5)])
-async def test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait(variable: dict[str, str], ack_wait_s: int) -> None:
+async def test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait(
+    variable: dict[str, str], ack_wait_s: int
+) -> None:
     """SIE_ACK_WAIT_S: at the consumer that the gateway makes, and in the fence of the holder, on one virtual clock."""
     now_s = 1000.0
     settings = settings_of(**variable)
     server = MemoryServer(clock=lambda: now_s)
     broker = server.connect("gateway")
-    await broker.ensure_stream(topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0), owner=True)
-    consumer = topology.work_consumer(Lane("_default", "l4", "default"), "interactive", "toy/one", float(settings.ack_wait_s))
+    await broker.ensure_stream(
+        topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0), owner=True
+    )
+    consumer = topology.work_consumer(
+        Lane("_default", "l4", "default"), "interactive", "toy/one", float(settings.ack_wait_s)
+    )
     await broker.ensure_consumer(consumer)
     got: dict[str, list[Delivery]] = {"silent": [], "other": []}
     for worker, deliveries in got.items():
@@ -362,8 +410,12 @@ async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess)
     assert consumer.spec.ack_wait_s == 7.0
 
 
-async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_changed_behind_the_operator(cluster: InProcess) -> None:
-    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS, L16: what stands at the broker otherwise is a refusal that names the variable."""
+async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_changed_behind_the_operator(
+    cluster: InProcess,
+) -> None:
+    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS, L16: what stands at the broker otherwise is a refusal that names the
+    variable.
+    """
     await cluster.gateway(SIE_STREAM_STORAGE="memory", SIE_STREAM_REPLICAS="3")
     spec = cluster.server.streams[STREAM].spec
     assert (spec.storage, spec.replicas) == ("memory", 3)
@@ -446,7 +498,9 @@ def test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_clos
 
 async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: InProcess) -> None:
     """SIE_AUTH_TOKEN, X11: over HTTP."""
-    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good", SIE_GATEWAY_REQUEST_TIMEOUT="0.1")
+    gateway = await cluster.gateway(
+        SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good", SIE_GATEWAY_REQUEST_TIMEOUT="0.1"
+    )
     refused = await gateway.encode("x", Authorization="Bearer secret-bad")
     assert (refused.status_code, refused.json()["code"]) == (401, "UNAUTHENTICATED")
     assert refused.headers["www-authenticate"] == "Bearer"
@@ -458,7 +512,9 @@ async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: I
 
 
 async def test_the_default_models_answer_what_names_none(cluster: InProcess) -> None:
-    """SIE_DEFAULT_MODELS: one of two that could; a name in the request outweighs it; without either nothing is guessed."""
+    """SIE_DEFAULT_MODELS: one of two that could; a name in the request outweighs it; without either
+    nothing is guessed.
+    """
     cluster.source.put(toy_entry("toy/two"))
     plain, configured = await cluster.gateway(), await cluster.gateway(SIE_DEFAULT_MODELS="embed=toy/two")
     await cluster.sidecar()
@@ -466,7 +522,9 @@ async def test_the_default_models_answer_what_names_none(cluster: InProcess) -> 
         assert "model_required" in (await plain.client.post(path, json=body)).text
         answer = await configured.client.post(path, json=body)
         assert (answer.status_code, answer.headers["x-sie-model"]) == (200, "toy/two")
-        assert (await configured.client.post(path, json={**body, "model": "toy/one"})).headers["x-sie-model"] == "toy/one"
+        assert (await configured.client.post(path, json={**body, "model": "toy/one"})).headers[
+            "x-sie-model"
+        ] == "toy/one"
     assert (await configured.client.post("/v1/embeddings", json={"input": "x"})).json()["model"] == "toy/two"
 
 

@@ -25,7 +25,16 @@ PLAIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) s
 
 # everything but the workers' engine in one process, and that engine
 PROCESSES = {
-    "standalone": ["--port", "0", "--gateway-metrics-port", "0", "--worker-metrics-port", "0", "--data-dir", "{folder}"],
+    "standalone": [
+        "--port",
+        "0",
+        "--gateway-metrics-port",
+        "0",
+        "--worker-metrics-port",
+        "0",
+        "--data-dir",
+        "{folder}",
+    ],
     "adapter": ["--device", "cpu", "--ipc-socket-path", "{folder}/a.sock"],
 }
 LAST = {"standalone": "gateway listening", "adapter": "adapter ready"}
@@ -36,9 +45,13 @@ async def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
     arguments = [argument.format(folder=folder) for argument in PROCESSES[process]]
     (folder / "run").mkdir(parents=True)
     started = await asyncio.create_subprocess_exec(
-        SIE, process, *arguments, env={"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ}, stdout=asyncio.subprocess.PIPE,
+        SIE,
+        process,
+        *arguments,
+        env={"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ},
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+    )
     assert started.stdout is not None
     lines = []
     try:
@@ -58,7 +71,8 @@ async def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
 async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> None:
     """SIE_LOG_JSON: on, every line is one object with the documented keys; off, none is."""
     plain, *json = await asyncio.gather(
-        lines_of("standalone", tmp_path / "plain"), *(lines_of(name, tmp_path / name, SIE_LOG_JSON="true") for name in PROCESSES)
+        lines_of("standalone", tmp_path / "plain"),
+        *(lines_of(name, tmp_path / name, SIE_LOG_JSON="true") for name in PROCESSES),
     )
     for lines in json:
         entries = [msgspec.json.decode(line) for line in lines]
@@ -125,7 +139,9 @@ async def test_a_request_is_one_line_with_its_id_model_and_latency_and_no_input(
             fourth = answer.headers["x-sie-request-id"]
     lines = capsys.readouterr().err.splitlines()
     entries = [msgspec.json.decode(line) for line in lines]
-    requests = [entry for entry in entries if entry["logger"] == "sie.gateway" and entry["message"].startswith("encode ")]
+    requests = [
+        entry for entry in entries if entry["logger"] == "sie.gateway" and entry["message"].startswith("encode ")
+    ]
     assert len(requests) == 6
     assert requests[0]["model"] == "toy/one"
     assert requests[0]["latency_ms"] > 0

@@ -1,4 +1,6 @@
-"""What the worker's settings do: the real sidecar before a fake adapter on a real socket, with a gateway where one is needed."""
+"""What the worker's settings do: the real sidecar before a fake adapter on a real socket, with a gateway where one is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 
 async def peak_of_batches(cluster: InProcess, expected: int, **environ: str) -> float:
-    """The most batches that a held adapter is sent while the sidecar has more in hand. The gauge of batches says the same."""
+    """The most batches that a held adapter is sent while the sidecar has more in hand. The gauge of batches says the
+    same.
+    """
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()
     sidecar = await cluster.sidecar(adapter, SIE_BATCHER_MAX_BATCH_REQUESTS="1", **environ)
@@ -51,25 +55,38 @@ async def peak_of_batches(cluster: InProcess, expected: int, **environ: str) -> 
     return gauge
 
 
-@pytest.mark.parametrize(("variable", "depth"), [({}, 2), ({"SIE_RUST_PIPELINE_DEPTH": "1"}, 1), ({"SIE_RUST_PIPELINE_DEPTH": "3"}, 3)])
-async def test_the_pipeline_depth_is_how_many_batches_are_sent_ahead(cluster: InProcess, variable: dict[str, str], depth: int) -> None:
+@pytest.mark.parametrize(
+    ("variable", "depth"), [({}, 2), ({"SIE_RUST_PIPELINE_DEPTH": "1"}, 1), ({"SIE_RUST_PIPELINE_DEPTH": "3"}, 3)]
+)
+async def test_the_pipeline_depth_is_how_many_batches_are_sent_ahead(
+    cluster: InProcess, variable: dict[str, str], depth: int
+) -> None:
     """SIE_RUST_PIPELINE_DEPTH."""
     assert await peak_of_batches(cluster, depth, SIE_MAX_CONCURRENT_BATCHES="8", **variable) == depth
 
 
 @pytest.mark.parametrize(("variable", "most"), [({}, 4), ({"SIE_MAX_CONCURRENT_BATCHES": "3"}, 3)])
-async def test_never_more_batches_are_in_progress_than_allowed(cluster: InProcess, variable: dict[str, str], most: int) -> None:
+async def test_never_more_batches_are_in_progress_than_allowed(
+    cluster: InProcess, variable: dict[str, str], most: int
+) -> None:
     """SIE_MAX_CONCURRENT_BATCHES."""
     assert await peak_of_batches(cluster, most, SIE_RUST_PIPELINE_DEPTH="8", **variable) == most
 
 
-@pytest.mark.parametrize(("variable", "most"), [
-    ({}, 4), ({"SIE_MAX_CONCURRENT_BATCHES": "1"}, 1), ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 6),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "most"),
+    [
+        ({}, 4),
+        ({"SIE_MAX_CONCURRENT_BATCHES": "1"}, 1),
+        ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 6),
+    ],
+)
 async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
     tmp_path: Path, variable: dict[str, str], most: int
 ) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES: of all models together. A device of fewer lanes takes fewer, by SIE_RUST_PIPELINE_DEPTH."""
+    """SIE_MAX_CONCURRENT_BATCHES: of all models together. A device of fewer lanes takes fewer, by
+    SIE_RUST_PIPELINE_DEPTH.
+    """
     entries = [toy_entry(f"toy/model-{number}") for number in range(8)]
     async with InProcess(tmp_path, *entries) as cluster:
         gateway = await cluster.gateway()
@@ -87,15 +104,25 @@ async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
 
 
-@pytest.mark.parametrize(("lanes", "environ", "most", "connections"), [
-    (2, {}, 3, 7), (8, {}, 9, 10), (80, {}, 64, 65), (8, {"SIE_MAX_CONCURRENT_BATCHES": "4"}, 4, 5), (8, {"SIE_IPC_POOL_SIZE": "5"}, 5, 6),
-    (8, {"SIE_RUST_PIPELINE_DEPTH": "3"}, 10, 11), (8, {"SIE_MACHINE_PROFILE": "mine", "SIE_GPU_COUNT": "0"}, 9, 10),
-    (8, {"SIE_MACHINE_PROFILE": "mine"}, 4, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lanes", "environ", "most", "connections"),
+    [
+        (2, {}, 3, 7),
+        (8, {}, 9, 10),
+        (80, {}, 64, 65),
+        (8, {"SIE_MAX_CONCURRENT_BATCHES": "4"}, 4, 5),
+        (8, {"SIE_IPC_POOL_SIZE": "5"}, 5, 6),
+        (8, {"SIE_RUST_PIPELINE_DEPTH": "3"}, 10, 11),
+        (8, {"SIE_MACHINE_PROFILE": "mine", "SIE_GPU_COUNT": "0"}, 9, 10),
+        (8, {"SIE_MACHINE_PROFILE": "mine"}, 4, 5),
+    ],
+)
 async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote_how_many(
     tmp_path: Path, lanes: int, environ: dict[str, str], most: int, connections: int
 ) -> None:
-    """SIE_MAX_CONCURRENT_BATCHES of the machine profile cpu, as in `sie serve` and in the chart; connections follow what can run."""
+    """SIE_MAX_CONCURRENT_BATCHES of the machine profile cpu, as in `sie serve` and in the chart; connections follow
+    what can run.
+    """
     entries = [toy_entry(f"toy/model-{number}") for number in range(most + 2)]
     async with InProcess(tmp_path, *entries) as cluster:
         gateway = await cluster.gateway()
@@ -113,10 +140,17 @@ async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
 
 
-@pytest.mark.parametrize(("environ", "connections"), [
-    ({}, 5), ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7), ({"SIE_IPC_POOL_SIZE": "2"}, 3),
-])  # fmt: skip
-async def test_the_pool_has_so_many_connections_and_one_for_control(cluster: InProcess, environ: dict[str, str], connections: int) -> None:
+@pytest.mark.parametrize(
+    ("environ", "connections"),
+    [
+        ({}, 5),
+        ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7),
+        ({"SIE_IPC_POOL_SIZE": "2"}, 3),
+    ],
+)
+async def test_the_pool_has_so_many_connections_and_one_for_control(
+    cluster: InProcess, environ: dict[str, str], connections: int
+) -> None:
     """SIE_IPC_POOL_SIZE, S20: unset it follows SIE_MAX_CONCURRENT_BATCHES."""
     await cluster.gateway()
     adapter = await cluster.adapter()
@@ -183,7 +217,9 @@ async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals
 # identity
 
 
-async def test_the_worker_id_is_in_results_heartbeats_and_logs(cluster: InProcess, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_worker_id_is_in_results_heartbeats_and_logs(
+    cluster: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     """SIE_WORKER_ID, B9."""
     caplog.set_level(logging.INFO)
     gateway = await cluster.gateway()
@@ -205,12 +241,17 @@ async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess) -> None
     assert health["cluster"]["gpu_count"] == 3
 
 
-@pytest.mark.parametrize(("environ", "profile"), [
-    ({}, "_default"),
-    ({"SIE_GPU_TYPE": "L4"}, "l4"),
-    ({"SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}, "l4-spot"),
-])  # fmt: skip
-async def test_the_machine_profile_is_what_requests_are_routed_by(cluster: InProcess, environ: dict[str, str], profile: str) -> None:
+@pytest.mark.parametrize(
+    ("environ", "profile"),
+    [
+        ({}, "_default"),
+        ({"SIE_GPU_TYPE": "L4"}, "l4"),
+        ({"SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}, "l4-spot"),
+    ],
+)
+async def test_the_machine_profile_is_what_requests_are_routed_by(
+    cluster: InProcess, environ: dict[str, str], profile: str
+) -> None:
     """SIE_MACHINE_PROFILE: else SIE_GPU_TYPE, else the pool; another kind of node beside it never gets its work."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="other,_default,l4,l4-spot")
     named, other = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
@@ -220,7 +261,9 @@ async def test_the_machine_profile_is_what_requests_are_routed_by(cluster: InPro
     assert beat is not None
     assert beat.machine_profile == profile
     for _ in range(3):
-        assert (await gateway.encode("x", X_SIE_Machine_Profile=profile.upper())).headers["x-sie-worker"] == sidecar.worker
+        assert (await gateway.encode("x", X_SIE_Machine_Profile=profile.upper())).headers[
+            "x-sie-worker"
+        ] == sidecar.worker
     assert not other.batches
 
 
@@ -251,7 +294,11 @@ async def test_without_a_gpu_type_the_detected_one_routes(cluster: InProcess) ->
     batches = len(adapter.batches)
     refused = await gateway.encode("x", X_SIE_Machine_Profile="l4")
     error = refused.json()["error"]
-    assert (refused.status_code, error["reason"], error["configured_gpu_types"]) == (404, "gpu_not_found", ["_default", "h100"])
+    assert (refused.status_code, error["reason"], error["configured_gpu_types"]) == (
+        404,
+        "gpu_not_found",
+        ["_default", "h100"],
+    )
     assert len(adapter.batches) == batches
 
 
@@ -266,12 +313,22 @@ async def test_work_of_a_pool_is_taken_by_workers_of_that_pool_only(cluster: InP
     assert adapters["a"].batches
     assert not adapters["b"].batches
     assert (await gateways["a"].encode("x", X_SIE_Pool="b")).json()["code"] == "POOL_NOT_FOUND"
-    assert {name for name in cluster.server.streams if name.startswith("WORK_")} == {"WORK__default", "WORK_a", "WORK_b"}
+    assert {name for name in cluster.server.streams if name.startswith("WORK_")} == {
+        "WORK__default",
+        "WORK_a",
+        "WORK_b",
+    }
 
 
-async def test_a_model_is_served_by_workers_of_its_bundle_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SIE_BUNDLE: and a delta for one bundle does not reach workers of another. A worker of a bundle that is none says so."""
-    async with InProcess(tmp_path, ONE, toy_entry("toy/vision", bundle="vision"), toy_entry("toy/any", bundle="")) as cluster:
+async def test_a_model_is_served_by_workers_of_its_bundle_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIE_BUNDLE: and a delta for one bundle does not reach workers of another. A worker of a bundle that is none says
+    so.
+    """
+    async with InProcess(
+        tmp_path, ONE, toy_entry("toy/vision", bundle="vision"), toy_entry("toy/any", bundle="")
+    ) as cluster:
         gateway = await cluster.gateway()
         adapters = {bundle: await cluster.adapter(f"{bundle}.sock") for bundle in ("default", "vision")}
         sidecars = {bundle: await cluster.sidecar(adapter, SIE_BUNDLE=bundle) for bundle, adapter in adapters.items()}
@@ -280,7 +337,10 @@ async def test_a_model_is_served_by_workers_of_its_bundle_only(tmp_path: Path, c
             assert (answer.headers["x-sie-worker"], answer.headers["x-sie-bundle"]) == (sidecars[bundle].worker, bundle)
         refused = (await gateway.encode("x", model="vision:/toy/one")).json()["error"]
         assert (refused["code"], refused["compatible_bundles"]) == ("BUNDLE_CONFLICT", ["default"])
-        assert {bundle: adapter.loads for bundle, adapter in adapters.items()} == {"default": ["toy/one"], "vision": ["toy/vision"]}
+        assert {bundle: adapter.loads for bundle, adapter in adapters.items()} == {
+            "default": ["toy/one"],
+            "vision": ["toy/vision"],
+        }
         delta = ConfigDelta("sie-config", cluster.source.present_epoch, "test:2", "toy/vision", 2, None)
         await cluster.send(topology.config_subject("vision"), messages.encode(delta))
         assert await sidecars["vision"].metric("sie_config_deltas_total", result="applied") == 1
@@ -302,7 +362,12 @@ async def test_metrics_and_probes_of_the_sidecar_answer_on_its_port(cluster: InP
     await cluster.gateway()
     sidecar = await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(port))
     assert sidecar.side_url.endswith(f":{port}")
-    assert [(await sidecar.get(path)).status_code for path in ("/metrics", "/healthz", "/readyz", "/v1/models")] == [200, 200, 200, 404]
+    assert [(await sidecar.get(path)).status_code for path in ("/metrics", "/healthz", "/readyz", "/v1/models")] == [
+        200,
+        200,
+        200,
+        404,
+    ]
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
         holder.listen()
@@ -324,15 +389,24 @@ async def test_heartbeats_come_at_the_interval(cluster: InProcess) -> None:
     assert sum(beat.worker == "w1" for beat in cluster.beats) <= 2
 
 
-async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export(cluster: InProcess) -> None:
-    """SIE_WORKER_CONFIG_POLL_INTERVAL_MS, SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS: without deltas, each worker with a source of its own.
+async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export(
+    cluster: InProcess,
+) -> None:
+    """SIE_WORKER_CONFIG_POLL_INTERVAL_MS, SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS: without deltas, each worker with a
+    source of its own.
 
-    1. four workers know toy/one; 2. toy/two appears, with a new epoch at `polled` and `slow`, without one at `full` and `never`;
-    3. work for toy/two is done by `polled` and `full`, while `slow` polls every 30 s, or when such work comes, and `never` reads the whole
+    1. four workers know toy/one; 2. toy/two appears, with a new epoch at `polled` and `slow`, without one at `full` and
+      `never`;
+    3. work for toy/two is done by `polled` and `full`, while `slow` polls every 30 s, or when such work comes, and
+      `never` reads the whole
     export only at start.
     """
     short, off = {"SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000"}, {"SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": "0"}
-    environs = {"polled": {**short, **off}, "slow": {}, "full": {**short, "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": "1000"}}
+    environs = {
+        "polled": {**short, **off},
+        "slow": {},
+        "full": {**short, "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": "1000"},
+    }
     environs["never"] = {**short, **off}
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS=",".join(environs))
     sources = {name: Source(ONE) for name in environs}
@@ -344,7 +418,11 @@ async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at
     assert [answer.status_code for answer in await asyncio.gather(*served)] == [200, 200]
     await until(lambda: sources["never"].polls >= 2, "two polls")
     assert sources["full"].exports >= 2
-    assert {name: source.exports for name, source in sources.items() if name != "full"} == {"polled": 2, "slow": 1, "never": 1}
+    assert {name: source.exports for name, source in sources.items() if name != "full"} == {
+        "polled": 2,
+        "slow": 1,
+        "never": 1,
+    }
     assert sources["slow"].polls == 0
     left = await gateway.encode("x", model="toy/two", X_SIE_Machine_Profile="never", X_SIE_Timeout_Ms="100")
     assert left.status_code == 504
@@ -360,7 +438,9 @@ async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: I
     adapter.hold_loads = True
     sidecar = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one, TOY/two")
     for left in ("toy/one, toy/two", "toy/two"):
-        await adapter.until(lambda adapter, left=left: adapter.loads and adapter.loads[-1] == left.split(", ")[0], "the load")
+        await adapter.until(
+            lambda adapter, left=left: adapter.loads and adapter.loads[-1] == left.split(", ")[0], "the load"
+        )
         answer = await sidecar.get("/readyz")
         assert (answer.status_code, answer.text) == (503, f"not ready: preloading {left}")
         adapter.let_go(1)
@@ -379,7 +459,9 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     adapter.refusals["toy/one"] = ModelLoadFailed("too little memory", extras={"error_class": "OOM"})
     adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
     passing = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one,toy/two")
-    await until(lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["failed"], "the failure")
+    await until(
+        lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["failed"], "the failure"
+    )
     assert (await passing.get("/readyz")).text == "not ready: preloading toy/one, toy/two (too little memory)"
     other = await cluster.adapter("other.sock")
     other.refusals["toy/two"] = adapter.refusals["toy/two"]
@@ -415,7 +497,9 @@ class LoadsAtOnce:
         self.description: ipc.Description | None = None
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        return ipc.Ready(ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512, {"encode": ipc.Rows()})
+        return ipc.Ready(
+            ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512, {"encode": ipc.Rows()}
+        )
 
 
 async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is_held_for_it() -> None:

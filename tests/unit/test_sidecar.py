@@ -84,7 +84,9 @@ async def test_a_remembered_failure_is_told_anew_each_time() -> None:
     """L6: one load; and no exception that collects the frames of all who met it."""
     link = _Refusing()
     hosting = Hosting(link, lambda: 0.0, lambda: None)  # type: ignore[arg-type]
-    entry = ModelEntry(id="m", weights=Weights(path="/nowhere"), family="text-encoder", outputs={"dense": 2}, max_tokens=8)
+    entry = ModelEntry(
+        id="m", weights=Weights(path="/nowhere"), family="text-encoder", outputs={"dense": 2}, max_tokens=8
+    )
     hosted = hosting.of(Catalogue.resolve_profile(entry, "default", "m"))
     depths = []
     for _ in range(5):

@@ -1,4 +1,6 @@
-"""What is shown of the installation: `/health`, the page, the websockets of gateway and worker, and where the view comes from."""
+"""What is shown of the installation: `/health`, the page, the websockets of gateway and worker, and where the view
+comes from.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ async def frame(socket: ClientConnection) -> dict[str, Any]:
     return found
 
 
-async def refusal(process: GatewayProcess | SidecarProcess, path: str, **headers: str) -> tuple[int, dict[str, Any], str]:
+async def refusal(
+    process: GatewayProcess | SidecarProcess, path: str, **headers: str
+) -> tuple[int, dict[str, Any], str]:
     """Of an upgrade: status, body, and the content type."""
     with pytest.raises(InvalidStatus) as refused:
         async with looking(process, path, **headers):
@@ -117,9 +121,15 @@ async def deaf(port: int) -> socket.socket:
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.setblocking(False)
     head = (
-        "GET / HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", "",
-    )  # fmt: skip
+        "GET / HTTP/1.1",
+        "Host: localhost",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        "",
+        "",
+    )
     loop = asyncio.get_running_loop()
     await loop.sock_connect(slow, ("127.0.0.1", port))
     await loop.sock_sendall(slow, "\r\n".join(head).encode())
@@ -152,7 +162,9 @@ async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off()
 
 
 async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
-    """P1: close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to close."""
+    """P1: close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
+    close.
+    """
     made = 0
 
     def make() -> str:
@@ -222,17 +234,33 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
     (worker,) = told["workers"]
     assert worker == health["workers"][0]
     assert set(worker) >= {
-        "name", "url", "gpu", "gpu_count", "loaded_models", "queue_depth", "memory_used_bytes", "memory_total_bytes", "healthy", "bundle",
-        "bundle_config_hash", "pool",
-    }  # fmt: skip
+        "name",
+        "url",
+        "gpu",
+        "gpu_count",
+        "loaded_models",
+        "queue_depth",
+        "memory_used_bytes",
+        "memory_total_bytes",
+        "healthy",
+        "bundle",
+        "bundle_config_hash",
+        "pool",
+    }
     assert (worker["name"], worker["gpu"], worker["gpu_count"], worker["loaded_models"]) == ("w0", "l4", 2, ["toy/one"])
-    assert told["models"] == health["models"] == [
-        {"name": "toy/one", "state": "loaded", "worker_count": 1, "gpu_types": ["l4"], "total_queue_depth": 0},
-        {"name": "toy/two", "state": "available", "worker_count": 0, "gpu_types": [], "total_queue_depth": 0},
-    ]  # fmt: skip
+    assert (
+        told["models"]
+        == health["models"]
+        == [
+            {"name": "toy/one", "state": "loaded", "worker_count": 1, "gpu_types": ["l4"], "total_queue_depth": 0},
+            {"name": "toy/two", "state": "available", "worker_count": 0, "gpu_types": [], "total_queue_depth": 0},
+        ]
+    )
     assert {name: told["cluster"][name] for name in ("worker_count", "gpu_count", "models_loaded")} == {
-        "worker_count": 1, "gpu_count": 2, "models_loaded": 1,
-    }  # fmt: skip
+        "worker_count": 1,
+        "gpu_count": 2,
+        "models_loaded": 1,
+    }
     assert health["live_gpu_types"] == ["l4"]
 
 
@@ -240,7 +268,10 @@ async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InPro
     """A6: the broker tells of it. What it has not told is null, not zero."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
     async with looking(gateway, "/ws/cluster-status") as socket:
-        assert {name: (await frame(socket))[name] for name in ("queues", "model_queues")} == {"queues": None, "model_queues": None}
+        assert {name: (await frame(socket))[name] for name in ("queues", "model_queues")} == {
+            "queues": None,
+            "model_queues": None,
+        }
         asking = asyncio.create_task(gateway.encode("x", **{"X-SIE-MACHINE-PROFILE": "l4"}))
         try:
             async with asyncio.timeout(60):
@@ -263,7 +294,9 @@ def _is_idle(cluster: InProcess) -> bool:
 
 async def test_health_without_a_worker_is_degraded_and_hides_credentials(cluster: InProcess) -> None:
     """X11"""
-    gateway = await cluster.gateway(SIE_NATS_URL="nats://user:secret@one:4222", SIE_CONFIG_SERVICE_URL="http://u:secret@config:8081")
+    gateway = await cluster.gateway(
+        SIE_NATS_URL="nats://user:secret@one:4222", SIE_CONFIG_SERVICE_URL="http://u:secret@config:8081"
+    )
     answer = await gateway.client.get("/health")
     assert answer.json()["status"] == "degraded"
     assert answer.json()["nats_url"] == "nats://one:4222"
@@ -281,7 +314,9 @@ async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_
         assert (await refusal(gateway, path, Authorization="Bearer bad"))[0] == 401
     status, body, _ = await refusal(gateway, "/ws/nothing", Authorization="Bearer good")
     assert (status, body["code"]) == (404, "NOT_FOUND")
-    status, body, _ = await refusal(gateway, "/ws/cluster-status", Authorization="Bearer good", Origin="https://evil.example")
+    status, body, _ = await refusal(
+        gateway, "/ws/cluster-status", Authorization="Bearer good", Origin="https://evil.example"
+    )
     assert (status, body["code"]) == (403, "PERMISSION_DENIED")
     own = gateway.url
     async with looking(gateway, "/ws/cluster-status", Authorization="Bearer good", Origin=own) as socket:
@@ -289,10 +324,14 @@ async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_
         assert socket.response is not None
         assert socket.response.headers["x-sie-version"] == sie_contracts.__version__
     assert await gateway.metric("sie_gateway_requests_total", endpoint="ws", status="401") == 6
-    assert await gateway.metric("sie_gateway_request_latency_seconds_count", endpoint="ws") == 0, "they last as long as clients like"
+    assert await gateway.metric("sie_gateway_request_latency_seconds_count", endpoint="ws") == 0, (
+        "they last as long as clients like"
+    )
 
 
-async def test_there_are_so_many_websockets_and_not_one_more(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_are_so_many_websockets_and_not_one_more(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(statuses, "MAX_SOCKETS", 8)
     gateway = await cluster.gateway()
     async with looking(gateway, "/ws/cluster-status") as first, looking(gateway, "/ws/cluster-status") as second:
@@ -317,12 +356,16 @@ def seated(held: contextlib.ExitStack, seats: Seats, address: str, key: str = ""
 
 
 def test_one_client_cannot_take_all_websockets() -> None:
-    """By its address, by its key from many addresses; others have room until all is taken, and who leaves makes room."""
+    """By its address, by its key from many addresses; others have room until all is taken, and who
+    leaves makes room.
+    """
     seats = Seats(16, "gateway")
     with contextlib.ExitStack() as held:
         assert [seated(held, seats, "10.0.0.1", f"k{number}") for number in range(6)] == [True] * 4 + [False] * 2
         assert [seated(held, seats, f"10.0.1.{number}", "key") for number in range(6)] == [True] * 4 + [False] * 2
-        assert [seated(held, seats, f"2001:db8::{number:x}") for number in range(6)] == [True] * 4 + [False] * 2, "one /64 is one host"
+        assert [seated(held, seats, f"2001:db8::{number:x}") for number in range(6)] == [True] * 4 + [False] * 2, (
+            "one /64 is one host"
+        )
         assert [seated(held, seats, f"127.0.0.{number}") for number in range(1, 4)] == [True] * 3
         assert seated(held, seats, "10.0.2.1")
         assert not seated(held, seats, "10.0.3.1"), "16 are there"
@@ -368,15 +411,33 @@ async def test_the_workers_frame_has_the_last_batches_where_the_adapter_keeps_th
     await cluster.sidecar(adapter, SIE_WORKER_METRICS_PORT=port)
     async with looking(gateway, "/ws/status") as socket:
         assert "batches" not in await frame(socket)
-        adapter.described = (RanBatch(7, 1.5e9, "toy/one", "encode", 2, 2, 1, 20, 15, 250, 0.25, padding=10, inference_ms=1.5),)
+        adapter.described = (
+            RanBatch(7, 1.5e9, "toy/one", "encode", 2, 2, 1, 20, 15, 250, 0.25, padding=10, inference_ms=1.5),
+        )
         async with asyncio.timeout(30):
             while "batches" not in (told := await frame(socket)):
                 pass
-    assert told["batches"] == [{
-        "number": 7, "ended": 1.5e9, "model": "toy/one", "operation": "encode", "rows": 2, "inputs": 2, "items": 1, "tokens": 20,
-        "longest": 15, "attention": 250, "wait_ms": 0.25, "lora": False, "failed": 0, "padding": 10, "inference_ms": 1.5,
-        "postprocess_ms": 0.0, "memory_bytes": 0,
-    }]  # fmt: skip
+    assert told["batches"] == [
+        {
+            "number": 7,
+            "ended": 1.5e9,
+            "model": "toy/one",
+            "operation": "encode",
+            "rows": 2,
+            "inputs": 2,
+            "items": 1,
+            "tokens": 20,
+            "longest": 15,
+            "attention": 250,
+            "wait_ms": 0.25,
+            "lora": False,
+            "failed": 0,
+            "padding": 10,
+            "inference_ms": 1.5,
+            "postprocess_ms": 0.0,
+            "memory_bytes": 0,
+        }
+    ]
 
 
 async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InProcess) -> None:
@@ -386,25 +447,62 @@ async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InPr
     async with looking(sidecar, "/ws/status") as socket:
         told = await frame(socket)
     assert set(told) == {
-        "timestamp", "ready", "name", "machine_profile", "pool_name", "gpu_count", "bundle", "bundle_config_hash", "loaded_models",
-        "max_batch_requests", "server", "gpus", "models", "counters", "histograms",
-    }  # fmt: skip
+        "timestamp",
+        "ready",
+        "name",
+        "machine_profile",
+        "pool_name",
+        "gpu_count",
+        "bundle",
+        "bundle_config_hash",
+        "loaded_models",
+        "max_batch_requests",
+        "server",
+        "gpus",
+        "models",
+        "counters",
+        "histograms",
+    }
     assert (told["ready"], told["name"], told["pool_name"], told["bundle"]) == (True, "w0", "_default", "default")
     assert (told["max_batch_requests"], told["loaded_models"]) == (7, ["toy/one"])
     assert set(told["server"]) == {"version", "uptime_seconds", "user", "working_dir", "pid"}
     assert told["server"]["version"] == sie_contracts.__version__
     (device,) = told["gpus"]
     assert set(device) == {
-        "device", "name", "gpu_type", "utilization_pct", "memory_used_bytes", "memory_total_bytes", "memory_threshold_pct",
-    }  # fmt: skip
+        "device",
+        "name",
+        "gpu_type",
+        "utilization_pct",
+        "memory_used_bytes",
+        "memory_total_bytes",
+        "memory_threshold_pct",
+    }
     assert (device["device"], device["gpu_type"], device["memory_total_bytes"]) == ("fake", "l4", 1 << 30)
     first, second = told["models"]  # by falling memory
-    assert (first["name"], first["state"], first["device"], first["memory_bytes"]) == ("toy/one", "loaded", "fake", 1 << 20)
+    assert (first["name"], first["state"], first["device"], first["memory_bytes"]) == (
+        "toy/one",
+        "loaded",
+        "fake",
+        1 << 20,
+    )
     assert first["config"] == {
-        "hf_id": None, "adapter": "toy", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 8}, "max_sequence_length": 512,
-    }  # fmt: skip
+        "hf_id": None,
+        "adapter": "toy",
+        "inputs": ["text"],
+        "outputs": ["dense"],
+        "dims": {"dense": 8},
+        "max_sequence_length": 512,
+    }
     batching = first["adaptive_batching"]
-    assert set(batching) == {"calibrated", "target_p50_ms", "wait_ms", "batch_cost", "p50_ms", "headroom_ms", "fill_ratio"}
+    assert set(batching) == {
+        "calibrated",
+        "target_p50_ms",
+        "wait_ms",
+        "batch_cost",
+        "p50_ms",
+        "headroom_ms",
+        "fill_ratio",
+    }
     assert batching["calibrated"] is True
     assert batching["headroom_ms"] == pytest.approx(batching["target_p50_ms"] - batching["p50_ms"], abs=0.01)
     assert 0 < batching["fill_ratio"] < 1
@@ -471,14 +569,18 @@ async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProce
     assert info["loaded"] is False
     assert (await gateway.client.get("/health")).json()["models"][0]["state"] == "failed"
     async with looking(sidecar, "/ws/status") as socket:
-        assert next(model["state"] for model in (await frame(socket))["models"] if model["name"] == "toy/one") == "failed"
+        assert (
+            next(model["state"] for model in (await frame(socket))["models"] if model["name"] == "toy/one") == "failed"
+        )
 
 
 # the gateway shows a worker of its own
 
 
 async def test_the_gateway_shows_its_own_workers_by_number(cluster: InProcess) -> None:
-    """SIE_GATEWAY_WORKERS, SIE_CONFIG_READ_TOKEN: the gateway shows the token that it holds, its clients need the scope read."""
+    """SIE_GATEWAY_WORKERS, SIE_CONFIG_READ_TOKEN: the gateway shows the token that it holds, its clients need the scope
+    read.
+    """
     ports = [free_port(), free_port()]
     own = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=own, SIE_CONFIG_READ_TOKEN=TOKEN)
@@ -517,8 +619,9 @@ async def test_a_worker_that_is_away_is_told_of_and_ends_what_is_shown_of_it(
 async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_GATEWAY_HEALTH_MODE, SIE_GATEWAY_WORKERS: both URLs are in the view, one of nobody as unhealthy; a worker that only sends
-    heartbeats is not, and serves all the same."""
+    """SIE_GATEWAY_HEALTH_MODE, SIE_GATEWAY_WORKERS: both URLs are in the view, one of nobody as unhealthy; a worker
+    that only sends heartbeats is not, and serves all the same.
+    """
     monkeypatch.setattr(workers, "RETRY_S", 0.05)
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -529,7 +632,9 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
 
     async def view(gateway: GatewayProcess) -> tuple[dict[str, str | None], list[str]]:
         health = (await gateway.client.get("/health")).json()
-        return {worker["name"]: worker["url"] for worker in health["workers"]}, [each["name"] for each in health["unhealthy_workers"]]
+        return {worker["name"]: worker["url"] for worker in health["workers"]}, [
+            each["name"] for each in health["unhealthy_workers"]
+        ]
 
     async with asyncio.timeout(30):
         while (found := await view(by_socket)) != ({"w0": urls[0]}, [urls[1]]):
@@ -554,7 +659,9 @@ def test_a_socket_that_tells_nothing_is_an_unhealthy_worker_without_credentials(
 
 def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
     def worker(name: str, gpu: str, **models: tuple[str, int]) -> Heartbeat:
-        told = tuple(ModelStatus(model.replace("_", ":"), state, queued=queued) for model, (state, queued) in models.items())  # type: ignore[arg-type]
+        told = tuple(
+            ModelStatus(model.replace("_", ":"), state, queued=queued) for model, (state, queued) in models.items()
+        )  # type: ignore[arg-type]
         return Heartbeat(name, "_default", gpu, "default", True, "test", models=told)
 
     seen = [
@@ -563,8 +670,12 @@ def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
     ]
     (found,) = summaries(["m"], seen)
     assert msgspec.to_builtins(found) == {
-        "name": "m", "state": "loaded", "worker_count": 1, "gpu_types": ["l4", "t4"], "total_queue_depth": 3
-    }  # fmt: skip
+        "name": "m",
+        "state": "loaded",
+        "worker_count": 1,
+        "gpu_types": ["l4", "t4"],
+        "total_queue_depth": 3,
+    }
     loading = of_heartbeat(worker("c", "l4", m=("loading", 0)), healthy=True)
     assert [each.state for each in summaries(["m", "nobody"], [*seen, loading])] == ["loading", "available"]
 
@@ -609,7 +720,9 @@ async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
 
 
 class Api:
-    """The part of the Kubernetes API that discovery uses: a list of EndpointSlices and a watch that tells of changes."""
+    """The part of the Kubernetes API that discovery uses: a list of EndpointSlices and a watch that
+    tells of changes.
+    """
 
     def __init__(self) -> None:
         self.slices: list[dict[str, Any]] = []
@@ -627,7 +740,11 @@ class Api:
         headers = dict(scope["headers"])
         query = scope["query_string"].decode()
         self.asked.append((scope["path"], query, headers.get(b"authorization", b"").decode()))
-        head = {"type": "http.response.start", "status": self.status, "headers": [(b"content-type", b"application/json")]}
+        head = {
+            "type": "http.response.start",
+            "status": self.status,
+            "headers": [(b"content-type", b"application/json")],
+        }
         body = {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self.version)}, "items": self.slices}
         if "watch=1" in query and self.status == 200:
             await send(head)
@@ -679,12 +796,21 @@ async def following(endpoints: Endpoints) -> AsyncIterator[Callable[[], tuple[st
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_pods_appear_and_disappear_with_the_events_of_the_api(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIE_GATEWAY_KUBERNETES: unready pods are shown, those that terminate are not; the credentials are read anew each time."""
+async def test_pods_appear_and_disappear_with_the_events_of_the_api(
+    account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_GATEWAY_KUBERNETES: unready pods are shown, those that terminate are not; the credentials are read anew each
+    time.
+    """
     monkeypatch.setattr(workers, "LEAST_PAUSE_S", 0.01)
     async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as found:
         await until(lambda: len(api.asked) >= 2, "the first list and a watch")
-        api.change(endpoint("10.0.0.2", ready=True), endpoint("10.0.0.1", ready=False), endpoint("10.0.0.9", terminating=True), endpoint())
+        api.change(
+            endpoint("10.0.0.2", ready=True),
+            endpoint("10.0.0.1", ready=False),
+            endpoint("10.0.0.9", terminating=True),
+            endpoint(),
+        )
         await until(lambda: found() == ("http://10.0.0.1:8080", "http://10.0.0.2:8080"), "both pods")
         (account / "token").write_text("renewed")
         api.change(endpoint("fd00::1"), kind="IPv6")
@@ -725,7 +851,9 @@ async def test_namespace_service_and_port_say_where_workers_are_looked_for(
 async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod(
     cluster: InProcess, account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_GATEWAY_KUBERNETES: without it the API is never called; with it, outside a pod, the start fails and names it."""
+    """SIE_GATEWAY_KUBERNETES: without it the API is never called; with it, outside a pod, the start
+    fails and names it.
+    """
     monkeypatch.setattr(workers, "LEAST_PAUSE_S", 0.01)
     with pytest.raises(SettingError, match=r"^SIE_GATEWAY_KUBERNETES: no service account"):
         await cluster.gateway(SIE_GATEWAY_KUBERNETES="true")
@@ -740,7 +868,9 @@ async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod
             stop = Stop()
             running = asyncio.create_task(found.run(stop))
             if wanted == "true":
-                await until(lambda found=found: [status for _, status in found.statuses() if status is not None], "its status")
+                await until(
+                    lambda found=found: [status for _, status in found.statuses() if status is not None], "its status"
+                )
                 assert isinstance(found.statuses()[0][1], WorkerStatus)
                 api.change()
                 await until(lambda found=found: not found.statuses(), "no worker")
@@ -752,7 +882,9 @@ async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod
         assert api.asked
 
 
-async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B3: the same at every gateway, whoever wrote them."""
     monkeypatch.setattr(statuses, "DEAD_EVERY_S", 0.02)
     gateway = await cluster.gateway()

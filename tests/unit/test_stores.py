@@ -17,9 +17,17 @@ QUICK = Patience(stall_s=0.05, tries=3, pause_s=0.001)
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("Error performing PUT http://169.254.169.254/latest/api/token in 5s - timed out", AccessRefused, "there are no credentials"),
+        (
+            "Error performing PUT http://169.254.169.254/latest/api/token in 5s - timed out",
+            AccessRefused,
+            "there are no credentials",
+        ),
         ("Error performing GET http://metadata.google.internal/x in 5s", AccessRefused, "there are no credentials"),
-        ("GET http://me:secret@host/x in 31.5ms - HTTP error: error sending request\nmore", StoreError, "^GET http://host/x - HTTP error"),
+        (
+            "GET http://me:secret@host/x in 31.5ms - HTTP error: error sending request\nmore",
+            StoreError,
+            "^GET http://host/x - HTTP error",
+        ),
         ("status code: 503 Service Unavailable: <Code>SlowDown</Code>", StoreError, "^status 503 SlowDown$"),
     ],
 )

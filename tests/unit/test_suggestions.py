@@ -42,4 +42,6 @@ async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_p
             assert all(TASK.get(part, part) in entries[each].tasks for each in like), (path, like)
             meant = f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
             assert told["message"].endswith(meant)
-        assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"]["suggestions"]
+        assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
+            "suggestions"
+        ]

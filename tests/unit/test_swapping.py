@@ -75,7 +75,9 @@ class Worker:
 
 @pytest.mark.parametrize("variable", [{"SIE_SWAP_AFTER_MS": "30"}, {"SIE_SWAP_AFTER_MS": "400"}])
 async def test_a_busy_model_makes_room_for_one_that_waited_so_long(variable: dict[str, str]) -> None:
-    """SIE_SWAP_AFTER_MS: without the swap the second model would wait until the first one's clients pause, which they never do."""
+    """SIE_SWAP_AFTER_MS: without the swap the second model would wait until the first one's clients pause, which they
+    never do.
+    """
     after_s = settings_of(**variable).swap_after_ms / 1000
     worker = Worker(after_s)
     stop = asyncio.Event()
@@ -120,7 +122,9 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
 def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_has_its_turn(
     load_s: float, models: int, swap_after_s: float
 ) -> None:
-    """S14: under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and turns and a load."""
+    """S14: under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and
+    turns and a load.
+    """
     turn_s = max(min(load_s, MOST_TURN_S), swap_after_s)
     round_s = models * (load_s + turn_s)
     for_s, pass_s = 10 * round_s, turn_s / 20
@@ -173,7 +177,9 @@ async def test_a_model_that_is_too_large_for_an_empty_device_is_refused() -> Non
 
 
 async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() -> None:
-    """Neither is refused because of the other, whichever the adapter had begun first; and none is asked for again and again."""
+    """Neither is refused because of the other, whichever the adapter had begun first; and none is asked for again and
+    again.
+    """
     worker = Worker(0.02)
     asked: list[str] = []
     inside = 0
@@ -221,7 +227,9 @@ async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> Non
 
 @pytest.mark.parametrize("described", [True, False])
 async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
-    """The adapter outlives its sidecar. What it holds is known from its description, if need be from one that is asked for."""
+    """The adapter outlives its sidecar. What it holds is known from its description, if need be from one that is asked
+    for.
+    """
     worker = Worker(1000.0)
     worker.link.loaded = "toy/left"
     if described:
@@ -254,7 +262,9 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
 
 
 async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() -> None:
-    """Else a model with nothing but parked work is neither idle nor busy, and nothing is loaded in its place any more."""
+    """Else a model with nothing but parked work is neither idle nor busy, and nothing is loaded in its
+    place any more.
+    """
     worker = Worker(1000.0)
     await worker.run(worker.a)
     worker.a.gate.clear()
@@ -282,7 +292,9 @@ async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gat
 
 
 async def test_a_load_that_nobody_waits_for_any_more_takes_no_room() -> None:
-    """1. b waits for a's work to end. 2. Its own work is withdrawn. 3. a ends, and stays: loading b would evict it for nobody."""
+    """1. b waits for a's work to end. 2. Its own work is withdrawn. 3. a ends, and stays: loading b would evict it for
+    nobody.
+    """
     worker = Worker(1000.0)
     await worker.run(worker.a)
     worker.hosting.take(worker.a)

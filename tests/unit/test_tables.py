@@ -40,7 +40,9 @@ class OlderPlacement(msgspec.Struct, tag="placement/1"):
 
 
 def table_of(count: int, at_s: float = 1.0) -> Placement:
-    hosts = {f"organisation/model-{number:05}": (f"sie-worker-default-l4-{number % 1000:04}",) for number in range(count)}
+    hosts = {
+        f"organisation/model-{number:05}": (f"sie-worker-default-l4-{number % 1000:04}",) for number in range(count)
+    }
     return Placement(at_s, hosts, dict.fromkeys(list(hosts)[:5], at_s))
 
 
@@ -98,7 +100,10 @@ def test_ten_thousand_models_are_parts_and_a_change_is_the_part_that_has_it() ->
     assert live == {KEY}, "parts that nobody needs are removed"
 
 
-@given(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 3)), min_size=1, max_size=6), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 3)), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=25, deadline=None)
 def test_a_reader_shows_a_table_that_was_written_or_the_one_before(sizes: list[tuple[int, int]], random) -> None:  # type: ignore[no-untyped-def]
     """Also where a bucket brings only the last write of each key, and a reader begins in between."""
@@ -165,17 +170,25 @@ async def _exercise(brokers: list[Broker]) -> None:
     for broker in brokers[:2]:
         fleet = Fleet(broker, load(environ={}).settings, clock)
         for number in range(200):
-            fleet.note(Heartbeat(f"w{number:03}", LANE.pool, LANE.machine_profile, LANE.bundle, True, "", reads_parts=number > 0))
+            fleet.note(
+                Heartbeat(
+                    f"w{number:03}", LANE.pool, LANE.machine_profile, LANE.bundle, True, "", reads_parts=number > 0
+                )
+            )
         placer = Placer(broker, 2.0, fleet, waiting, clock)
         await placer.start(storage="memory", replicas=1)
         placers.append(placer)
     item = messages.decode_work(Path(__file__).parents[1].joinpath("contract/fixtures/work-1.msgpack").read_bytes())
     for number in range(MODELS):
         placers[0].note(LANE, [msgspec.structs.replace(item, model=f"organisation/model-{number:05}")])
-    early = Assignment(brokers[2], LANE, "w001", clock, lambda model: False, lambda model: False, lambda: None, lambda: True)
+    early = Assignment(
+        brokers[2], LANE, "w001", clock, lambda model: False, lambda model: False, lambda: None, lambda: True
+    )
     await early.start()
     await placers[0].step()
-    late = Assignment(brokers[2], LANE, "w002", clock, lambda model: False, lambda model: False, lambda: None, lambda: True)
+    late = Assignment(
+        brokers[2], LANE, "w002", clock, lambda model: False, lambda model: False, lambda: None, lambda: True
+    )
     await late.start()
     table = placers[0].table(LANE)
     assert table is not None

@@ -1,4 +1,6 @@
-"""What the tokenizer answers by itself: tokens with their bytes, how many there are, and the text of ids. Against the library."""
+"""What the tokenizer answers by itself: tokens with their bytes, how many there are, and the text of ids. Against the
+library.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,19 @@ def counted(kind: str, inputs: list[Input], run: RunOptions) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @EXAMPLES
-@given(texts=st.lists(TEXTS, min_size=1, max_size=4), special=st.booleans(), prefix=st.sampled_from(["", "query: ", "é "]))
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=4), special=st.booleans(), prefix=st.sampled_from(["", "query: ", "é "])
+)
 @example(texts=[ALL_HARD, ""], special=True, prefix="")
-def test_tokens_are_those_of_the_library_with_their_bytes(kind: str, texts: list[str], special: bool, prefix: str) -> None:
+def test_tokens_are_those_of_the_library_with_their_bytes(
+    kind: str, texts: list[str], special: bool, prefix: str
+) -> None:
     """Places are those of the library in characters; a slice of the UTF-8 text is the text of the token."""
     for text, found in zip(texts, told(kind, texts, tokenizing(prefix, add_special_tokens=special)), strict=True):
         whole = prefix + text
-        expected = library(kind)(whole, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True)
+        expected = library(kind)(
+            whole, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
         assert found["ids"] == expected["input_ids"]
         assert found["special"] == [mark == 1 for mark in expected["special_tokens_mask"]]
         data = whole.encode()
@@ -64,7 +72,11 @@ def test_tokens_are_those_of_the_library_with_their_bytes(kind: str, texts: list
                 assert found["stops"][index] is None
                 assert found["texts"][index] == library(kind).convert_ids_to_tokens(found["ids"][index])
             else:
-                assert data[found["starts"][index] : found["stops"][index]].decode() == found["texts"][index] == whole[start:stop]
+                assert (
+                    data[found["starts"][index] : found["stops"][index]].decode()
+                    == found["texts"][index]
+                    == whole[start:stop]
+                )
                 assert found["starts"][index] == len(whole[:start].encode())
 
 
@@ -78,7 +90,9 @@ def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: lis
     for inputs in ([Input(text) for text in texts], [Input(tokens=tuple(plain(kind, text))) for text in texts]):
         (made,) = make(ours(kind), Rows("text", tokens=True), [Work(inputs, None, run)])
         assert counted(kind, inputs, run) == [row.full for row in made.rows]
-    assert counted(kind, [Input(text) for text in texts], run) == [len(library(kind)(prefix + text)["input_ids"]) for text in texts]
+    assert counted(kind, [Input(text) for text in texts], run) == [
+        len(library(kind)(prefix + text)["input_ids"]) for text in texts
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +100,9 @@ def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: lis
 @given(text=SHORT, skip=st.booleans())
 def test_ids_are_read_back_as_the_library_does(kind: str, text: str, skip: bool) -> None:
     ids = library(kind)(text)["input_ids"]
-    (outcome,) = answer(ours(kind), "decode", Work([Input(tokens=tuple(ids))], None, decoding(skip_special_tokens=skip)))
+    (outcome,) = answer(
+        ours(kind), "decode", Work([Input(tokens=tuple(ids))], None, decoding(skip_special_tokens=skip))
+    )
     assert isinstance(outcome, Ok)
     assert outcome.data == {"text": library(kind)._tokenizer.decode(ids, skip_special_tokens=skip)}
     assert outcome.tokens == len(ids)
@@ -104,9 +120,15 @@ def test_an_id_that_is_no_token_is_an_error_of_its_own_input(operation: Any, opt
 
 @pytest.mark.parametrize(
     ("operation", "options", "given_input"),
-    [("decode", decoding(), Input("a")), ("tokenize", tokenizing(), Input(tokens=(5,))), ("tokenize", counting(RunOptions()), Input())],
+    [
+        ("decode", decoding(), Input("a")),
+        ("tokenize", tokenizing(), Input(tokens=(5,))),
+        ("tokenize", counting(RunOptions()), Input()),
+    ],
 )
-def test_what_has_nothing_to_answer_from_is_an_error_of_its_own_input(operation: Any, options: RunOptions, given_input: Input) -> None:
+def test_what_has_nothing_to_answer_from_is_an_error_of_its_own_input(
+    operation: Any, options: RunOptions, given_input: Input
+) -> None:
     good = Input(tokens=(40,)) if operation == "decode" else Input("a")
     first, wrong = answer(ours("wordpiece"), operation, Work([good, given_input], None, options))
     assert isinstance(first, Ok)

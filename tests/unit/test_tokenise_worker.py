@@ -1,4 +1,6 @@
-"""A running sidecar answers tokenize and decode by itself, and new kinds of input beside texts. Over the broker in memory."""
+"""A running sidecar answers tokenize and decode by itself, and new kinds of input beside texts. Over the broker in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,21 @@ async def test_the_tokenizer_answers_without_a_batch(cluster: Direct) -> None:
     told = await cluster.result(await cluster.publish("é!", operation="tokenize", options=TELL))
     ids = ids_of("é!").tolist()
     assert data(told) == [
-        {"ids": ids, "texts": ["[CLS]", "é", "é", "!", "[SEP]"], "special": [True, False, False, False, True],
-         "starts": [None, 0, 0, 2, None], "stops": [None, 2, 2, 3, None]}
-    ]  # fmt: skip
-    read = await cluster.result(await cluster.publish(Input(tokens=tuple(ids[1:-1])), operation="decode", options=decoding()))
+        {
+            "ids": ids,
+            "texts": ["[CLS]", "é", "é", "!", "[SEP]"],
+            "special": [True, False, False, False, True],
+            "starts": [None, 0, 0, 2, None],
+            "stops": [None, 2, 2, 3, None],
+        }
+    ]
+    read = await cluster.result(
+        await cluster.publish(Input(tokens=tuple(ids[1:-1])), operation="decode", options=decoding())
+    )
     assert data(read) == [{"text": "é!"}]
-    counts = await cluster.result(await cluster.publish("é!", LONG, Input(tokens=(5, 6)), operation="tokenize", options=COUNT))
+    counts = await cluster.result(
+        await cluster.publish("é!", LONG, Input(tokens=(5, 6)), operation="tokenize", options=COUNT)
+    )
     assert [outcome.tokens for outcome in counts.outcomes if isinstance(outcome, Ok)] == [5, len(LONG) + 2, 4]
     for result in (told, read, counts):
         assert result.stages.worker_ms > 0
@@ -102,7 +113,9 @@ async def test_a_load_that_fails_and_a_budget_that_is_over_are_told(cluster: Dir
     adapter.hold_loads = True
     late = await cluster.publish("a", operation="tokenize", options=COUNT, budget_ms=300)
     assert reasons(await cluster.result(late)) == ["GATEWAY_TIMEOUT"]
-    adapter.refusals[ENTRY.id] = ModelLoadFailed("no such weights", extras={"error_class": "NOT_FOUND", "permanent": True})
+    adapter.refusals[ENTRY.id] = ModelLoadFailed(
+        "no such weights", extras={"error_class": "NOT_FOUND", "permanent": True}
+    )
     failing = await cluster.publish("a", "b", operation="decode", options=decoding())
     adapter.let_go()
     found = await cluster.result(failing)
@@ -130,7 +143,13 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
     await cluster.sidecar(adapter)
     ids = (7, 8, 9)
     vectors = Vectors(1, WIDTH, bytes(4 * WIDTH))
-    inputs = (Input("text"), Input(tokens=(7, 1 << 30)), Input(tokens=ids), Input(vectors=vectors), Input(tokens=(5,) * 600))
+    inputs = (
+        Input("text"),
+        Input(tokens=(7, 1 << 30)),
+        Input(tokens=ids),
+        Input(vectors=vectors),
+        Input(tokens=(5,) * 600),
+    )
     for truncate, last in (("END", ""), ("NONE", "INVALID_INPUT input_too_long")):
         item = await cluster.publish(*inputs, options=RunOptions(truncate=truncate))  # type: ignore[arg-type]
         result = await cluster.result(item)
@@ -142,7 +161,10 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
             assert (result.outcomes[4].tokens, result.outcomes[4].truncated) == (512, True)
     assert [len(texts_of(batch)) for batch in adapter.batches] == [3, 2]
     nothing = await cluster.publish(inputs[1], inputs[3])
-    assert reasons(await cluster.result(nothing)) == ["INVALID_INPUT bad_token_id", "INVALID_INPUT unsupported_modality"]
+    assert reasons(await cluster.result(nothing)) == [
+        "INVALID_INPUT bad_token_id",
+        "INVALID_INPUT unsupported_modality",
+    ]
     assert len(adapter.batches) == 2
     await cluster.left(0)
 
@@ -151,7 +173,9 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
 async def test_what_is_gathered_together_leaves_the_loop_though_each_of_it_is_short(
     cluster: Direct, monkeypatch: pytest.MonkeyPatch, count: int, on_loop: bool
 ) -> None:
-    """Work that differs in its options is tokenised group by group: 64 texts of 200 characters are 64 groups, each short by itself."""
+    """Work that differs in its options is tokenised group by group: 64 texts of 200 characters are 64 groups, each
+    short by itself.
+    """
     threads: list[str] = []
     make = rows.make
 
@@ -161,10 +185,17 @@ async def test_what_is_gathered_together_leaves_the_loop_though_each_of_it_is_sh
 
     monkeypatch.setattr(rows, "make", noted)
     adapter = await cluster.adapter()
-    published = [await cluster.publish("short text " * 18, options=RunOptions(max_tokens=100 + number)) for number in range(count)]
+    published = [
+        await cluster.publish("short text " * 18, options=RunOptions(max_tokens=100 + number))
+        for number in range(count)
+    ]
     await cluster.sidecar(adapter)
     for each in published:
         assert [type(outcome) for outcome in (await cluster.result(each)).outcomes] == [Ok]
     assert len(threads) == count
     # the first delivery may come by itself, and is then short enough
-    assert threads.count(threading.main_thread().name) == 1 if on_loop else threads.count(threading.main_thread().name) < count / 2
+    assert (
+        threads.count(threading.main_thread().name) == 1
+        if on_loop
+        else threads.count(threading.main_thread().name) < count / 2
+    )

@@ -1,4 +1,6 @@
-"""Long texts are read in pieces and give the ids of the whole text, cut: against the tokenizers library's own truncation."""
+"""Long texts are read in pieces and give the ids of the whole text, cut: against the tokenizers library's own
+truncation.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,26 @@ def corpus() -> Iterator[str]:
     """Words over every script of the hard texts, so that tokens of several characters are learnt in each."""
     rng = random.Random(7)
     words = ["".join(rng.choices("abcdeilmnorst", k=rng.randint(1, 7))) for _ in range(300)]
-    words += ["中文字", "русский", "שלום", "e\u0301té", "👩‍💻", "क्ष", "한국어", "don't", "x=1234;", "##", "hello", "The", "naïve"]
+    words += [
+        "中文字",
+        "русский",
+        "שלום",
+        "e\u0301té",
+        "👩‍💻",
+        "क्ष",
+        "한국어",
+        "don't",
+        "x=1234;",
+        "##",
+        "hello",
+        "The",
+        "naïve",
+    ]
     for _ in range(400):
-        yield "".join(rng.choice(words) + rng.choice((" ", " ", " ", "  ", ", ", ".\n", "\r\n", "\t", "   ", "。")) for _ in range(20))
+        yield "".join(
+            rng.choice(words) + rng.choice((" ", " ", " ", "  ", ", ", ".\n", "\r\n", "\t", "   ", "。"))
+            for _ in range(20)
+        )
 
 
 def trained(kind: str) -> Tokenizer:
@@ -47,12 +66,17 @@ def trained(kind: str) -> Tokenizer:
         trainer = trainers.WordPieceTrainer(vocab_size=700, **common)
     elif kind == "gpt2":
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.normalizer, tokenizer.pre_tokenizer = (
+            normalizers.NFC(),
+            pre_tokenizers.ByteLevel(add_prefix_space=True),
+        )
     elif kind == "qwen":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(QWEN), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     elif kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
@@ -68,7 +92,9 @@ def trained(kind: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
     tokenizer.add_tokens([AddedToken("    ", normalized=False)])
-    if kind != "llama":  # which prepends a space after each added token, so one that ends with a letter would forbid every cut
+    if (
+        kind != "llama"
+    ):  # which prepends a space after each added token, so one that ends with a letter would forbid every cut
         tokenizer.add_tokens([AddedToken("Alone", single_word=True)])
     if kind == "gpt2":  # these two take the space after them
         tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True, special=True)])
@@ -113,7 +139,9 @@ LIMITS = st.integers(3, 64)
 @example(text="foo  \u0301bar 中文。\n", times=6, limit=4, truncate="START")
 @example(text=" ", times=6, limit=3, truncate="END")
 @example(text="", times=1, limit=3, truncate="END")
-def test_pieces_give_the_ids_of_the_whole_text(tokenizer: Tokenizer, text: str, times: int, limit: int, truncate: Truncate) -> None:
+def test_pieces_give_the_ids_of_the_whole_text(
+    tokenizer: Tokenizer, text: str, times: int, limit: int, truncate: Truncate
+) -> None:
     """Whatever the text holds; `truncated` is exact, and with NONE so is the number of tokens."""
     whole = text * times
     ids, full = oracle(tokenizer, whole, truncate, limit), len(oracle(tokenizer, whole, truncate, 0))
@@ -168,7 +196,9 @@ def test_a_tokenizer_that_looks_across_spaces_is_never_cut(make: object) -> None
 
 def test_an_unknown_but_harmless_step_is_tried_and_passes() -> None:
     tokenizer = trained("minilm")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[0-9]{3}"), "9"), normalizers.BertNormalizer()])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex("[0-9]{3}"), "9"), normalizers.BertNormalizer()]
+    )
     assert LongTexts(plain(tokenizer)).places is not None
 
 
@@ -197,7 +227,9 @@ def test_tokens_with_spaces_inside_narrow_the_places() -> None:
 
 
 def test_a_long_text_costs_what_is_kept_of_it() -> None:
-    """The characters that reach the tokenizer do not grow with the text, at either end, and NONE never holds the whole."""
+    """The characters that reach the tokenizer do not grow with the text, at either end, and NONE never
+    holds the whole.
+    """
     ours = ModelTokenizer(trained("minilm").to_str().encode(), 512)
     text = "what is kept of a text costs, not its length. " * 40_000
     for from_end in (False, True):
@@ -249,8 +281,9 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
 
 
 async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each hop costs as much as reading 500 characters. Large work has a thread of its own, what fails fails alone, what nobody waits for
-    any more harms nothing."""
+    """Each hop costs as much as reading 500 characters. Large work has a thread of its own, what fails fails alone,
+    what nobody waits for any more harms nothing.
+    """
     pool = TokenizerPool(4)
     hops, submit = 0, pool._executor.submit
 

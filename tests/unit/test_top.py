@@ -41,35 +41,66 @@ def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
     """As a gateway sends it. The last worker is not healthy, where there are two."""
     rows = [
         {
-            "name": f"worker-{number}", "url": None, "gpu": "l4", "gpu_count": 1, "pool": "_default", "bundle": "default",
-            "loaded_models": ["m"], "queue_depth": queued, "memory_used_bytes": 8 << 30, "memory_total_bytes": 24 << 30,
-            "healthy": number + 1 < workers or workers == 1, "bundle_config_hash": "e:1", "device": "cuda:0",
+            "name": f"worker-{number}",
+            "url": None,
+            "gpu": "l4",
+            "gpu_count": 1,
+            "pool": "_default",
+            "bundle": "default",
+            "loaded_models": ["m"],
+            "queue_depth": queued,
+            "memory_used_bytes": 8 << 30,
+            "memory_total_bytes": 24 << 30,
+            "healthy": number + 1 < workers or workers == 1,
+            "bundle_config_hash": "e:1",
+            "device": "cuda:0",
         }
         for number in range(workers)
-    ]  # fmt: skip
+    ]
     names = [
-        {"name": f"organisation/model-{number}", "state": "loaded" if number % 2 else "available", "worker_count": number % 2,
-         "gpu_types": ["l4"], "total_queue_depth": number}
+        {
+            "name": f"organisation/model-{number}",
+            "state": "loaded" if number % 2 else "available",
+            "worker_count": number % 2,
+            "gpu_types": ["l4"],
+            "total_queue_depth": number,
+        }
         for number in range(models)
-    ]  # fmt: skip
+    ]
     lane = {"pool": "_default", "machine_profile": "l4", "bundle": "default"}
     queues: list[dict[str, Any]] = [
         {**lane, "priority": priority, "messages": messages, "oldest_s": 3.25 if messages else 0.0}
         for priority, messages in (("interactive", queued * workers), ("bulk", queued))
     ]
-    model_queues = [{**queues[0], "messages": number, "model": each["name"]} for number, each in enumerate(names) if number]
-    sums = {"worker_count": max(1, workers - 1), "gpu_count": workers, "models_loaded": models // 2, "total_qps": 12.345}
+    model_queues = [
+        {**queues[0], "messages": number, "model": each["name"]} for number, each in enumerate(names) if number
+    ]
+    sums = {
+        "worker_count": max(1, workers - 1),
+        "gpu_count": workers,
+        "models_loaded": models // 2,
+        "total_qps": 12.345,
+    }
     return {
-        "timestamp": time.time(), "version": "0.1.0", "cluster": sums, "workers": rows, "models": names, "queues": queues,
+        "timestamp": time.time(),
+        "version": "0.1.0",
+        "cluster": sums,
+        "workers": rows,
+        "models": names,
+        "queues": queues,
         "model_queues": model_queues,
-    }  # fmt: skip
+    }
 
 
-def drawn(width: int, height: int, told: dict[str, Any] | None, *, age_s: float = 0.0, colours: bool = False) -> list[str]:
+def drawn(
+    width: int, height: int, told: dict[str, Any] | None, *, age_s: float = 0.0, colours: bool = False
+) -> list[str]:
     view = View("http://gateway:8080")
     if told is not None:
         view.take(msgspec.convert(told, Frame), 100.0)
-    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=colours, legacy_windows=False, highlight=False)
+    console = Console(
+        width=width, height=height, file=io.StringIO(), force_terminal=colours, legacy_windows=False, highlight=False
+    )
     console.print(picture(view, width, height, 100.0 + age_s))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in text.splitlines()]
@@ -98,13 +129,17 @@ def test_the_figures_of_a_frame_are_shown() -> None:
     assert "not ready" in first
     assert re.search(r"worker-0 +ready +3 +1 +cuda:0 +███░░░░░░░ +33% of 24.0 GiB", second)
     shown = re.findall(r"organisation/model-\d", text)
-    assert shown == [f"organisation/model-{number}" for number in (4, 3, 2, 1)], "by queue; one that nobody asks for is only counted"
+    assert shown == [f"organisation/model-{number}" for number in (4, 3, 2, 1)], (
+        "by queue; one that nobody asks for is only counted"
+    )
     assert text.endswith("  1 other model")
 
 
 def test_what_does_not_fit_is_counted() -> None:
     lines = drawn(100, 24, frame(workers=40, models=300))
-    rests = [int(found[1].replace(",", "")) for line in lines if (found := re.match(r"  ([\d,]+) (more|other models)", line))]
+    rests = [
+        int(found[1].replace(",", "")) for line in lines if (found := re.match(r"  ([\d,]+) (more|other models)", line))
+    ]
     shown = sum(line.startswith("worker-") for line in lines), sum(line.startswith("organisation/") for line in lines)
     assert (shown[0] + rests[0], shown[1] + rests[1]) == (40, 300)
     assert min(shown) > 0
@@ -132,16 +167,29 @@ def told(**more: Any) -> Frame:
 
 
 def queue(profile: str, messages: int, oldest_s: float = 1.0, priority: str = "interactive") -> dict[str, Any]:
-    return {"pool": "p", "machine_profile": profile, "bundle": "b", "priority": priority, "messages": messages, "oldest_s": oldest_s}
+    return {
+        "pool": "p",
+        "machine_profile": profile,
+        "bundle": "b",
+        "priority": priority,
+        "messages": messages,
+        "oldest_s": oldest_s,
+    }
 
 
 def test_lanes_are_sums_over_their_workers() -> None:
     rows = [
-        WorkerRow("a", "l4", "p", "b", True), WorkerRow("c", "l4", "p", "b", False), WorkerRow("d", "a100", "p", "b", True),
+        WorkerRow("a", "l4", "p", "b", True),
+        WorkerRow("c", "l4", "p", "b", False),
+        WorkerRow("d", "a100", "p", "b", True),
         WorkerRow("http://w", "", "", "", False),
-    ]  # fmt: skip
+    ]
     lanes = lanes_of(told(workers=rows, queues=[queue("l4", 2, 5.0), queue("l4", 3, 7.0, "bulk"), queue("t4", 0)]))
-    assert [(lane.name, lane.healthy, lane.workers) for lane in lanes] == [("(not known)", 0, 1), ("p.l4.b", 1, 2), ("p.a100.b", 1, 1)]
+    assert [(lane.name, lane.healthy, lane.workers) for lane in lanes] == [
+        ("(not known)", 0, 1),
+        ("p.l4.b", 1, 2),
+        ("p.a100.b", 1, 1),
+    ]
     assert [lane.queued for lane in lanes] == [Queued(), Queued(5, 3, 7.0), Queued()]
 
 
@@ -206,7 +254,9 @@ class Terminal:
         self.parent, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         environ = {**os.environ, "TERM": "xterm-256color"}
-        self.process = subprocess.Popen([SIE, "top", *args], stdin=child, stdout=child, stderr=child, env=environ, start_new_session=True)
+        self.process = subprocess.Popen(
+            [SIE, "top", *args], stdin=child, stdout=child, stderr=child, env=environ, start_new_session=True
+        )
         os.close(child)
         self.said = ""
         self._reader = threading.Thread(target=self._read)
@@ -260,7 +310,9 @@ def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> N
 def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
     port = free_port()
     with gateway(port, frame()):
-        process = subprocess.Popen([SIE, "top", "--url", f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [SIE, "top", "--url", f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         assert process.stdout is not None
         assert process.stderr is not None
         with process.stdout, process.stderr:

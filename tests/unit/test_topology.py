@@ -76,7 +76,9 @@ def test_the_prefix_of_a_lane_begins_the_names_of_its_consumers_and_of_no_others
     lane: Lane, other: Lane, priority: str, model: str
 ) -> None:
     name = work_consumer(other, priority, model, 10).name
-    assert name.startswith(lane.consumer_prefix()) == ((lane.machine_profile, lane.bundle) == (other.machine_profile, other.bundle))
+    assert name.startswith(lane.consumer_prefix()) == (
+        (lane.machine_profile, lane.bundle) == (other.machine_profile, other.bundle)
+    )
 
 
 @given(LANES, PRIORITIES, NAMES)
@@ -110,8 +112,10 @@ def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
     assert matches(slot.subject, topology.slot_subject(lane, priority, model))
     assert matches(f"sie.work.{lane.pool}.>", slot.subject)
     second = topology.slot_consumer(other_lane, other_priority, other, 10)
-    assert (slot.subject == second.subject) == ((slot.stream, slot.name) == (second.stream, second.name)) == overlap(
-        slot.subject, second.subject
+    assert (
+        (slot.subject == second.subject)
+        == ((slot.stream, slot.name) == (second.stream, second.name))
+        == overlap(slot.subject, second.subject)
     )
 
 
@@ -127,7 +131,8 @@ def test_a_subject_says_which_consumer_serves_it(lane: Lane, priority: str, mode
 
 
 @pytest.mark.parametrize(
-    "subject", ["sie.work.p.m.b.bulk", "sie.work.p.m.b.bulk.a.b", "sie.work.p.m.b.bulk._s1", "sie.other.p.m.b.bulk.a", "a"]
+    "subject",
+    ["sie.work.p.m.b.bulk", "sie.work.p.m.b.bulk.a.b", "sie.work.p.m.b.bulk._s1", "sie.other.p.m.b.bulk.a", "a"],
 )
 def test_a_subject_of_another_form_has_no_consumer(subject: str) -> None:
     with pytest.raises(ValueError, match="no subject of work"):
@@ -154,7 +159,12 @@ def test_long_names_are_cut_and_stay_different(size: int) -> None:
 
 
 def test_pools_are_lower_case_and_default_is_an_alias() -> None:
-    assert [pool_name(name) for name in ("default", "_default", "Default", "GPU-a_1")] == ["_default", "_default", "_default", "gpu-a_1"]
+    assert [pool_name(name) for name in ("default", "_default", "Default", "GPU-a_1")] == [
+        "_default",
+        "_default",
+        "_default",
+        "gpu-a_1",
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "a/b", "a>", "*", "é", "x" * 64, "a\n"])

@@ -12,9 +12,15 @@ from sie_contracts.runtime.process import configure_logging, traceback_of
 
 SECRET = "what a client sent"
 FAULTS: list[Callable[[str], object]] = [
-    int, float, {}.__getitem__, [].index, bytes.fromhex, json.loads, lambda text: getattr(1, text),
+    int,
+    float,
+    {}.__getitem__,
+    [].index,
+    bytes.fromhex,
+    json.loads,
+    lambda text: getattr(1, text),
     lambda text: compile(text, text, "exec"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)

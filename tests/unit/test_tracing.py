@@ -1,4 +1,5 @@
-"""What the tracing settings do, in one process before a fake adapter, with a real collector over gRPC; and what a trace never does.
+"""What the tracing settings do, in one process before a fake adapter, with a real collector over gRPC; and what a trace
+never does.
 
 The whole way, to the forward pass, is in tests/system/test_tracing.py.
 """
@@ -63,7 +64,9 @@ async def until(collector: Collector, name: str, count: int = 1) -> list[Seen]:
     return await asyncio.to_thread(collector.until, enough, f"{count} of {name}")
 
 
-async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_nothing(tmp_path: Path, collector: Collector) -> None:
+async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_nothing(
+    tmp_path: Path, collector: Collector
+) -> None:
     """SIE_TRACING_ENABLED."""
     async with InProcess(made(tmp_path / "on")) as cluster:
         gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
@@ -88,11 +91,17 @@ async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_no
         answer = await gateway.encode("a", traceparent=CLIENT, tracestate="vendor=1")
         assert "x-trace-id" not in answer.headers
         batch = adapter.batches[-1]
-        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (CLIENT, "vendor=1", "")  # it goes on, untold
+        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (
+            CLIENT,
+            "vendor=1",
+            "",
+        )  # it goes on, untold
     assert len(collector.spans) == before
 
 
-async def test_spans_are_told_by_the_service_name_and_components_by_their_own(tmp_path: Path, collector: Collector) -> None:
+async def test_spans_are_told_by_the_service_name_and_components_by_their_own(
+    tmp_path: Path, collector: Collector
+) -> None:
     """OTEL_SERVICE_NAME."""
     async with InProcess(tmp_path) as cluster:
         gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_SERVICE_NAME="search")
@@ -140,20 +149,26 @@ async def test_the_named_collector_gets_the_spans_and_one_that_is_away_hurts_nob
 
 
 @pytest.mark.parametrize("client", [None, CLIENT, UNSAMPLED])
-async def test_the_sampler_decides_and_every_process_decides_alike(tmp_path: Path, collector: Collector, client: str | None) -> None:
+async def test_the_sampler_decides_and_every_process_decides_alike(
+    tmp_path: Path, collector: Collector, client: str | None
+) -> None:
     """OTEL_TRACES_SAMPLER: by itself, or where it is `parentbased_` as the client did, if it said."""
     headers = {} if client is None else {"traceparent": client}
     by_client = {"parentbased_always_off": client == CLIENT, "parentbased_always_on": client != UNSAMPLED}
     expected = {"always_on": True, "always_off": False, **by_client}
     for sampler, is_sampled in expected.items():
-        tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none", OTEL_TRACES_SAMPLER=sampler), "gateway")
+        tracer = tracing.start(
+            settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none", OTEL_TRACES_SAMPLER=sampler), "gateway"
+        )
         context, span = tracing.begin_request(tracer, headers, "GET", "r", 0.0)
         assert span is not None
         assert (span.is_recording, span.trace_id is not None) == (is_sampled, is_sampled)
         assert tracing.trace_id_of(context.traceparent) == (span.trace_id if is_sampled else None)
         assert tracing.current_trace_id() == span.trace_id
     async with InProcess(made(tmp_path / "off")) as cluster:
-        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_SAMPLER="parentbased_always_off")
+        gateway = await traced(
+            cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_SAMPLER="parentbased_always_off"
+        )
         answer = await gateway.encode("a", **headers)
         assert ("x-trace-id" in answer.headers) == (client == CLIENT)
         if client == CLIENT:
@@ -198,7 +213,10 @@ def test_spans_go_to_the_collector_over_http(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_said_of_traces_comes_before_what_is_said_of_all_signals(collector: Collector) -> None:
     """OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_PROTOCOL."""
-    own = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    own = {
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+    }
     own |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
     tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", **own), "gateway")
     assert tracer is not None
@@ -224,28 +242,51 @@ def test_the_service_name_is_also_taken_from_the_resource_attributes() -> None:
     assert settings_of(**attributes, OTEL_SERVICE_NAME="sie-server").service_name == "sie-server"
 
 
-@pytest.mark.parametrize("variable", [
-    "OTEL_EXPORTER_OTLP_COMPRESSION=brotli", "OTEL_EXPORTER_OTLP_TIMEOUT=10s", "OTEL_BSP_SCHEDULE_DELAY=-5",
-    "OTEL_ATTRIBUTE_COUNT_LIMIT=x", "OTEL_EXPORTER_OTLP_HEADERS=nonsense", "OTEL_RESOURCE_ATTRIBUTES=nonsense",
-    "OTEL_EXPORTER_OTLP_CERTIFICATE=/nowhere.pem", "OTEL_PROPAGATORS=nonsense",
-])  # fmt: skip
-def test_no_variable_of_the_sdk_ends_a_process(variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "OTEL_EXPORTER_OTLP_COMPRESSION=brotli",
+        "OTEL_EXPORTER_OTLP_TIMEOUT=10s",
+        "OTEL_BSP_SCHEDULE_DELAY=-5",
+        "OTEL_ATTRIBUTE_COUNT_LIMIT=x",
+        "OTEL_EXPORTER_OTLP_HEADERS=nonsense",
+        "OTEL_RESOURCE_ATTRIBUTES=nonsense",
+        "OTEL_EXPORTER_OTLP_CERTIFICATE=/nowhere.pem",
+        "OTEL_PROPAGATORS=nonsense",
+    ],
+)
+def test_no_variable_of_the_sdk_ends_a_process(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It works without the variable, or tracing stays off with a warning that says why."""
     monkeypatch.setenv(*variable.split("=", 1))
-    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway")
+    tracer = tracing.start(
+        settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway"
+    )
     told = [record.message for record in caplog.records if record.name == "sie.tracing"]
-    assert (tracer is None) == any(line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in told)
+    assert (tracer is None) == any(
+        line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in told
+    )
     if tracer is not None:
         tracer.begin("x").end()
         tracer.close()
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-@pytest.mark.parametrize("variable", [
-    "OTEL_EXPORTER_OTLP_COMPRESSION=none", "OTEL_EXPORTER_OTLP_COMPRESSION=gzip", "OTEL_EXPORTER_OTLP_COMPRESSION=",
-    "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION=none", "OTEL_EXPORTER_OTLP_TIMEOUT=", "OTEL_EXPORTER_OTLP_TIMEOUT=10",
-    "OTEL_BSP_SCHEDULE_DELAY=", "OTEL_ATTRIBUTE_COUNT_LIMIT=", "OTEL_EXPORTER_OTLP_HEADERS=",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "OTEL_EXPORTER_OTLP_COMPRESSION=none",
+        "OTEL_EXPORTER_OTLP_COMPRESSION=gzip",
+        "OTEL_EXPORTER_OTLP_COMPRESSION=",
+        "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION=none",
+        "OTEL_EXPORTER_OTLP_TIMEOUT=",
+        "OTEL_EXPORTER_OTLP_TIMEOUT=10",
+        "OTEL_BSP_SCHEDULE_DELAY=",
+        "OTEL_ATTRIBUTE_COUNT_LIMIT=",
+        "OTEL_EXPORTER_OTLP_HEADERS=",
+    ],
+)
 def test_what_the_specification_allows_is_taken_without_a_word(
     variable: str, protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,8 +300,8 @@ def test_what_the_specification_allows_is_taken_without_a_word(
 
 def test_a_variable_that_the_sdk_reads_as_it_is_imported_ends_no_process() -> None:
     program = (
-        "import logging; logging.basicConfig(); from sie_contracts import settings; from sie_contracts.runtime import tracing; "
-        "assert tracing.start(settings.load().settings.tracing, 'gateway') is None"
+        "import logging; logging.basicConfig(); from sie_contracts import settings; from sie_contracts.runtime import "
+        "tracing; assert tracing.start(settings.load().settings.tracing, 'gateway') is None"
     )
     environ = {**os.environ, "SIE_TRACING_ENABLED": "true", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "x"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
@@ -289,7 +330,10 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
     """More spans than the queue holds: the oldest go. The end waits for its bound, and says so."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with socket.create_server(("127.0.0.1", 0)) as silent, caplog.at_level(logging.WARNING):
-        environ = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        environ = {
+            "SIE_TRACING_ENABLED": "true",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        }
         tracer = tracing.start(settings_of(**environ), "gateway")
         assert tracer is not None
         for _ in range(3000):
@@ -301,13 +345,20 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
 @pytest.mark.parametrize(
     ("traceparent", "tracestate", "expected"),
     [
-        (CLIENT, "a=1", (CLIENT, "a=1")), (CLIENT, "x" * 513, (CLIENT, "")), (CLIENT, "a=\x07", (CLIENT, "")),
-        (CLIENT + "-x", "a=1", ("", "")), ("x" * 60_000, "", ("", "")), ("", "a=1", ("", "")), ("ff" + CLIENT[2:], "", ("", "")),
-        (f"00-{'0' * 32}-b7ad6b7169203331-01", "a=1", ("", "")), (f"00-{TRACE}-{'0' * 16}-01", "a=1", ("", "")),
-        (CLIENT.upper(), "", ("", "")), (f"cc{CLIENT[2:-2]}ff-what-comes", "a=1", (CLIENT, "a=1")),
+        (CLIENT, "a=1", (CLIENT, "a=1")),
+        (CLIENT, "x" * 513, (CLIENT, "")),
+        (CLIENT, "a=\x07", (CLIENT, "")),
+        (CLIENT + "-x", "a=1", ("", "")),
+        ("x" * 60_000, "", ("", "")),
+        ("", "a=1", ("", "")),
+        ("ff" + CLIENT[2:], "", ("", "")),
+        (f"00-{'0' * 32}-b7ad6b7169203331-01", "a=1", ("", "")),
+        (f"00-{TRACE}-{'0' * 16}-01", "a=1", ("", "")),
+        (CLIENT.upper(), "", ("", "")),
+        (f"cc{CLIENT[2:-2]}ff-what-comes", "a=1", (CLIENT, "a=1")),
         (f"cc{UNSAMPLED[2:]}", "", (UNSAMPLED, "")),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expected: tuple[str, str]) -> None:
     """As W3C has it: version ff and ids of zeros alone are none, and one of a later version is read as this version."""
     context = tracing.of_headers(traceparent, tracestate)
@@ -331,11 +382,15 @@ async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:
         state = [("tracestate", "a=1"), ("tracestate", "b=2")]
         for contexts in ([CLIENT], [CLIENT, CLIENT]):
             headers = [*(("traceparent", context) for context in contexts), *state]
-            assert (await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]}, headers=headers)).status_code == 200
+            assert (
+                await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]}, headers=headers)
+            ).status_code == 200
     assert [(batch.traceparent, batch.tracestate) for batch in adapter.batches] == [(CLIENT, "a=1, b=2"), ("", "")]
 
 
-async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_each(tmp_path: Path, collector: Collector) -> None:
+async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_each(
+    tmp_path: Path, collector: Collector
+) -> None:
     async with InProcess(tmp_path) as cluster:
         own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
@@ -377,7 +432,9 @@ async def test_work_that_is_handed_back_at_the_end_is_told_of(
         assert (await asked).status_code == 200
 
 
-async def test_a_request_that_is_cancelled_ends_its_span_with_what_its_client_sees(tmp_path: Path, collector: Collector) -> None:
+async def test_a_request_that_is_cancelled_ends_its_span_with_what_its_client_sees(
+    tmp_path: Path, collector: Collector
+) -> None:
     async with InProcess(tmp_path) as cluster:
         own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
         gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
@@ -406,14 +463,17 @@ def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:
-    """By any process, also not with the first request. FastAPI itself imports the API, which does nothing without an SDK."""
+    """By any process, also not with the first request. FastAPI itself imports the API, which does nothing without an
+    SDK.
+    """
     code = """
 import asyncio, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import sie_sidecar.process, sie_adapter.process
 def imported():
-    return {".".join(name.split(".")[:2]) for name in sys.modules if name.partition(".")[0] in ("opentelemetry", "grpc")}
+    there = (name.split(".") for name in sys.modules)
+    return {".".join(parts[:2]) for parts in there if parts[0] in ("opentelemetry", "grpc")}
 assert not imported()
 import sie_config.process
 from inprocess import InProcess
@@ -426,11 +486,15 @@ asyncio.run(main())
 assert not imported() & {"opentelemetry.sdk", "opentelemetry.exporter", "grpc"}
 assert "sie_contracts.runtime.spans" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[1])], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parents[1])], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
-async def test_the_spans_of_postprocessing_add_up_to_the_stage_of_the_reply(tmp_path: Path, collector: Collector) -> None:
+async def test_the_spans_of_postprocessing_add_up_to_the_stage_of_the_reply(
+    tmp_path: Path, collector: Collector
+) -> None:
     """Writing the reply at the gateway is a part of it."""
     async with InProcess(tmp_path) as cluster:
         gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)

@@ -1,4 +1,6 @@
-"""Who may make code run: what entries ask for, at the config service where they are written and at the adapter where they are used."""
+"""Who may make code run: what entries ask for, at the config service where they are written and at the adapter where
+they are used.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ from sie_gateway.auth import ROUTES
 
 BUNDLES = packaged_catalogue().bundles
 HUB = {"hub": "org/model", "revision": "0" * 40}
-PLAIN: dict[str, Any] = {"id": "me/model", "weights": HUB, "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 32}
+PLAIN: dict[str, Any] = {
+    "id": "me/model",
+    "weights": HUB,
+    "family": "text-encoder",
+    "outputs": {"dense": 8},
+    "max_tokens": 32,
+}
 ASKS_FOR_CODE: dict[str, dict[str, Any]] = {
     "$.load.trust_remote_code": {"load": {"trust_remote_code": True}},
     "$.profiles.x.load.trust_remote_code": {"profiles": {"x": {"load": {"trust_remote_code": True}}}},
@@ -102,12 +110,16 @@ def test_what_the_operator_s_own_files_say_is_trusted_and_no_more(loc: str) -> N
         moved = msgspec.structs.replace(own, weights=msgspec.structs.replace(own.weights, revision="1" * 40))
         assert trust(own).refused(moved, is_here=True) is not None
     for other in ASKS.keys() - {loc}:
-        if {loc, other} != {"$.load.trust_remote_code", "$.profiles.x.load.trust_remote_code"} and ASKS[other] != ASKS[loc]:
+        if {loc, other} != {"$.load.trust_remote_code", "$.profiles.x.load.trust_remote_code"} and ASKS[other] != ASKS[
+            loc
+        ]:
             refused = trust(own).refused(entry_of(**ASKS[other]), is_here=True)
             assert (refused is None) == ({loc, other} <= {"$.weights.path", "$.run.lora"}), "the same place"
 
 
-def test_paths_are_allowed_below_the_named_folders_and_the_models_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_allowed_below_the_named_folders_and_the_models_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIE_MODEL_PATHS."""
     monkeypatch.chdir(tmp_path)
     for name in ("models/a", "named/a", "named-not/a", "other/a"):
@@ -150,7 +162,9 @@ async def api() -> Api:
 
 @pytest.mark.parametrize("loc", ASKS)
 async def test_no_write_over_http_gets_it_in(api: Api, loc: str) -> None:
-    """POST, PUT, PATCH and a rollback to what was allowed once; also as a dry run. 403 names the setting and the field."""
+    """POST, PUT, PATCH and a rollback to what was allowed once; also as a dry run. 403 names the setting
+    and the field.
+    """
     setting = "SIE_ALLOW_REMOTE_CODE" if loc in ASKS_FOR_CODE else "SIE_MODEL_PATHS"
     asking = {**PLAIN, **ASKS[loc]}
     await api.call("POST", "/v1/configs/models", asking, 201)  # anything is allowed still
@@ -159,13 +173,16 @@ async def test_no_write_over_http_gets_it_in(api: Api, loc: str) -> None:
     for method, path, body in (
         ("POST", "/v1/configs/models", {**asking, "id": "new/one"}),
         ("POST", "/v1/configs/models?dry_run=true", {**asking, "id": "new/one"}),
-        ("PUT", "/v1/configs/models/me/model", asking), ("PATCH", "/v1/configs/models/me/model", ASKS[loc]),
+        ("PUT", "/v1/configs/models/me/model", asking),
+        ("PATCH", "/v1/configs/models/me/model", ASKS[loc]),
         ("POST", "/v1/configs/models/me/model/rollback", {"revision": 1}),
-    ):  # fmt: skip
+    ):
         error = (await api.call(method, path, body, 403))["error"]
         assert (error["code"], error["reason"], error["param"]) == (
-            "PERMISSION_DENIED", "remote_code" if loc in ASKS_FOR_CODE else "model_path", loc
-        ), method  # fmt: skip
+            "PERMISSION_DENIED",
+            "remote_code" if loc in ASKS_FOR_CODE else "model_path",
+            loc,
+        ), method
         assert setting in error["message"]
     assert (await api.call("GET", "/v1/configs/models/me/model"))["weights"] == HUB
     await api.call("GET", "/v1/configs/models/new/one", status=404)
@@ -254,7 +271,11 @@ def test_an_adapter_trusts_neither_the_broker_nor_the_sidecar(adapter: Any, toy:
     """An entry that somebody put into the catalogue by another way than over HTTP."""
     closed = adapter()
     error = refusal(closed.load(toy))
-    assert (error.code, error.reason, error.extras["error_class"]) == ("MODEL_LOAD_FAILED", "model_path", "INCOMPATIBLE")
+    assert (error.code, error.reason, error.extras["error_class"]) == (
+        "MODEL_LOAD_FAILED",
+        "model_path",
+        "INCOMPATIBLE",
+    )
     for loc, asks in ASKS.items():
         error = refusal(closed.load(entry_of(**asks)))
         assert (error.reason, error.param) == ("remote_code" if loc in ASKS_FOR_CODE else "model_path", loc)
@@ -284,7 +305,9 @@ def test_a_change_of_a_loaded_model_is_asked_about_too(adapter: Any, toy: ModelE
     assert refusal(running.load(lora)).param == "$.run.lora"
 
 
-def test_a_client_is_told_of_no_path(adapter: Any, toy: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_is_told_of_no_path(
+    adapter: Any, toy: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The adapter's log is."""
     running = adapter(model_paths=(str(tmp_path),))
     missing = msgspec.structs.replace(toy, weights=msgspec.structs.replace(toy.weights, path=f"{tmp_path}/gone"))
@@ -307,13 +330,22 @@ def test_a_client_is_told_of_no_path(adapter: Any, toy: ModelEntry, tmp_path: Pa
 
 HOME = os.path.expanduser("~/")
 EVERYTHING = {
-    "items": ["a"], "query": "a", "input": ["a"], "inputs": "a", "texts": ["a"], "documents": ["a"], "input_type": "search_document",
-    "labels": ["a"], "ids": [1],
-}  # fmt: skip
+    "items": ["a"],
+    "query": "a",
+    "input": ["a"],
+    "inputs": "a",
+    "texts": ["a"],
+    "documents": ["a"],
+    "input_type": "search_document",
+    "labels": ["a"],
+    "ids": [1],
+}
 
 
 async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy: ModelEntry, tmp_path: Path) -> None:
-    """With the scope infer alone: every route, of models that load and that cannot, and the probes of the worker before and after."""
+    """With the scope infer alone: every route, of models that load and that cannot, and the probes of the worker before
+    and after.
+    """
 
     def placed(name: str, path: str, **more: Any) -> ModelEntry:
         weights = msgspec.structs.replace(toy.weights, path=path)
@@ -324,9 +356,12 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
         (tmp_path / "torn" / name).write_text("{")
     profiles = {"tuned": Profile(run=msgspec.structs.replace(toy.run, lora=f"{tmp_path}/lora"))}
     entries = [
-        msgspec.structs.replace(toy, profiles=profiles), placed("me/gone", f"{tmp_path}/gone"), placed("me/torn", f"{tmp_path}/torn"),
-        placed("me/golden", toy.weights.path, golden=f"{tmp_path}/none.json"), entry_of(id="me/hub"),
-    ]  # fmt: skip
+        msgspec.structs.replace(toy, profiles=profiles),
+        placed("me/gone", f"{tmp_path}/gone"),
+        placed("me/torn", f"{tmp_path}/torn"),
+        placed("me/golden", toy.weights.path, golden=f"{tmp_path}/none.json"),
+        entry_of(id="me/hub"),
+    ]
     running = adapter(model_paths=(str(tmp_path),))
     async with InProcess(tmp_path, *entries) as cluster:
         key, token = keys.create("infers", ("infer",), now_s=time.time())
@@ -338,13 +373,18 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
         await until(lambda: early.task.done() or cluster.last_beat(early.worker), "a worker without an adapter")
         heard.append(("GET /readyz of a worker without an adapter", await early.get("/readyz")))
         worker = await cluster.sidecar(SIE_IPC_SOCKET_PATH=running.path)
-        heard += [("GET /readyz of a worker", await worker.get("/readyz")), ("GET /nope of a worker", await worker.get("/nope"))]
+        heard += [
+            ("GET /readyz of a worker", await worker.get("/readyz")),
+            ("GET /nope of a worker", await worker.get("/nope")),
+        ]
         names = [*(entry.id for entry in entries), f"{toy.id}:tuned"]
         asked = [(verb, row.path) for row in ROUTES for verb in row.methods.split()]
         for (verb, path), model in itertools.product(asked, names):
             path = path.replace("{model:path}", model).replace("{id:path}", model).replace("{name}", "default")
             body = json.dumps({"model": model, **EVERYTHING}) if verb != "GET" else None
-            answer = await gateway.client.request(verb, path, content=body, headers={"authorization": token}, timeout=30)
+            answer = await gateway.client.request(
+                verb, path, content=body, headers={"authorization": token}, timeout=30
+            )
             heard.append((f"{verb} {path}", answer))
         statuses = {what: answer.status_code for what, answer in heard}
     assert {503, 200, 403} <= set(statuses.values())
@@ -360,12 +400,15 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
     [
         ("weights.path /srv/a/model is missing", "weights.path …/model is missing"),
         ("[Errno 2] No such file: '/srv/a/config.json'", "[Errno 2] No such file: '…/config.json'"),
-        ("the cache ~/x/y (SIE_LOCAL_CACHE)", "the cache …/y (SIE_LOCAL_CACHE)"), ("at file:///srv/x.", "at …/x."),
+        ("the cache ~/x/y (SIE_LOCAL_CACHE)", "the cache …/y (SIE_LOCAL_CACHE)"),
+        ("at file:///srv/x.", "at …/x."),
         ("org/model has no config.json and/or weights", "org/model has no config.json and/or weights"),
         ("s3://bucket/prefix and https://hub.co/org/model", "s3://bucket/prefix and https://hub.co/org/model"),
-        ("/srv/a/: a folder", "…/a: a folder"), ("3 / 4", "3 / 4"), ("a path=/srv/x", "a path=…/x"),
+        ("/srv/a/: a folder", "…/a: a folder"),
+        ("3 / 4", "3 / 4"),
+        ("a path=/srv/x", "a path=…/x"),
     ],
-)  # fmt: skip
+)
 def test_paths_in_messages(text: str, shown: str) -> None:
     assert without_paths(text) == shown
 
@@ -374,7 +417,9 @@ def test_paths_in_messages(text: str, shown: str) -> None:
 
 
 def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIE_MODELS_DIR: by name, and as ./models; SIE_MODEL_PATHS accepts it. An adapter takes nothing in it for the operator's word."""
+    """SIE_MODELS_DIR: by name, and as ./models; SIE_MODEL_PATHS accepts it. An adapter takes nothing in it for the
+    operator's word.
+    """
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models"
     folder.mkdir()
@@ -383,7 +428,9 @@ def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, mo
     assert [each.id for each in own_entries(Allowed())] == ["me/model"]
     folder.chmod(0o777)
     for given in (Allowed(), Allowed(models_dir=str(folder))):
-        with pytest.raises(SettingError, match=rf"^SIE_MODELS_DIR: {folder}.*every user .*chmod o-w.*SIE_MODEL_PATHS={folder}"):
+        with pytest.raises(
+            SettingError, match=rf"^SIE_MODELS_DIR: {folder}.*every user .*chmod o-w.*SIE_MODEL_PATHS={folder}"
+        ):
             examined(given)
         with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR"):
             Overlay(Settings(models_dir=given.models_dir)).told()
@@ -394,13 +441,17 @@ def test_a_models_folder_where_everybody_may_write_is_refused(tmp_path: Path, mo
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_models_folder_of_another_user_is_refused_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_folder_of_another_user_is_refused_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIE_MODELS_DIR: named, it is told loudly."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models"
     folder.mkdir(mode=0o755)
     os.chown(folder, 65534, 65534)
-    with pytest.raises(SettingError, match=r"which is used because it is there: it belongs to another user \(uid 65534\)"):
+    with pytest.raises(
+        SettingError, match=r"which is used because it is there: it belongs to another user \(uid 65534\)"
+    ):
         examined(Allowed())
     assert "it belongs to another user (uid 65534)" in examined(Allowed(models_dir=str(folder)))
     assert examined(Allowed(models_dir=str(folder), paths=(str(folder),))) == ""

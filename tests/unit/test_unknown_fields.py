@@ -1,4 +1,6 @@
-"""A field whose name is misspelt is named, with the name that was meant: where another is missing for it, where it means nothing."""
+"""A field whose name is misspelt is named, with the name that was meant: where another is missing for it, where it
+means nothing.
+"""
 
 from __future__ import annotations
 
@@ -55,24 +57,37 @@ async def test_what_other_servers_call_the_items_is_named(gateway: GatewayProces
 
 
 async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
-    others = ({}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]})
+    others = (
+        {},
+        {"items": []},
+        {"params": {"truncate": "END"}, "threshold": 1, "items": None},
+        {"items": [], "itmes": ["a"]},
+    )
     for body in ({"secret": 1}, *others):
         assert (await refused(gateway, f"/v1/encode/{ONE}", body))["message"] == "items: expected at least one item"
 
 
 async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: GatewayProcess) -> None:
     error = await refused(gateway, "/v1/score/toy/score", {"qurey": "secret", "items": ["secret"]})
-    assert error["message"] == "query: expected a map or a string, got null; unknown field `qurey`; did you mean `query`?"
+    assert (
+        error["message"] == "query: expected a map or a string, got null; unknown field `qurey`; did you mean `query`?"
+    )
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{"id": "1", "txet": "secret"}]})
     assert (error["reason"], error["param"]) == ("empty_item", "items[0].text")
     assert error["message"].endswith("text: expected a string, got null; unknown field `txet`; did you mean `text`?")
 
 
-@pytest.mark.parametrize(("body", "path", "meant"), [
-    ({"paramz": {"truncate": "NONE"}}, "paramz", "params"), ({"outputtypes": ["dense"]}, "outputtypes", "output_types"),
-    ({"params": {"isquery": True}}, "params.isquery", "is_query"), ({"params": {"option": {}}}, "params.option", "options"),
-    ({"options": {"trunkate": "END"}}, "options.trunkate", "truncate"), ({"colour": "red"}, "colour", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "path", "meant"),
+    [
+        ({"paramz": {"truncate": "NONE"}}, "paramz", "params"),
+        ({"outputtypes": ["dense"]}, "outputtypes", "output_types"),
+        ({"params": {"isquery": True}}, "params.isquery", "is_query"),
+        ({"params": {"option": {}}}, "params.option", "options"),
+        ({"options": {"trunkate": "END"}}, "options.trunkate", "truncate"),
+        ({"colour": "red"}, "colour", ""),
+    ],
+)
 async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
     gateway: GatewayProcess, body: dict[str, Any], path: str, meant: str
 ) -> None:
@@ -82,20 +97,34 @@ async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
     assert answer.status_code == 200, answer.text
     assert answer.json()["warnings"] == [f"{path}: ignored, no such option of {ONE} here{end}"]
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": ["a"], **body}, **{"x-sie-strict": "true"})
-    assert (error["reason"], error["param"], error["message"]) == ("unknown_option", path, f"{path}: no such option of {ONE} here{end}")
+    assert (error["reason"], error["param"], error["message"]) == (
+        "unknown_option",
+        path,
+        f"{path}: no such option of {ONE} here{end}",
+    )
 
 
 async def test_bodies_that_are_not_inference_are_strict(gateway: GatewayProcess) -> None:
     answer = await gateway.client.post("/v1/pools", json={"name": "p", "gpu": {"cpu": 1}})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "gpu: no such field; did you mean `gpus`?")
     answer = await gateway.client.post("/v1/configs/resolve", json={"modle": ONE})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "modle: no such field; did you mean `model`?")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "modle: no such field; did you mean `model`?",
+    )
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/embeddings", {"input": "a"}), ("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"}),
-])  # fmt: skip
-async def test_clients_of_other_families_may_send_more_than_we_know(gateway: GatewayProcess, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v2/embed", {"texts": ["a"], "input_type": "search_query"}),
+        ("/embed", {"inputs": "a"}),
+    ],
+)
+async def test_clients_of_other_families_may_send_more_than_we_know(
+    gateway: GatewayProcess, path: str, body: dict[str, Any]
+) -> None:
     answer = await gateway.client.post(path, json={"model": ONE, **body, "itmes": ["a"], "paramz": {}, "user": "u"})
     assert answer.status_code == 200, answer.text
     assert "itmes" not in answer.text
@@ -110,7 +139,10 @@ def test_only_what_is_like_a_name_was_meant() -> None:
 @pytest.mark.parametrize("encoder", [msgspec.json, msgspec.msgpack])
 async def test_a_misspelt_field_of_an_item_and_another_model_are_told(gateway: GatewayProcess, encoder: Any) -> None:
     """A field that is like none of ours is the client's own."""
-    body = {"model": "toy/score", "items": [{"text": "a"}, {"text": "b", "foo": 1, "metdata": {}}, {"text": "c", "foo": 2}]}
+    body = {
+        "model": "toy/score",
+        "items": [{"text": "a"}, {"text": "b", "foo": 1, "metdata": {}}, {"text": "c", "foo": 2}],
+    }
     kind = "application/msgpack" if encoder is msgspec.msgpack else "application/json"
     headers = {"content-type": kind, "accept": "application/json"}
     answer = await gateway.client.post(f"/v1/encode/{ONE}", content=encoder.encode(body), headers=headers)

@@ -1,4 +1,6 @@
-"""`sie weights` as an operator uses it: a bucket is filled, looked at, checked and emptied, and every mistake says what to do next."""
+"""`sie weights` as an operator uses it: a bucket is filled, looked at, checked and emptied, and every mistake says what
+to do next.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ class Node:
         self.cache, self.models, self.place = folder / "cache", folder / "models", place
         self.models.mkdir(parents=True)
         self.environ = {
-            "SIE_LOCAL_CACHE": str(self.cache), "SIE_MODELS_DIR": str(self.models), "SIE_CLUSTER_CACHE": place.url,
+            "SIE_LOCAL_CACHE": str(self.cache),
+            "SIE_MODELS_DIR": str(self.models),
+            "SIE_CLUSTER_CACHE": place.url,
             "SIE_HF_FALLBACK": "false",
-        }  # fmt: skip
+        }
 
     def run(self, *arguments: str, expected: int = 0, given: str = "", **environ: str | None) -> Result:
         """One call of the command."""
-        result = CliRunner().invoke(main, ["weights", *arguments], env={**self.environ, **environ}, input=given, prog_name="sie")
+        result = CliRunner().invoke(
+            main, ["weights", *arguments], env={**self.environ, **environ}, input=given, prog_name="sie"
+        )
         assert result.exit_code == expected, result.output
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result
@@ -86,12 +92,18 @@ def test_a_model_of_the_catalogue_goes_from_the_local_cache_into_the_bucket(node
     assert "0 files written (0 B), 3 there already" in node.run("push", "org/model").stdout
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert row == {
-        "repository": "org/model", "revision": COMMIT, "bytes": sum(map(len, FILES.values())), "local": True, "cluster": True, "wrong": []
-    }  # fmt: skip
+        "repository": "org/model",
+        "revision": COMMIT,
+        "bytes": sum(map(len, FILES.values())),
+        "local": True,
+        "cluster": True,
+        "wrong": [],
+    }
     table = node.run("list").stdout.splitlines()
     assert [line.split() for line in table] == [
-        ["REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET"], ["org/model", COMMIT, "97.7", "KiB", "complete", "complete"],
-    ]  # fmt: skip
+        ["REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET"],
+        ["org/model", COMMIT, "97.7", "KiB", "complete", "complete"],
+    ]
     shutil.rmtree(node.cache)
     assert node.run("list").stdout.splitlines()[1].split()[-2:] == ["-", "complete"]
     fetch = ClusterCache(node.place.url).fetch("org/model", COMMIT)
@@ -146,18 +158,42 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
         (["push", "{folder}"], 2, "is a folder: --as ORGANISATION/NAME says what it is called in the bucket"),
         (["push", "org/model", "--as", "my/model"], 2, "--as names a folder, and there is no folder org/model"),
         (["push", "a/b", "c/d", "--revision", "x"], 2, "are of one: push them one by one"),
-        (["push", "{folder}", "--as", "../up"], 1, "'../up' is not the name of a repository: expected organisation/name"),
+        (
+            ["push", "{folder}", "--as", "../up"],
+            1,
+            "'../up' is not the name of a repository: expected organisation/name",
+        ),
         (["push", "{folder}", "--as", "my/model", "--revision", "../up"], 1, "'../up' is not a revision"),
-        (["push", "/no/such/folder"], 1, "there is no folder /no/such/folder, and it is no id of the hub, which has the form org"),
-        (["push", "org/none"], 1, "which commit of org/none? Say org/none@COMMIT: neither the catalogue nor the cache knows one"),
+        (
+            ["push", "/no/such/folder"],
+            1,
+            "there is no folder /no/such/folder, and it is no id of the hub, which has the form org",
+        ),
+        (
+            ["push", "org/none"],
+            1,
+            "which commit of org/none? Say org/none@COMMIT: neither the catalogue nor the cache knows one",
+        ),
         (["push", f"org/none@{COMMIT}"], 1, "downloads are off (SIE_HF_FALLBACK)"),
-        (["push", "my/packaged"], 1, "are in the package x, where workers take them from. To have them in the bucket: sie weights push"),
+        (
+            ["push", "my/packaged"],
+            1,
+            "are in the package x, where workers take them from. To have them in the bucket: sie weights push",
+        ),
         (["push", "my/folder"], 1, "are in the folder /somewhere, where workers take them from"),
         (["verify", "org/none"], 1, "there is no org/none; there is nothing"),
         (["rm", "org/none", "--yes"], 1, "there is no org/none; there is nothing"),
         (["rm"], 2, "Missing argument"),
-        (["list", "--cluster-cache", "/a/folder"], 2, "SIE_CLUSTER_CACHE: got '/a/folder', expected s3://bucket/prefix or gs://bucket/prefix"),
-        (["verify", "--cluster-cache", "s3://no-such-bucket"], 1, "s3://no-such-bucket: there is no bucket no-such-bucket: make it, or"),
+        (
+            ["list", "--cluster-cache", "/a/folder"],
+            2,
+            "SIE_CLUSTER_CACHE: got '/a/folder', expected s3://bucket/prefix or gs://bucket/prefix",
+        ),
+        (
+            ["verify", "--cluster-cache", "s3://no-such-bucket"],
+            1,
+            "s3://no-such-bucket: there is no bucket no-such-bucket: make it, or",
+        ),
     ],
 )
 def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
@@ -228,7 +264,10 @@ def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) 
     folder = node.snapshot()
     (folder / "model.safetensors").write_bytes(b"x")
     (folder / "config.json").unlink()
-    lines = [f"org/model@{COMMIT}: config.json is missing", f"org/model@{COMMIT}: model.safetensors has 1 bytes, the manifest says 100071"]
+    lines = [
+        f"org/model@{COMMIT}: config.json is missing",
+        f"org/model@{COMMIT}: model.safetensors has 1 bytes, the manifest says 100071",
+    ]
     for arguments in (["--quick"], []):
         told = node.run("verify", "--local", *arguments, expected=1)
         assert told.stdout.splitlines() == lines
@@ -264,7 +303,9 @@ def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
 
 
 def test_a_command_that_used_a_store_ends_without_taking_the_interpreter_down() -> None:
-    """Threads of the store's runtime would abort the process meanwhile, now and then. What was registered for the end is done."""
+    """Threads of the store's runtime would abort the process meanwhile, now and then. What was registered for the end
+    is done.
+    """
     script = """
 import atexit, sys
 class Torn:
@@ -278,6 +319,8 @@ sys.argv = ["sie", *sys.argv[1:]]
 main()
 """
     for arguments, status, said in ((["--version"], 0, "version"), (["weights", "rm"], 2, "")):
-        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
         assert (done.returncode, "torn down" in done.stdout, "registered" in done.stdout) == (status, False, True), done
         assert said in done.stdout

@@ -105,7 +105,9 @@ def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **env
 
 
 def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk: Disk) -> None:
-    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT, SIE_DISK_CACHE_ENABLED: of what the disk holds now, and only what nobody uses."""
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT, SIE_DISK_CACHE_ENABLED: of what the disk holds now, and only what nobody
+    uses.
+    """
     disk.others_bytes = 540 * MIB
     assert cache.relieve()
     assert there(cache) == ["org/a", "org/b", "org/c"], "at 84 % nothing goes"
@@ -122,23 +124,36 @@ def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk
 
 @pytest.mark.parametrize(
     ("percent", "others", "gone"),
-    [("85", 440, []), ("85", 460, ["org/b"]), ("85", 540, ["org/b"]), ("85", 560, ["org/a", "org/b"]), ("90", 460, []), ("50", 0, [])],
+    [
+        ("85", 440, []),
+        ("85", 460, ["org/b"]),
+        ("85", 540, ["org/b"]),
+        ("85", 560, ["org/a", "org/b"]),
+        ("90", 460, []),
+        ("50", 0, []),
+    ],
 )
 def test_what_was_used_longest_ago_goes_above_the_threshold(
     percent: str, others: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: of what the disk would hold with the new weights. At 84 % nothing goes, at 86 % one."""
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: of what the disk would hold with the new weights. At 84 % nothing goes, at
+    86 % one.
+    """
     disk.others_bytes = others * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_PRESSURE_THRESHOLD_PERCENT=percent) as sources:
         put(sources.cache, "org/new")
     assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(gone))
 
 
-@pytest.mark.parametrize(("limit", "gone"), [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])])
+@pytest.mark.parametrize(
+    ("limit", "gone"), [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])]
+)
 def test_a_limit_below_the_disk_s_counts_the_cache_alone(
     limit: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_DISK_CACHE_BYTES, P12: as on a volume with a size limit, which the file system does not know: half of the disk is free."""
+    """SIE_DISK_CACHE_BYTES, P12: as on a volume with a size limit, which the file system does not know: half of the
+    disk is free.
+    """
     disk.others_bytes = 200 * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(limit * MIB)) as sources:
         put(sources.cache, "org/new")
@@ -147,11 +162,15 @@ def test_a_limit_below_the_disk_s_counts_the_cache_alone(
             put(sources.cache, "org/large", limit * MIB)
 
 
-def test_without_the_disk_cache_nothing_is_removed(cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_disk_cache_nothing_is_removed(
+    cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIE_DISK_CACHE_ENABLED: what does not fit is refused before a byte is fetched, and the setting is named."""
     disk.others_bytes = 620 * MIB
     with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_ENABLED="false") as sources:
-        with pytest.raises(FetchFailed, match=r"no space.*100\.0 MiB are needed, 80\.0 are free.*SIE_DISK_CACHE_ENABLED") as raised:
+        with pytest.raises(
+            FetchFailed, match=r"no space.*100\.0 MiB are needed, 80\.0 are free.*SIE_DISK_CACHE_ENABLED"
+        ) as raised:
             put(sources.cache, "org/new")
         assert raised.value.error_class == "NETWORK"  # room may come
         assert there(cache) == ["org/a", "org/b", "org/c"]
@@ -274,7 +293,11 @@ def test_what_is_cut_off_goes_too(cache: LocalCache, disk: Disk) -> None:
     """A snapshot that no longer counts is in nobody's way of going: what it really holds is what it frees."""
     hollow(cache.place("org/b", REVISION) / NAME, SIZE // 2)
     disk.others_bytes = 560 * MIB
-    assert [(each.repository, each.bytes // MIB) for each in cache.candidates()] == [("org/b", 50), ("org/a", 100), ("org/c", 100)]
+    assert [(each.repository, each.bytes // MIB) for each in cache.candidates()] == [
+        ("org/b", 50),
+        ("org/a", 100),
+        ("org/c", 100),
+    ]
     put(cache, "org/new")
     assert not cache.place("org/b", REVISION).exists()
     assert there(cache) == ["org/c", "org/new"]
@@ -287,7 +310,9 @@ def test_what_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
         held.set()
         assert go.wait(END_S)
 
-    stub = HubStub(repositories={REPOSITORY: {"config.json": b"{}", "model.safetensors": bytes(100_000)}}, before_piece=hold)
+    stub = HubStub(
+        repositories={REPOSITORY: {"config.json": b"{}", "model.safetensors": bytes(100_000)}}, before_piece=hold
+    )
     with stub.serving() as hub, fetcher(hub, tmp_path) as other:
         assert held.wait(END_S)
         cache = LocalCache(tmp_path)
@@ -313,10 +338,16 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
 
     cache.obtain("org/toy", REVISION, fetch, "org/toy")
     entry = ModelEntry(
-        id="org/toy", weights=Weights(hub="org/toy", revision=REVISION), family="text-encoder", outputs={"dense": 32},
-        max_tokens=32, run=RunDefaults(pooling="mean"),
-    )  # fmt: skip
-    engine = Engine(Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache.folder), hf_fallback=False))
+        id="org/toy",
+        weights=Weights(hub="org/toy", revision=REVISION),
+        family="text-encoder",
+        outputs={"dense": 32},
+        max_tokens=32,
+        run=RunDefaults(pooling="mean"),
+    )
+    engine = Engine(
+        Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache.folder), hf_fallback=False)
+    )
     try:
         needed, seen = engine.residency._needed_bytes, []
 
@@ -370,7 +401,10 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 96 MiB and 400 files and folders."""
     folder = tmp_path / "small"
     folder.mkdir()
-    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m,nr_inodes=400", "tmpfs", folder]).returncode:
+    if (
+        sys.platform != "linux"
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m,nr_inodes=400", "tmpfs", folder]).returncode
+    ):
         pytest.skip("this user may not mount a file system")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -440,8 +474,12 @@ def test_on_a_full_disk_a_model_that_is_there_is_served(small: Path) -> None:
     (folder / "config.json").write_text("{}")
     cache.obtain("org/a", REVISION, real(24 * MIB), "org/a")
     entry = ModelEntry(
-        id="org/own", weights=Weights(hub="org/own", revision=REVISION), family="text-encoder", outputs={"dense": 4}, max_tokens=8
-    )  # fmt: skip
+        id="org/own",
+        weights=Weights(hub="org/own", revision=REVISION),
+        family="text-encoder",
+        outputs={"dense": 4},
+        max_tokens=8,
+    )
     fill(small)
     for percent in (None, 80.0):
         sources = WeightSources(small, False, None, limited(small, percent))
@@ -473,7 +511,9 @@ print(*[each.repository for each in cache.candidates()])
 
 @pytest.mark.parametrize("mode", [0o644, 0o600])
 def test_the_lock_files_of_another_user_stop_no_fetch(mode: int, tmp_path: Path) -> None:
-    """Files of root, read by anybody or by nobody else: only what they stand for is left alone where nothing can be told of it."""
+    """Files of root, read by anybody or by nobody else: only what they stand for is left alone where nothing can be
+    told of it.
+    """
     if os.getuid() != 0:
         pytest.skip("only root may be another user")
     cache = LocalCache(tmp_path / "cache")
@@ -485,6 +525,8 @@ def test_the_lock_files_of_another_user_stop_no_fetch(mode: int, tmp_path: Path)
         elif ".locks" in path.parts:
             path.chmod(mode)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", OTHER, cache.folder], capture_output=True, text=True, timeout=END_S, env=environ)
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER, cache.folder], capture_output=True, text=True, timeout=END_S, env=environ
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == (["org/a", "org/new"] if mode == 0o644 else ["org/new"])

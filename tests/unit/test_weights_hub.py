@@ -37,8 +37,12 @@ def safetensors(size: int) -> bytes:
 
 
 FILES = {
-    "config.json": b'{"a": 1}', BIG: safetensors(300_000), "1_Pooling/config.json": b"{}", "model.py": b"x = 1", "onnx/model.onnx": b"o",
-}  # fmt: skip
+    "config.json": b'{"a": 1}',
+    BIG: safetensors(300_000),
+    "1_Pooling/config.json": b"{}",
+    "model.py": b"x = 1",
+    "onnx/model.onnx": b"o",
+}
 WANTED = {"config.json", BIG, "1_Pooling/config.json"}
 
 
@@ -51,7 +55,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
 
 def entry(**changes: object) -> ModelEntry:
     made = ModelEntry(
-        id="org/model", weights=Weights(hub=REPOSITORY, revision=COMMIT), family="text-encoder", outputs={"dense": 8}, max_tokens=16
+        id="org/model",
+        weights=Weights(hub=REPOSITORY, revision=COMMIT),
+        family="text-encoder",
+        outputs={"dense": 8},
+        max_tokens=16,
     )
     return msgspec.structs.replace(made, **changes)
 
@@ -59,7 +67,12 @@ def entry(**changes: object) -> ModelEntry:
 def is_right(cache: Path) -> bool:
     local = LocalCache(cache)
     folder, manifest = local.find(REPOSITORY, COMMIT), local.manifest(REPOSITORY, COMMIT)
-    return folder is not None and manifest is not None and verify(folder, manifest) == [] and manifest.files.keys() == WANTED
+    return (
+        folder is not None
+        and manifest is not None
+        and verify(folder, manifest) == []
+        and manifest.files.keys() == WANTED
+    )
 
 
 def cuts(hub: HubStub) -> None:
@@ -78,7 +91,9 @@ def cuts_and_knows_no_ranges(hub: HubStub) -> None:
     hub.ignores_ranges, hub.cuts = True, {BIG: [70_000]}
 
 
-@pytest.mark.parametrize("fault", [cuts, stumbles, has_wrong_bytes_once, cuts_and_knows_no_ranges], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [cuts, stumbles, has_wrong_bytes_once, cuts_and_knows_no_ranges], ids=lambda fault: fault.__name__
+)
 def test_what_passes_is_got_over(fault: Callable[[HubStub], None], hub: HubStub, tmp_path: Path) -> None:
     fault(hub)
     obtain(hub, tmp_path)
@@ -100,7 +115,9 @@ def logs() -> Iterator[None]:
         root.setLevel(level)
 
 
-def test_a_hub_that_sends_nothing_more_is_asked_again(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_sends_nothing_more_is_asked_again(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     held, go = [], threading.Event()
 
@@ -170,12 +187,17 @@ def nothing_to_load(hub: HubStub) -> None:
 @pytest.mark.parametrize(
     ("fault", "error_class", "says"),
     [
-        (gated, "GATED", "HF_TOKEN"), (private, "NOT_FOUND", "HF_TOKEN"), (another_commit, "NOT_FOUND", COMMIT),
-        (down, "NETWORK", "HF_ENDPOINT"), (wrong_bytes_for_ever, "NETWORK", BIG), (refuses_the_token, "GATED", "HF_TOKEN"),
-        (a_file_outside, "INCOMPATIBLE", "x//config.json"), (nothing_to_load, "INCOMPATIBLE", "none of the files"),
+        (gated, "GATED", "HF_TOKEN"),
+        (private, "NOT_FOUND", "HF_TOKEN"),
+        (another_commit, "NOT_FOUND", COMMIT),
+        (down, "NETWORK", "HF_ENDPOINT"),
+        (wrong_bytes_for_ever, "NETWORK", BIG),
+        (refuses_the_token, "GATED", "HF_TOKEN"),
+        (a_file_outside, "INCOMPATIBLE", "x//config.json"),
+        (nothing_to_load, "INCOMPATIBLE", "none of the files"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)  # fmt: skip
+)
 def test_what_does_not_pass_is_a_typed_refusal_that_leaves_nothing_to_load(
     fault: Callable[[HubStub], None], error_class: str, says: str, hub: HubStub, tmp_path: Path
 ) -> None:
@@ -228,14 +250,22 @@ def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_p
 def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -> None:
     own = Profile(load=LoadOptions(trust_remote_code=True))
     assert not (WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile()})) / "model.py").exists()
-    assert (WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile(), "own": own})) / "model.py").is_file()
+    assert (
+        WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile(), "own": own})) / "model.py"
+    ).is_file()
 
 
-def test_what_the_hubs_own_client_completed_counts_by_its_listing(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C13: it writes the listing first, so what it did not complete is known; SIE completes it, with the bytes that are there."""
+def test_what_the_hubs_own_client_completed_counts_by_its_listing(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C13: it writes the listing first, so what it did not complete is known; SIE completes it, with the bytes that are
+    there.
+    """
     from huggingface_hub import snapshot_download
 
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     found = Path(snapshot_download(REPOSITORY, revision=COMMIT, cache_dir=tmp_path / "hub", endpoint=hub.url))
     asked = len(hub.asked)
     assert WeightSources(tmp_path, True).folder(entry()) == found
@@ -265,7 +295,9 @@ def test_a_copy_by_hand_is_checked_against_the_hub_and_never_fetched_again(hub: 
     assert LocalCache(tmp_path).candidates() == []
 
 
-def test_what_is_wrong_in_a_copy_by_hand_is_replaced_and_the_file_itself_stays_untouched(hub: HubStub, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_copy_by_hand_is_replaced_and_the_file_itself_stays_untouched(
+    hub: HubStub, tmp_path: Path
+) -> None:
     folder = by_hand(tmp_path)
     own = tmp_path / "own"
     own.write_bytes(FILES[BIG][:-1] + b"?")
@@ -302,7 +334,10 @@ def lacks_a_shard(folder: Path) -> None:
 
 
 def lacks_a_module(folder: Path) -> None:
-    modules = b'[{"path": "", "type": "T"}, {"path": "2_Normalize", "type": "x.Normalize"}, {"path": "2_Dense", "type": "x.Dense"}]'
+    modules = (
+        b'[{"path": "", "type": "T"}, {"path": "2_Normalize", "type": "x.Normalize"}, {"path": "2_Dense", "type":'
+        b' "x.Dense"}]'
+    )
     (folder / "modules.json").write_bytes(modules)
 
 
@@ -315,11 +350,15 @@ def was_interrupted(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (cut_off, BIG), (no_json, "config.json"), (points_nowhere, "tokenizer.json"), (lacks_a_shard, "00002-of-00002"),
-        (lacks_a_module, "2_Dense"), (was_interrupted, "incomplete"),
+        (cut_off, BIG),
+        (no_json, "config.json"),
+        (points_nowhere, "tokenizer.json"),
+        (lacks_a_shard, "00002-of-00002"),
+        (lacks_a_module, "2_Dense"),
+        (was_interrupted, "incomplete"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)  # fmt: skip
+)
 def test_a_copy_that_contradicts_itself_is_refused_while_nobody_can_be_asked(
     damage: Callable[[Path], None], says: str, tmp_path: Path
 ) -> None:
@@ -390,7 +429,9 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
 
 
 @pytest.mark.parametrize("fault", ["", "damaged", "listed by name"])
-def test_the_name_of_a_client_s_lora_is_in_no_log(hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+def test_the_name_of_a_client_s_lora_is_in_no_log(
+    hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
     """While it is fetched, asked for again, and removed; one that the entry names is told by its name."""
     caplog.set_level(logging.WARNING, "httpx2")  # as processes have it
     caplog.set_level(logging.INFO, "sie")
@@ -431,7 +472,9 @@ def in_bucket(place: Place, cache: Path, wanted: set[str], repository: str = REP
     return bucket
 
 
-def test_a_snapshot_of_the_bucket_that_was_pushed_for_less_is_completed_by_the_hub(hub: HubStub, faulty: Place, tmp_path: Path) -> None:
+def test_a_snapshot_of_the_bucket_that_was_pushed_for_less_is_completed_by_the_hub(
+    hub: HubStub, faulty: Place, tmp_path: Path
+) -> None:
     """Its files are not fetched from the hub as well, and it is good for those that want no more than it has."""
     WeightSources(tmp_path / "pusher", True).folder(entry())
     bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)

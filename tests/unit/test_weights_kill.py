@@ -20,7 +20,12 @@ from sie_contracts.weights import verify
 
 BIG = "model.safetensors"
 BIG_BYTES = 640 << 10
-FILES = {"config.json": b"{}", "tokenizer.json": bytes(20_000), "1_Pooling/config.json": b'{"pooling": 1}', BIG: os.urandom(BIG_BYTES)}
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": bytes(20_000),
+    "1_Pooling/config.json": b'{"pooling": 1}',
+    BIG: os.urandom(BIG_BYTES),
+}
 POINTS = 20
 
 
@@ -68,7 +73,9 @@ def killed_at(hub: HubStub, cache: Path, offset: int) -> None:
 
 
 def test_what_was_killed_at_any_byte_goes_on_there(hub: HubStub, tmp_path: Path) -> None:
-    """C13: at 20 points of the download nothing counts as cached, and no byte that is on the disk is asked for again."""
+    """C13: at 20 points of the download nothing counts as cached, and no byte that is on the disk is
+    asked for again.
+    """
     resumed = set()
     for point in range(POINTS):
         cache = tmp_path / str(point)

@@ -7,7 +7,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sie_contracts.weights import MANIFEST, MOST_MANIFEST_BYTES, FileFact, Manifest, ManifestError, decode, describe, encode, verify
+from sie_contracts.weights import (
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    FileFact,
+    Manifest,
+    ManifestError,
+    decode,
+    describe,
+    encode,
+    verify,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FACT = FileFact(3, "a" * 64)
@@ -25,7 +35,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_it_says_what_is_there_and_reads_as_it_was_written(folder: Path) -> None:
     manifest = describe(folder, "org/model", COMMIT)
-    assert {name: fact.bytes for name, fact in manifest.files.items()} == {"1_Pooling/config.json": 2, "model.safetensors": 200}
+    assert {name: fact.bytes for name, fact in manifest.files.items()} == {
+        "1_Pooling/config.json": 2,
+        "model.safetensors": 200,
+    }
     assert manifest.bytes == 202
     (folder / MANIFEST).write_bytes(encode(manifest))
     assert decode((folder / MANIFEST).read_bytes()) == manifest
@@ -50,7 +63,9 @@ def test_whatever_is_wrong_is_named(folder: Path) -> None:
     assert set(verify(folder, manifest)) == {"1_Pooling/config.json is missing", "model.safetensors is not a file"}
 
 
-@pytest.mark.parametrize("name", ["../model", "/etc/passwd", "a//b", "a/./b", "a/../../b", "", "a\\b", "a\0b", MANIFEST, "a" * 1025])
+@pytest.mark.parametrize(
+    "name", ["../model", "/etc/passwd", "a//b", "a/./b", "a/../../b", "", "a\\b", "a\0b", MANIFEST, "a" * 1025]
+)
 def test_a_file_outside_of_its_folder_is_refused(name: str) -> None:
     manifest = Manifest("org/model", COMMIT, {name: FACT})
     with pytest.raises(ManifestError, match="names the file"):
@@ -62,19 +77,23 @@ def test_a_file_outside_of_its_folder_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("manifest", "says"),
     [
-        (Manifest("../model", COMMIT, {"a": FACT}), "organisation/name"), (Manifest("org/model", "a/b", {"a": FACT}), "a commit"),
-        (Manifest("org/model", COMMIT, {}), "names no file"), (Manifest("org/model", COMMIT, {"a": FileFact(-1, "a" * 64)}), "size"),
+        (Manifest("../model", COMMIT, {"a": FACT}), "organisation/name"),
+        (Manifest("org/model", "a/b", {"a": FACT}), "a commit"),
+        (Manifest("org/model", COMMIT, {}), "names no file"),
+        (Manifest("org/model", COMMIT, {"a": FileFact(-1, "a" * 64)}), "size"),
         (Manifest("org/model", COMMIT, {"a": FileFact(1, "A" * 64)}), "SHA-256"),
         (Manifest("org/model", COMMIT, {"a": FACT}, version=2), "version 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_what_does_not_make_sense_is_refused(manifest: Manifest, says: str) -> None:
     with pytest.raises(ManifestError, match=says):
         decode(msgspec.json.encode(manifest))
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"repository": 1}', b"[" * 100_000, b" " * (MOST_MANIFEST_BYTES + 1)])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff", b"[1]", b'{"repository": 1}', b"[" * 100_000, b" " * (MOST_MANIFEST_BYTES + 1)]
+)
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode(data)

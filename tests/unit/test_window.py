@@ -1,4 +1,6 @@
-"""The fairness between keys: the pure core alone, by properties, and against a simulated lane that is first in, first out."""
+"""The fairness between keys: the pure core alone, by properties, and against a simulated lane that is first in, first
+out.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def order(found: list[tuple[Ticket, int]]) -> str:
 
 
 def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> None:
-    """The pipelines of all hosts are full for one key; with several, what is ahead and a batch of half of it fit two full batches."""
+    """The pipelines of all hosts are full for one key; with several, what is ahead and a batch of half of it fit two
+    full batches.
+    """
     alone = bound([FULL, FULL], cold_tokens=8192, contested=False, mean_cost=100)
     assert alone == Bound(8 * BATCH, 96)
     contested = bound([FULL], cold_tokens=8192, contested=True, mean_cost=100)
@@ -179,7 +183,9 @@ def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
 
 
 class Turns(RuleBasedStateMachine):
-    """S7: whatever happens in whatever order, what is counted is what is held, bounds hold, and at the end everything is free."""
+    """S7: whatever happens in whatever order, what is counted is what is held, bounds hold, and at the end everything
+    is free.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +193,9 @@ class Turns(RuleBasedStateMachine):
         self.windows = [Window(self.shares, 100) for _ in range(2)]
         self.open: list[tuple[Window, Ticket]] = []
 
-    @rule(key=st.sampled_from("abc"), costs=st.lists(st.integers(1, 250), min_size=1, max_size=6), model=st.integers(0, 1))
+    @rule(
+        key=st.sampled_from("abc"), costs=st.lists(st.integers(1, 250), min_size=1, max_size=6), model=st.integers(0, 1)
+    )
     def join(self, key: str, costs: list[int], model: int) -> None:
         ticket = Ticket(key, costs)
         self.open.append((self.windows[model], ticket))
@@ -251,7 +259,9 @@ TestTurns = Turns.TestCase
 
 @given(st.lists(st.lists(st.integers(1, QUANTUM), min_size=1, max_size=30), min_size=2, max_size=5), st.integers(1, 4))
 def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests: list[list[int]], room: int) -> None:
-    """For any sizes: the bound of deficit round robin, a quantum and the largest chunk, and a turn that may have passed."""
+    """For any sizes: the bound of deficit round robin, a quantum and the largest chunk, and a turn that may have
+    passed.
+    """
     one = window()
     for number, costs in enumerate(requests):
         one.join(Ticket(str(number), costs))
@@ -273,8 +283,9 @@ def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests
 def simulate(
     arrivals: list[tuple[float, str, int]], *, fair: bool, batch_s: float, token_s: float, until_s: float
 ) -> dict[str, list[float]]:
-    """Latencies by key of chunks that arrive (at, key, tokens) at a lane with one worker: a queue that is first in, first out, of which the
-    worker takes in four batches, and a device that runs one batch while the next is ready. A message takes 1 ms each way.
+    """Latencies by key of chunks that arrive (at, key, tokens) at a lane with one worker: a queue that is first in,
+    first out, of which the worker takes in four batches, and a device that runs one batch while the next is ready. A
+    message takes 1 ms each way.
 
     `fair`: what this gateway lets into the queue is bounded as it does it; else everything goes in at once.
     """
@@ -298,7 +309,11 @@ def simulate(
     def pump(now_s: float) -> None:
         host = Host(4 * BATCH, batch_cost=BATCH, pipeline=2)
         contested = shares.contested(now_s)
-        most = bound([host], cold_tokens=1, contested=contested, mean_cost=0.0, fixed_tokens=times.fixed_tokens()) if fair else Bound()
+        most = (
+            bound([host], cold_tokens=1, contested=contested, mean_cost=0.0, fixed_tokens=times.fixed_tokens())
+            if fair
+            else Bound()
+        )
         for ticket, _ in one.grant(most, math.inf):
             at(now_s + way_s, lambda now_s, ticket=ticket: published(ticket, now_s))  # type: ignore[misc]
 
@@ -312,7 +327,11 @@ def simulate(
         while queue and inside + queue[0].costs[0] <= 4 * BATCH:
             inside += queue[0].costs[0]
             held.append(queue.pop(0))
-        if len(ready) < 2 and held and (not ready or sum(ticket.costs[0] for ticket in held) >= BATCH or now_s >= free_s - 0.002):
+        if (
+            len(ready) < 2
+            and held
+            and (not ready or sum(ticket.costs[0] for ticket in held) >= BATCH or now_s >= free_s - 0.002)
+        ):
             batch: list[Ticket] = []
             while held and sum(ticket.costs[0] for ticket in batch) + held[0].costs[0] <= BATCH:
                 batch.append(held.pop(0))
@@ -359,15 +378,20 @@ def p99(values: list[float]) -> float:
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
-@pytest.mark.parametrize(("batch_s", "token_s"), [(0.005, 20e-6), (0.0, 20e-6), (0.002, 1e-6), (0.05, 0.0), (0.05, 3e-6)])
+@pytest.mark.parametrize(
+    ("batch_s", "token_s"), [(0.005, 20e-6), (0.0, 20e-6), (0.002, 1e-6), (0.05, 0.0), (0.05, 3e-6)]
+)
 def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(batch_s: float, token_s: float) -> None:
-    """S9: 100,000 texts of 64 tokens of one key, small requests of another that was there before: p99 <= 2 x unloaded p99 + two batches.
+    """S9: 100,000 texts of 64 tokens of one key, small requests of another that was there before: p99 <= 2 x unloaded
+    p99 + two batches.
 
     Throughput stays within a tenth of what the backlog alone gives, whether batches cost by tokens or by number.
     """
     full_s = batch_s + token_s * BATCH
     seconds = max(10.0, 100 * full_s)
-    small = [(number * max(0.2, full_s / 3) * 0.97, "b", 20) for number in range(int(seconds / max(0.2, full_s / 3)) - 1)]
+    small = [
+        (number * max(0.2, full_s / 3) * 0.97, "b", 20) for number in range(int(seconds / max(0.2, full_s / 3)) - 1)
+    ]
     large = [(0.1, "a", QUANTUM)] * (100_000 * 64 // QUANTUM)
     unloaded = simulate(small, fair=True, batch_s=batch_s, token_s=token_s, until_s=seconds)
     solo = simulate(large, fair=False, batch_s=batch_s, token_s=token_s, until_s=seconds)

@@ -1,4 +1,6 @@
-"""20 models, memory for 5, Zipf traffic in virtual time, through hosting and residency: loads and waits against a plain LRU cache."""
+"""20 models, memory for 5, Zipf traffic in virtual time, through hosting and residency: loads and waits against a plain
+LRU cache.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def traffic(seed: int) -> list[tuple[float, str]]:
     generator = np.random.default_rng(seed)
     shares = 1 / np.arange(1, MODELS + 1)
     ranks = generator.choice(MODELS, REQUESTS, p=shares / shares.sum())
-    return [(float(at), f"toy/{rank}") for at, rank in zip(np.cumsum(generator.exponential(0.8, REQUESTS)), ranks, strict=True)]
+    return [
+        (float(at), f"toy/{rank}")
+        for at, rank in zip(np.cumsum(generator.exponential(0.8, REQUESTS)), ranks, strict=True)
+    ]
 
 
 async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:

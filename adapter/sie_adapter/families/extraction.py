@@ -1,6 +1,7 @@
 """What the extraction families share.
 
-texts, one ExtractOptions each ──► those with equal options together ──► make: words, ids, padded passes ──► run: the device ──► results
+texts, one ExtractOptions each ──► those with equal options together ──► make: words, ids, padded passes ──► run: the
+device ──► results
                                                        └─ off the device lane, in a Preparation ─┘
 """
 
@@ -30,7 +31,8 @@ _WASTE = 1.25  # padded positions for each real one, at most
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """What to look for in one text. `labels` keep the client's order and case, `threshold` None is the model's own default.
+    """What to look for in one text. `labels` keep the client's order and case, `threshold` None is the model's own
+    default.
 
     `parameters`: options of the family, merged with the entry's own and checked for their types.
     """
@@ -45,7 +47,9 @@ class ExtractOptions:
 
 
 class Made(Protocol):
-    """What a family makes of texts with equal options before the device reads them. `padding`: positions beside their tokens."""
+    """What a family makes of texts with equal options before the device reads them. `padding`: positions beside their
+    tokens.
+    """
 
     @property
     def padding(self) -> int: ...
@@ -65,7 +69,9 @@ class Preparation:
         self._made: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Make what can be made now. What fails is left to `run_alike`, which meets the failure again and tells it of the right text."""
+        """Make what can be made now. What fails is left to `run_alike`, which meets the failure again and tells it of
+        the right text.
+        """
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
@@ -92,10 +98,14 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """A family that tokenises and collates by itself: `_make` on the host, `_extract` on the device, both of texts with equal options."""
+    """A family that tokenises and collates by itself: `_make` on the host, `_extract` on the device, both of texts with
+    equal options.
+    """
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads at once."""
+        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads
+        at once.
+        """
         preparation = Preparation()
         preparation.make(texts, options, self._make)
         return preparation
@@ -115,9 +125,14 @@ class Extractor(ABC, Generic[M]):
 
 
 def run_alike(
-    texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[M], run: Run[M], preparation: Preparation | None = None
+    texts: Sequence[str],
+    options: Sequence[ExtractOptions],
+    make: Make[M],
+    run: Run[M],
+    preparation: Preparation | None = None,
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, and once for each text of a set that fails as a whole. Results in text order.
+    """Call `run` once for each set of equal options, and once for each text of a set that fails as a whole. Results in
+    text order.
 
     Raises only what concerns the whole device: out of memory, or a device that is lost.
     """
@@ -140,7 +155,9 @@ def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list
     return [(options[chosen[0]], chosen) for chosen in alike.values()]
 
 
-def _attempt(texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequence[str], ExtractOptions], list[Result]]) -> list[Result]:
+def _attempt(
+    texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequence[str], ExtractOptions], list[Result]]
+) -> list[Result]:
     try:
         return run(texts, option)
     except SIEError as error:
@@ -156,7 +173,9 @@ def _attempt(texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequen
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
     """Positions beside the tokens in passes over sequences of these lengths, each padded to its longest."""
-    return sum(len(each) * max(lengths[index] for index in each) - sum(lengths[index] for index in each) for each in chosen)
+    return sum(
+        len(each) * max(lengths[index] for index in each) - sum(lengths[index] for index in each) for each in chosen
+    )
 
 
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
@@ -180,29 +199,43 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """Make a transformers tokenizer cut at what its encoder can take, and return that, in tokens with special tokens.
 
-    It is the least of the tokenizer's own limit, the encoder's table of absolute positions and, for encoders without one, `otherwise`.
+    It is the least of the tokenizer's own limit, the encoder's table of absolute positions and, for encoders without
+    one, `otherwise`.
     """
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
-    positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) if table is not None else otherwise
+    positions = (
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        if table is not None
+        else otherwise
+    )
     tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     return int(tokenizer.model_max_length)
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Drop from a backbone's configuration what would make the packages import code from elsewhere. They always allow it."""
+    """Drop from a backbone's configuration what would make the packages import code from elsewhere. They always allow
+    it.
+    """
     if config is not None and not trusted:
         config.pop("auto_map", None)
 
 
 def refuse_misfits(entry: ModelEntry, fault: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if weights are `fault`, other than a pooler, which is never run, and position ids."""
+    """Raise ModelLoadFailed INCOMPATIBLE if weights are `fault`, other than a pooler, which is never run, and position
+    ids.
+    """
     if found := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: the weights have {len(found)} {fault} keys: {', '.join(found[:5])}")
+        raise load_failed(
+            "INCOMPATIBLE", f"{entry.id}: the weights have {len(found)} {fault} keys: {', '.join(found[:5])}"
+        )
 
 
 def bytes_of(model: torch.nn.Module) -> int:
     """Weights and buffers, each storage once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in [*model.parameters(), *model.buffers()]}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in [*model.parameters(), *model.buffers()]
+    }
     return sum(storage.nbytes() for storage in storages.values())
 
 

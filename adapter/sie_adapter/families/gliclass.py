@@ -1,8 +1,11 @@
-"""GLiClass: scores for the classes that a request names, which share one prompt with the text, by the package `gliclass`.
+"""GLiClass: scores for the classes that a request names, which share one prompt with the text, by the package
+`gliclass`.
 
-    text, labels ──► the package's prompt ──► ids, the text cut and never the labels ──► passes of equal length ──► softmax or sigmoid
+    text, labels ──► the package's prompt ──► ids, the text cut and never the labels ──► passes of equal length ──►
+    softmax or sigmoid
 
-A score depends on all labels and their order: softmax over the labels of a request, or with `multi_label` a sigmoid for each.
+A score depends on all labels and their order: softmax over the labels of a request, or with `multi_label` a sigmoid for
+each.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ _LEAST_ROOM = 8  # labels leave at least this part of the model's tokens to the 
 
 @dataclass(frozen=True)
 class _Made:
-    """Texts as the device reads them. `results` are those that need no pass; `passes` the places of the others with their padded ids."""
+    """Texts as the device reads them. `results` are those that need no pass; `passes` the places of the others with
+    their padded ids.
+    """
 
     results: list[Result]
     passes: list[tuple[list[int], Any]]
@@ -56,9 +61,9 @@ class _Made:
 class GliclassModel(Extractor[_Made]):
     """A loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
-    A result is `{"classifications": [{label, score}]}`: all labels whose score reaches the threshold (0), best first. A text of white space
-    has none. An error instead if the labels cannot be used or the text holds a token that the prompt is made of (InvalidInput), or if the
-    scores are not finite.
+    A result is `{"classifications": [{label, score}]}`: all labels whose score reaches the threshold (0), best first. A
+    text of white space has none. An error instead if the labels cannot be used or the text holds a token that the
+    prompt is made of (InvalidInput), or if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
     """
@@ -83,7 +88,9 @@ class GliclassModel(Extractor[_Made]):
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._model)
         self.attention = f"{encoder.config._attn_implementation} padded"
-        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        self._tokenizing = (
+            threading.Lock()
+        )  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(options.labels)
@@ -92,7 +99,9 @@ class GliclassModel(Extractor[_Made]):
         asked: list[int] = []
         for index, text in enumerate(texts):
             if self._reserved(text):
-                results[index] = InvalidInput("text: it holds a token that the model reserves for labels", reason="reserved_token")
+                results[index] = InvalidInput(
+                    "text: it holds a token that the model reserves for labels", reason="reserved_token"
+                )
             elif text.strip():
                 asked.append(index)
         rows = self._encoded([texts[index] for index in asked], labels, prompt)
@@ -127,7 +136,9 @@ class GliclassModel(Extractor[_Made]):
         return any(token in text for token in (pipeline.label_token, pipeline.sep_token, pipeline.example_token))
 
     def _encoded(self, texts: list[str], labels: list[str], prompt: int) -> list[list[int]]:
-        """Token ids of each text with its labels, at most `max_tokens`. Labels may stand behind the text, where the package cuts them."""
+        """Token ids of each text with its labels, at most `max_tokens`. Labels may stand behind the text, where the
+        package cuts them.
+        """
         if not texts:
             return []
         texts = [self._head(text) for text in texts]
@@ -144,7 +155,9 @@ class GliclassModel(Extractor[_Made]):
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """The text, or of a long one whole words with more tokens than the model takes: the tokens that the text begins with."""
+        """The text, or of a long one whole words with more tokens than the model takes: the tokens that the text begins
+        with.
+        """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
             stop = text.rfind(" ", 0, length)
@@ -161,7 +174,9 @@ class GliclassModel(Extractor[_Made]):
         """[rows, labels] in float32 on the host."""
         batch = padded.to(self._device)
         classes = self._pipeline._resolve_max_num_classes(labels, True)
-        output = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_num_classes=classes)
+        output = self._model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_num_classes=classes
+        )
         logits: Tensor = output.logits[:, : len(labels)].float().cpu()
         return logits
 
@@ -171,7 +186,11 @@ def _classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> R
         return InferenceFailed("the model's scores are not finite", reason="non_finite")
     scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
     threshold = options.parameters.get("threshold", 0.0) if options.threshold is None else options.threshold
-    found = [{"label": label, "score": score} for label, score in zip(labels, scores.tolist(), strict=True) if score >= threshold]
+    found = [
+        {"label": label, "score": score}
+        for label, score in zip(labels, scores.tolist(), strict=True)
+        if score >= threshold
+    ]
     return {"classifications": sorted(found, key=lambda one: -one["score"])}
 
 
@@ -182,7 +201,9 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
 
 
 def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them. Raises as that."""
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
+    Raises as that.
+    """
     return _from_files(folder, entry, load, {"device_map": "meta"})
 
 
@@ -199,9 +220,14 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
     raw["encoder_model"] = str(folder)  # where the package looks for an adapter of the encoder
     with construction():
         model, report = GLiClassModel.from_pretrained(
-            folder, config=GLiClassModelConfig(**raw), dtype=torch.float32, local_files_only=True, ignore_mismatched_sizes=True,
-            output_loading_info=True, **options,
-        )  # fmt: skip
+            folder,
+            config=GLiClassModelConfig(**raw),
+            dtype=torch.float32,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         refuse_misfits(entry, fault.replace("_keys", ""), map(str, report[fault]))
     return model

@@ -1,11 +1,13 @@
-"""GLiNER: entities of the types that a request names, by the package `gliner`, for spans or tokens, with one encoder or two.
+"""GLiNER: entities of the types that a request names, by the package `gliner`, for spans or tokens, with one encoder or
+two.
 
     text ──► words that have tokens ──► windows of at most max_len words that overlap ──► passes of equal length
-         ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character offsets
+         ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character
+         offsets
 
-The package's own `inference` is not called. It cuts long texts, counts a word without tokens as one, which shifts all offsets after it,
-finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder anew for each batch. Where none of that
-matters the results are equal.
+The package's own `inference` is not called. It cuts long texts, counts a word without tokens as one, which shifts all
+offsets after it, finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder anew for
+each batch. Where none of that matters the results are equal.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.ipc import Rows
 
-_TOKENS_PER_PASS = {"cpu": 2048}  # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
+_TOKENS_PER_PASS = {
+    "cpu": 2048
+}  # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 _TOKENS_PER_WORD = 4  # of the longest window of an encoder that has no limit of its own
 _CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token
@@ -77,7 +81,9 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Made:
-    """Texts as the device reads them. `passes`: the windows of each, with what the package's collator makes of them, on the host."""
+    """Texts as the device reads them. `passes`: the windows of each, with what the package's collator makes of them, on
+    the host.
+    """
 
     labels: list[str]
     words: list[_Words]
@@ -98,10 +104,12 @@ class _Request:
 class GlinerModel(Extractor[_Made]):
     """A loaded GLiNER. `extract` may run on several threads at once.
 
-    A result is `{"entities": [{text, label, score, start, end}]}` by start; offsets are code points of the text, `end` exclusive. A text
-    without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores are not finite.
+    A result is `{"entities": [{text, label, score, start, end}]}` by start; offsets are code points of the text, `end`
+    exclusive. A text without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores
+    are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer texts take several.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer
+    texts take several.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
@@ -114,27 +122,38 @@ class GlinerModel(Extractor[_Made]):
         self._processor = self._gliner.data_processor
         self._is_token_level = self._gliner.config.span_mode == "token_level"
         self._collate = self._gliner.data_collator_class(
-            self._gliner.config, data_processor=self._processor, return_tokens=True, return_id_to_classes=True, prepare_labels=False,
-            prepare_entities=self._is_token_level,  # a bi-encoder's labels: not used here, but for tokens the package counts them
-        )  # fmt: skip
+            self._gliner.config,
+            data_processor=self._processor,
+            return_tokens=True,
+            return_id_to_classes=True,
+            prepare_labels=False,
+            # a bi-encoder's labels: not used here, but for tokens the package counts them
+            prepare_entities=self._is_token_level,
+        )
         layers = self._gliner.model.token_rep_layer
         encoder = layers.bert_layer.model
         bare = bare_tokenizer(self._processor.transformer_tokenizer)
         self.tokenizer: bytes = bare.to_str().encode()
         self._counter = bare
         self._max_words: int = self._gliner.config.max_len
-        self.max_tokens = bound_length(self._processor.transformer_tokenizer, encoder, _TOKENS_PER_WORD * self._max_words)
+        self.max_tokens = bound_length(
+            self._processor.transformer_tokenizer, encoder, _TOKENS_PER_WORD * self._max_words
+        )
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._gliner.model)
         self.attention = f"{encoder.config._attn_implementation} padded"
-        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        self._tokenizing = (
+            threading.Lock()
+        )  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
             bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)
             rows = layers.labels_encoder.model.get_input_embeddings().num_embeddings
             if cause := fault(bare_tokenizer(self._processor.labels_tokenizer), rows):
                 raise load_failed("CERTIFICATE", f"{entry.id}, of its labels: {cause}")
-            self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._tokenizing, self._device)
+            self._label_vectors = _LabelVectors(
+                layers, self._processor.labels_tokenizer, self._tokenizing, self._device
+            )
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(dict.fromkeys(options.labels))
@@ -143,11 +162,16 @@ class GlinerModel(Extractor[_Made]):
         prompt_tokens = self._prompt_tokens(labels)
         words = [self._words(text) for text in texts]
         room = self.max_tokens - prompt_tokens
-        windows = [_Window(index, *bounds) for index, found in enumerate(words) for bounds in self._windows(found.sizes, room)]
+        windows = [
+            _Window(index, *bounds) for index, found in enumerate(words) for bounds in self._windows(found.sizes, room)
+        ]
         lengths = [prompt_tokens + sum(words[window.text].sizes[window.start : window.stop]) for window in windows]
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         read = [[windows[index] for index in each] for each in chosen]
-        collated = [(batch, self._collated([words[at.text].strings[at.start : at.stop] for at in batch], labels)) for batch in read]
+        collated = [
+            (batch, self._collated([words[at.text].strings[at.start : at.stop] for at in batch], labels))
+            for batch in read
+        ]
         return _Made(labels, words, windows, collated, padding_of(lengths, chosen))
 
     def _collated(self, words: list[list[str]], labels: list[str]) -> Any:
@@ -169,10 +193,12 @@ class GlinerModel(Extractor[_Made]):
         given = options.parameters
         vectors = self._label_vectors and self._label_vectors.of(labels, keep=given.get("precompute_labels", True))
         return _Request(
-            label_vectors=vectors, threshold=given.get("threshold", 0.5) if options.threshold is None else options.threshold,
-            flat=given.get("flat_ner", True), multi_label=given.get("multi_label", False),
+            label_vectors=vectors,
+            threshold=given.get("threshold", 0.5) if options.threshold is None else options.threshold,
+            flat=given.get("flat_ner", True),
+            multi_label=given.get("multi_label", False),
             merge=given.get("merge_adjacent_entities", False),
-        )  # fmt: skip
+        )
 
     def _prompt_tokens(self, labels: list[str]) -> int:
         """Tokens of a window that are not of the text."""
@@ -187,7 +213,9 @@ class GlinerModel(Extractor[_Made]):
         return len(encoding.ids)
 
     def _words(self, text: str) -> _Words:
-        """Words as the package splits them. One without tokens, such as a variation selector, the model could not see."""
+        """Words as the package splits them. One without tokens, such as a variation selector, the model
+        could not see.
+        """
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         found = [(word[:longest], start, end) for word, start, end in self._processor.words_splitter(text)]
         sizes: list[int] = []
@@ -196,13 +224,19 @@ class GlinerModel(Extractor[_Made]):
             word_ids = self._counter.encode(some, is_pretokenized=True, add_special_tokens=False).word_ids
             sizes += np.bincount(np.array(word_ids, np.int64), minlength=len(some)).tolist()
         kept = [(word, size, start, end) for (word, start, end), size in zip(found, sizes, strict=True) if size]
-        return _Words([row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept], [row[3] for row in kept])
+        return _Words(
+            [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept], [row[3] for row in kept]
+        )
 
     def _windows(self, sizes: list[int], room: int) -> Iterator[tuple[int, int]]:
-        """First word, and last word + 1, of each window: as many words as the model takes and as fit `room` tokens, but at least one."""
+        """First word, and last word + 1, of each window: as many words as the model takes and as fit `room` tokens, but
+        at least one.
+        """
         start, stop, tokens = 0, 0, 0
         while start < len(sizes):
-            while stop < len(sizes) and stop - start < self._max_words and (stop == start or tokens + sizes[stop] <= room):
+            while (
+                stop < len(sizes) and stop - start < self._max_words and (stop == start or tokens + sizes[stop] <= room)
+            ):
                 tokens += sizes[stop]
                 stop += 1
             yield start, stop
@@ -219,9 +253,14 @@ class GlinerModel(Extractor[_Made]):
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
             inputs["labels_embeds"] = request.label_vectors
         logits = self._gliner.model(**inputs, threshold=request.threshold).logits.float().cpu()
-        return [self._decoded(scores[: len(row)], row, batch["id_to_classes"], request) for scores, row in zip(logits, words, strict=True)]
+        return [
+            self._decoded(scores[: len(row)], row, batch["id_to_classes"], request)
+            for scores, row in zip(logits, words, strict=True)
+        ]
 
-    def _decoded(self, logits: Tensor, words: list[str], classes: dict[int, str], request: _Request) -> list[Span] | SIEError:
+    def _decoded(
+        self, logits: Tensor, words: list[str], classes: dict[int, str], request: _Request
+    ) -> list[Span] | SIEError:
         """`logits`: [words, widths, labels], or [words, labels, (start, end, inside)] of a token-level model."""
         if not bool(torch.isfinite(logits).all()):
             return InferenceFailed("the model's scores are not finite", reason="non_finite")
@@ -236,12 +275,19 @@ class GlinerModel(Extractor[_Made]):
         )
         return decoded[0]
 
-    def _entities(self, text: str, words: _Words, parts: list[tuple[_Window, list[Span] | SIEError]], request: _Request) -> Result:
+    def _entities(
+        self, text: str, words: _Words, parts: list[tuple[_Window, list[Span] | SIEError]], request: _Request
+    ) -> Result:
         found: list[tuple[_Window, list[Span]]] = []
         for window, spans in parts:
             if isinstance(spans, SIEError):
                 return spans
-            found.append((window, [(first + window.start, last + window.start, label, score) for first, last, label, score in spans]))
+            found.append(
+                (
+                    window,
+                    [(first + window.start, last + window.start, label, score) for first, last, label, score in spans],
+                )
+            )
         entities: list[dict[str, Any]] = [
             {"text": "", "label": label, "score": score, "start": words.starts[first], "end": words.ends[last]}
             for first, last, label, score in self._joined(found, request)
@@ -253,7 +299,9 @@ class GlinerModel(Extractor[_Made]):
         return {"entities": entities}
 
     def _joined(self, found: list[tuple[_Window, list[Span]]], request: _Request) -> list[Span]:
-        """Spans of the whole text. Of an overlap each window gives the half that it sees more around; the decoder settles what crosses."""
+        """Spans of the whole text. Of an overlap each window gives the half that it sees more around; the decoder
+        settles what crosses.
+        """
         joined: list[Span] = []
         last: list[Span] = []
         begin = 0
@@ -262,7 +310,10 @@ class GlinerModel(Extractor[_Made]):
             own = [span for span in spans if begin <= span[0] < end]
             if any(span[1] >= begin for span in last):
                 settled = self._gliner.decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
-                last, own = [span for span in settled if span[0] < begin], [span for span in settled if span[0] >= begin]
+                last, own = (
+                    [span for span in settled if span[0] < begin],
+                    [span for span in settled if span[0] >= begin],
+                )
             joined += last
             last, begin = own, end
         return joined + last
@@ -298,12 +349,16 @@ class _LabelVectors:
     def _encode(self, labels: list[str]) -> list[Tensor]:
         with self._tokenizing:
             tokens = self._tokenizer(labels, return_tensors="pt", truncation=True, padding="longest")
-        vectors: Tensor = self._layers.encode_labels(tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device))
+        vectors: Tensor = self._layers.encode_labels(
+            tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
+        )
         return [vector.clone() for vector in vectors]  # they are kept one by one, and none may keep the others alive
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbours of one label with at most one character between them; the best score stays. Source: model card of NuNER_Zero."""
+    """Join neighbours of one label with at most one character between them; the best score stays. Source: model card of
+    NuNER_Zero.
+    """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}
     for entity in entities:

@@ -1,9 +1,11 @@
-"""A GLiNER folder as the package's model: built offline, from configurations of the folder alone, with exactly its weights.
+"""A GLiNER folder as the package's model: built offline, from configurations of the folder alone, with exactly its
+weights.
 
-    gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──► precision, device
+    gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
+    precision, device
 
-The package would ask the hub for each backbone that the folder does not describe, leave missing weights random, and import code that a
-backbone's configuration names.
+The package would ask the hub for each backbone that the folder does not describe, leave missing weights random, and
+import code that a backbone's configuration names.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from sie_contracts.catalogue import LoadOptions, ModelEntry
 
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
-    """A `gliner.model.BaseEncoderGLiNER`, evaluating. `max_len` of the entry's parameters, in words, replaces that of the folder.
+    """A `gliner.model.BaseEncoderGLiNER`, evaluating. `max_len` of the entry's parameters, in words, replaces that of
+    the folder.
 
-    Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is not at hand.
+    Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is
+    not at hand.
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     _fill(model.model, _weights(folder, entry), entry)
@@ -44,7 +48,9 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them. Raises as that."""
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
+    Raises as that.
+    """
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
     _compare(model.model.state_dict(), _weights(folder, entry), entry)
@@ -59,7 +65,9 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     raw: dict[str, Any] = json.loads((folder / "gliner_config.json").read_text())
     raw.pop("model_type", None)
     if raw.get("relations_layer") is not None or raw.get("labels_decoder") is not None:
-        raise load_failed("INCOMPATIBLE", f"{entry.id} gives relations or generated labels, which the family gliner does not run")
+        raise load_failed(
+            "INCOMPATIBLE", f"{entry.id} gives relations or generated labels, which the family gliner does not run"
+        )
     raw["max_len"] = (entry.run.parameters or {}).get("max_len") or raw.get("max_len", 384)
     raw["_attn_implementation"] = "eager" if eager else None
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -80,7 +88,9 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
 
 
 def _describe(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the backbone `name` by its local folder: inside of the model's own, else of the hub cache. Fill in its configuration."""
+    """Replace the backbone `name` by its local folder: inside of the model's own, else of the hub cache. Fill in its
+    configuration.
+    """
     backbone = folder / raw[name]
     if not backbone.is_dir():
         # the cache that the model itself came from, where it came from one

@@ -67,7 +67,9 @@ _LORA_SAMPLE = (8, 24)
 
 
 class Filling(NamedTuple):
-    """What fills queries of late interaction up: to `length` tokens with the id `filler`, which the others attend to or not."""
+    """What fills queries of late interaction up: to `length` tokens with the id `filler`, which the others attend to or
+    not.
+    """
 
     length: int
     filler: int
@@ -75,19 +77,25 @@ class Filling(NamedTuple):
 
     def of(self, batch: Items, queries: np.ndarray) -> Items:
         """`batch` with those that `queries` (bool [items]) marks filled up."""
-        return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended) if queries.any() else batch
+        return (
+            expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
+            if queries.any()
+            else batch
+        )
 
 
 class TextEncoder:
     """A loaded model. `forward` may run on several threads at once.
 
-    `tokenizer`: tokenizer.json without truncation and padding. `needs`: what the heads need of it. `rows`: how the inputs of each operation
-    become ids. `vocabulary`: ids are below it. `width`: of a hidden state. `attention`: the backend in force, with `padded` where the
-    packed path does not hold.
+    `tokenizer`: tokenizer.json without truncation and padding. `needs`: what the heads need of it. `rows`: how the
+    inputs of each operation become ids. `vocabulary`: ids are below it. `width`: of a hidden state. `attention`: the
+    backend in force, with `padded` where the packed path does not hold.
     """
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the entry."""
+        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
+        entry.
+        """
         self.max_tokens = entry.max_tokens
         self.precision = compute.precision
         self.heads: dict[str, Head] = {}
@@ -101,7 +109,9 @@ class TextEncoder:
         with torch.inference_mode():
             builder = _Builder(modules, entry, load, compute, tokenizer)
             # what is ranked is compared by rank as well, which takes more than a few
-            self.backbone = Backbone(builder.backbone, compute, entry.max_tokens, 0 if entry.family == "text-encoder" else _RANKED)
+            self.backbone = Backbone(
+                builder.backbone, compute, entry.max_tokens, 0 if entry.family == "text-encoder" else _RANKED
+            )
             builder.build(self)
         self.tokenizer = builder.tokenizer.to_str().encode()
         is_decoder = any(isinstance(head, LastTokenHead) for head in self.heads.values())
@@ -116,7 +126,9 @@ class TextEncoder:
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions
         if limit and entry.max_tokens > limit:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions")
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions"
+            )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Queries of late interaction are filled up with mask tokens."""
@@ -131,7 +143,9 @@ class TextEncoder:
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: Packed) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order. Under inference mode only."""
+        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order. Under
+        inference mode only.
+        """
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
@@ -141,7 +155,12 @@ class TextEncoder:
         return options.outputs or (self._only,)
 
     def answer(
-        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: Mapping[str, Sequence[Row]], places: list[int]
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
     ) -> Answers:
         """One answer per input."""
         return self._answer(message, group, query, rows, places)
@@ -166,7 +185,9 @@ def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
 class _Builder:
     """Loads the parts of one model and puts them together."""
 
-    def __init__(self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
+    ) -> None:
         self.modules, self.entry, self.load, self.compute = modules, entry, load, compute
         self.folder = folder = modules.root
         self.head_bytes = 0
@@ -174,11 +195,15 @@ class _Builder:
         self.is_masked = auto_class is AutoModelForMaskedLM
         self.linear = checkpoint.tensor(modules.folder, "linear.weight") if "multivector" in entry.outputs else None
         float32_head = auto_class not in (AutoModel, AutoModelForMaskedLM)
-        model = checkpoint.load_model(auto_class, modules.folder, load, compute, consumed_by(entry), float32_head=float32_head)
+        model = checkpoint.load_model(
+            auto_class, modules.folder, load, compute, consumed_by(entry), float32_head=float32_head
+        )
         self.config = model.config
         self.tokenizer, beyond = fitted(tokenizer, model.get_input_embeddings().num_embeddings)
         if beyond:
-            _logger.info("%s: text like any other, since its weights have no embedding for it: %s", entry.id, ", ".join(beyond))
+            _logger.info(
+                "%s: text like any other, since its weights have no embedding for it: %s", entry.id, ", ".join(beyond)
+            )
         if entry.family == "decoder-reranker":
             self._keep_answers(model)
         self.head: TransformersHead | None = None
@@ -193,9 +218,13 @@ class _Builder:
 
     def build(self, encoder: TextEncoder) -> None:
         {
-            "text-encoder": self._text_encoder, "cross-encoder": self._cross_encoder, "decoder-reranker": self._decoder_reranker,
-            "zero-shot-classifier": self._zero_shot, "text-classifier": self._text_classifier, "token-classifier": self._token_classifier,
-        }[self.entry.family](encoder)  # fmt: skip
+            "text-encoder": self._text_encoder,
+            "cross-encoder": self._cross_encoder,
+            "decoder-reranker": self._decoder_reranker,
+            "zero-shot-classifier": self._zero_shot,
+            "text-classifier": self._text_classifier,
+            "token-classifier": self._token_classifier,
+        }[self.entry.family](encoder)
 
     # text-encoder
 
@@ -227,9 +256,13 @@ class _Builder:
     def _dense(self) -> DenseHead:
         pooling = self.entry.run.pooling or self.modules.pooling or "mean"
         if pooling not in POOLINGS:
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}")
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
+            )
         # without a pooling before them they are those of late interaction
-        layers = self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
+        layers = (
+            self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
+        )
         width = layers[-1].out_features if layers else self.config.hidden_size
         self._expect_width("dense", width)
         return DenseHead(cast(Pooling, pooling), nn.Sequential(*layers) if layers else None, self.compute.device)
@@ -237,7 +270,9 @@ class _Builder:
     def _expect_width(self, output: str, width: int) -> None:
         if self.entry.outputs[output] != width:
             said = self.entry.outputs[output]
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {said}, the model's is {width} wide")
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {said}, the model's is {width} wide"
+            )
 
     def _sparse(self) -> Head:
         options = self.entry.head
@@ -252,7 +287,9 @@ class _Builder:
         pooling = self.modules.settings.get("SpladePooling", {})
         twice = activation == "log1p_log1p_relu" if activation else pooling.get("activation_function") == "log1p_relu"
         if pooling.get("pooling_strategy", "max") != "max":
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: SpladePooling by {pooling['pooling_strategy']}, expected max")
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: SpladePooling by {pooling['pooling_strategy']}, expected max"
+            )
         dropped = special_ids(self.modules.folder, self.load) if options.sparse_special_tokens is False else frozenset()
         return MaskedLanguageHead(self.head, vocabulary, self.compute.device, twice=twice, dropped=dropped)
 
@@ -265,12 +302,16 @@ class _Builder:
         table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
         if stored is not None:
             if stored.ndim != 1 or len(stored) > len(table):
-                raise load_failed("INCOMPATIBLE", f"{self.entry.id}: {len(stored)} weights of queries, a vocabulary of {len(table)}")
+                raise load_failed(
+                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} weights of queries, a vocabulary of {len(table)}"
+                )
             table[: len(stored)] = stored
         else:
             weights = read_json(self.folder / "idf.json")
             if not weights:
-                raise load_failed("INCOMPATIBLE", f"{self.entry.id}: query_encoder is idf and the model has no idf.json")
+                raise load_failed(
+                    "INCOMPATIBLE", f"{self.entry.id}: query_encoder is idf and the model has no idf.json"
+                )
             for token, weight in weights.items():
                 if (number := self.tokenizer.token_to_id(token)) is not None:
                     table[number] = float(weight)
@@ -287,12 +328,20 @@ class _Builder:
         width = layers[-1].out_features if layers else self.config.hidden_size
         self._expect_width("multivector", width)
         skipped = self._known_ids(options.skipped)
-        head = MultivectorHead(nn.Sequential(*layers) if layers else None, self.compute.device, skipped=skipped, drop_first=is_m3)
+        head = MultivectorHead(
+            nn.Sequential(*layers) if layers else None, self.compute.device, skipped=skipped, drop_first=is_m3
+        )
         length = options.expanded
         if length:
             if length > self.entry.max_tokens:
-                raise load_failed("INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less")
-            own = options.filler or _special(self.modules.folder, "mask_token") or _special(self.modules.folder, "eos_token")
+                raise load_failed(
+                    "INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less"
+                )
+            own = (
+                options.filler
+                or _special(self.modules.folder, "mask_token")
+                or _special(self.modules.folder, "eos_token")
+            )
             filler = self._one_id("token that fills queries", own)
             encoder.filling = Filling(length, filler, options.attends)
         return (
@@ -311,7 +360,9 @@ class _Builder:
     def _one_id(self, what: str, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: the {what} {token!r} is not one token of its vocabulary")
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: the {what} {token!r} is not one token of its vocabulary"
+            )
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
@@ -326,24 +377,38 @@ class _Builder:
     def _cross_encoder(self, encoder: TextEncoder) -> None:
         assert self.head is not None
         if prompt := read_json(self.folder / "config_sentence_transformers.json").get("default_prompt_name"):
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: its pairs are given the prompt {prompt}, which this adapter does not do")
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self.entry.id}: its pairs are given the prompt {prompt}, which this adapter does not do",
+            )
         encoder.heads["score"] = self._sequence_head(self.head)
         encoder.rows["score"] = Rows("pair")
         activation = self.entry.head.activation or _stored_activation(self.folder, self.config)
         labels = self.config.num_labels
         if labels != (2 if activation == "softmax" else 1):
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax")
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax",
+            )
         encoder._only = "score"
-        encoder._answer = lambda message, group, query, rows, places: answers.class_scores(group.options, rows["score"], activation)
+        encoder._answer = lambda message, group, query, rows, places: answers.class_scores(
+            group.options, rows["score"], activation
+        )
 
     def _sequence_head(self, head: TransformersHead) -> Head:
-        return LastTokenHead(head, head.pad) if head.is_decoder else SequenceHead(head, self.config.hidden_size, self.compute.device)
+        return (
+            LastTokenHead(head, head.pad)
+            if head.is_decoder
+            else SequenceHead(head, self.config.hidden_size, self.compute.device)
+        )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
         """Cut the output layer down to the rows no and yes; what the model does to its logits stays."""
         options = self.entry.head
         if not (self.entry.pair and options.yes_token and options.no_token):
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and head.no_token")
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and head.no_token"
+            )
         ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token)]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
@@ -366,11 +431,16 @@ class _Builder:
         entailment = next((number for name, number in names.items() if name.startswith("entail")), None)
         against = next((number for name, number in names.items() if name.startswith(("contra", "not_entail"))), None)
         if entailment is None or against is None:
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite")
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite",
+            )
         encoder.heads["label"] = self._sequence_head(self.head)
         encoder.rows["extract"] = Rows("hypotheses")
         encoder._only = "label"
-        encoder._answer = lambda message, group, query, rows, places: answers.zero_shot(group.options, rows["label"], entailment, against)
+        encoder._answer = lambda message, group, query, rows, places: answers.zero_shot(
+            group.options, rows["label"], entailment, against
+        )
 
     def _text_classifier(self, encoder: TextEncoder) -> None:
         assert self.head is not None
@@ -379,7 +449,9 @@ class _Builder:
         encoder.heads["class"] = self._sequence_head(self.head)
         encoder.rows["extract"] = Rows("text", pairs={0, 1} <= set(self.tokenizer.encode("x", "x").sequence_ids))
         encoder._only = "class"
-        encoder._answer = lambda message, group, query, rows, places: answers.classes(group.options, rows["class"], names, activation)
+        encoder._answer = lambda message, group, query, rows, places: answers.classes(
+            group.options, rows["class"], names, activation
+        )
 
     def _token_classifier(self, encoder: TextEncoder) -> None:
         assert self.head is not None
@@ -387,7 +459,9 @@ class _Builder:
         encoder.heads["token"] = TokenHead(self.head, self.config.hidden_size, self.compute.device)
         encoder.rows["extract"] = Rows("spans")
         encoder._only = "token"
-        encoder._answer = lambda message, group, query, rows, places: entities(message, group, rows["token"], places, names)
+        encoder._answer = lambda message, group, query, rows, places: entities(
+            message, group, rows["token"], places, names
+        )
 
 
 def _saved_layer(path: Path) -> nn.Linear:

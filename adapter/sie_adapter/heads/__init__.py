@@ -17,13 +17,15 @@ from torch import Tensor
 from sie_adapter.device import to_device
 from sie_adapter.packing import Int64, Packed
 
-# What one sequence gave: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits. float32 on the device.
+# What one sequence gave: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
+# float32 on the device.
 Row = Any
 
 
 @dataclass(frozen=True)
 class States:
-    """A pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] tells queries from documents.
+    """A pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] tells queries from
+    documents.
 
     `pooling` is the batch's own, empty for the model's.
     """
@@ -44,14 +46,18 @@ class States:
 
 @dataclass(frozen=True)
 class Reduced:
-    """`rows[i]` belongs to the i-th of the sequences asked for; `usable` bool [sequences], on the device, says where all is finite."""
+    """`rows[i]` belongs to the i-th of the sequences asked for; `usable` bool [sequences], on the device, says where
+    all is finite.
+    """
 
     rows: Sequence[Row]
     usable: Tensor
 
 
 def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
-    """Whether all `values` [entries] or [entries, width] of each owner are finite. `owners` [entries]: below `count`. bool [count]."""
+    """Whether all `values` [entries] or [entries, width] of each owner are finite. `owners` [entries]: below `count`.
+    bool [count].
+    """
     finite = torch.isfinite(values) if values.ndim == 1 else torch.isfinite(values).all(1)
     faults = torch.zeros(count, dtype=torch.int32, device=values.device)
     return faults.index_add_(0, to_device(owners, values.device), (~finite).int()) == 0

@@ -15,7 +15,8 @@ from sie_adapter.packing import Int64
 class SequenceHead:
     """Any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width` is that of a hidden state.
 
-    Most heads read nothing but the first token, which a trial shows: they are called once for all lengths. Others once for each length.
+    Most heads read nothing but the first token, which a trial shows: they are called once for all lengths. Others once
+    for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -34,7 +35,9 @@ class SequenceHead:
 
 
 class TokenHead:
-    """Any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence, from one call where tokens do not mix."""
+    """Any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence, from one call where tokens do not
+    mix.
+    """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
         self._head = head
@@ -58,10 +61,11 @@ def _trial_states(width: int, device: torch.device) -> Tensor:
 
 
 class LastTokenHead:
-    """What a decoder says at the last token of each sequence: float32 logits [labels]. With `pad` it is the last one of another id.
+    """What a decoder says at the last token of each sequence: float32 logits [labels]. With `pad` it is the last one of
+    another id.
 
-    Sources: transformers' GenericForSequenceClassification, which has no other sign of padding than the id; model cards of Qwen3-Reranker
-    and mxbai-rerank-v2, whose labels are the answers no and yes.
+    Sources: transformers' GenericForSequenceClassification, which has no other sign of padding than the id; model cards
+    of Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.
     """
 
     def __init__(self, head: TransformersHead, pad: int | None = None) -> None:

@@ -1,4 +1,6 @@
-"""One vector per token, for late interaction: choose the tokens that count, then project them. Source: ColBERTv2 (arXiv 2112.01488)."""
+"""One vector per token, for late interaction: choose the tokens that count, then project them. Source: ColBERTv2 (arXiv
+2112.01488).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,17 @@ _STATE_BYTES = 32 << 20  # of the float32 states of one block of tokens
 
 
 class MultivectorHead:
-    """`layers` (float32) on every token but those of documents with an id of `skipped`, and with `drop_first` the first of each row."""
+    """`layers` (float32) on every token but those of documents with an id of `skipped`, and with `drop_first` the first
+    of each row.
+    """
 
     def __init__(
-        self, layers: nn.Module | None, device: torch.device, *, skipped: frozenset[int] = frozenset(), drop_first: bool = False
+        self,
+        layers: nn.Module | None,
+        device: torch.device,
+        *,
+        skipped: frozenset[int] = frozenset(),
+        drop_first: bool = False,
     ) -> None:
         self._layers = nn.Identity() if layers is None else layers.to(device)
         self._skipped = np.array(sorted(skipped), np.int64)

@@ -22,15 +22,17 @@ POOLINGS = ("cls", "mean", "last", "weighted")
 def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooling) -> Tensor:
     """One float32 vector per sequence, in packed order.
 
-    `mean` counts special tokens; `last` is the last token of a sequence; `weighted` is the mean with the weights 1, 2, 3, ... (SGPT,
-    arXiv 2202.08904). `hidden`: [tokens, width] of any float type; `bounds`: int32 [sequences + 1]; `groups`: first token, sequences,
-    length and more.
+    `mean` counts special tokens; `last` is the last token of a sequence; `weighted` is the mean with the weights 1, 2,
+    3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type; `bounds`: int32 [sequences + 1];
+    `groups`: first token, sequences, length and more.
     """
     if pooling == "cls":
         return hidden[bounds[:-1].long()].float()
     if pooling == "last":
         return hidden[bounds[1:].long() - 1].float()
-    if pooling == "mean" and hidden.device.type == "cuda":  # one kernel for all; elsewhere a view per length is faster, or all there is
+    if (
+        pooling == "mean" and hidden.device.type == "cuda"
+    ):  # one kernel for all; elsewhere a view per length is faster, or all there is
         return torch.segment_reduce(hidden.float(), "mean", offsets=bounds.long())
     means = []
     for first, sequences, length, *_ in groups:

@@ -20,13 +20,19 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packing import Int64
 
-BLOCK_BYTES = 30_000_000  # of the float32 logits or states of one block of tokens: half of what any intermediate may have
+BLOCK_BYTES = (
+    30_000_000  # of the float32 logits or states of one block of tokens: half of what any intermediate may have
+)
 
 
 class MaskedLanguageHead:
-    """`w[v] = activation(max over tokens of logit[v])`; both activations grow with the logit, so the maximum comes first."""
+    """`w[v] = activation(max over tokens of logit[v])`; both activations grow with the logit, so the maximum comes
+    first.
+    """
 
-    def __init__(self, head: TransformersHead, vocabulary: int, device: torch.device, *, twice: bool, dropped: frozenset[int]) -> None:
+    def __init__(
+        self, head: TransformersHead, vocabulary: int, device: torch.device, *, twice: bool, dropped: frozenset[int]
+    ) -> None:
         """`twice` applies log1p twice; `dropped` ids get no weight."""
         self._head, self._vocabulary, self._twice = head, vocabulary, twice
         self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
@@ -36,7 +42,8 @@ class MaskedLanguageHead:
         usable: list[Tensor] = []
         waiting: list[Tensor] = []
         block = max(1, BLOCK_BYTES // (self._vocabulary * 4))
-        # counting the entries of a row waits for a GPU: for as many rows as may be at once, while a CPU has those of a block in its cache
+        # counting the entries of a row waits for a GPU: for as many rows as may be at once, while a CPU has those of a
+        # block in its cache
         most = 1 if states.hidden.device.type == "cpu" else _rows_at_once(self._vocabulary)
         for part in _blocks(states.packed.lengths[sequences], block):
             chosen = sequences[part]

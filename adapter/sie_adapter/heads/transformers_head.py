@@ -1,4 +1,6 @@
-"""The head of a transformers model without its backbone: any `For...` class, called on states that were computed elsewhere."""
+"""The head of a transformers model without its backbone: any `For...` class, called on states that were computed
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from sie_adapter.linear import BlockedLinear, block_linears
 
 
 class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """Stands where the backbone was: hands on `inputs_embeds` as its last states, and through the pooler that the backbone had."""
+    """Stands where the backbone was: hands on `inputs_embeds` as its last states, and through the pooler that the
+    backbone had.
+    """
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -29,7 +33,9 @@ class TransformersHead:
     """What `model` computes after its backbone."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Takes the backbone out of `model`, which is of no other use from here on; `backbone` is it, without its pooler."""
+        """Takes the backbone out of `model`, which is of no other use from here on; `backbone` is it, without its
+        pooler.
+        """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
         if pooler is not None:  # it belongs to the head: in its precision, and run once
@@ -37,7 +43,9 @@ class TransformersHead:
         setattr(model, model.base_model_prefix, _Given(pooler))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
-        if self.is_decoder and self.pad is None:  # it would refuse more than one sequence, since it could not tell their padding
+        if (
+            self.is_decoder and self.pad is None
+        ):  # it would refuse more than one sequence, since it could not tell their padding
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
@@ -46,11 +54,17 @@ class TransformersHead:
     @property
     def memory_bytes(self) -> int:
         """Of what is not the backbone's."""
-        own = [int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared]
-        return sum(own) + sum(int(module.nbytes) for module in self._model.modules() if isinstance(module, BlockedLinear))
+        own = [
+            int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
+        ]
+        return sum(own) + sum(
+            int(module.nbytes) for module in self._model.modules() if isinstance(module, BlockedLinear)
+        )
 
     def block(self) -> None:
-        """On a CPU: see `linear`. Pays where the head is as large as that of a language model; a tied decoder becomes a copy."""
+        """On a CPU: see `linear`. Pays where the head is as large as that of a language model; a tied decoder becomes a
+        copy.
+        """
         block_linears(self._model)
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -61,6 +75,11 @@ class TransformersHead:
 
 
 def per_group(head: TransformersHead, hidden: Tensor, groups: list[list[int]]) -> Tensor:
-    """Logits of all sequences in packed order, group by group, so that no head ever meets padding: float32 [sequences, ..]."""
-    parts = [head(hidden[first : first + count * length].unflatten(0, (count, length))) for first, count, length, *_ in groups]
+    """Logits of all sequences in packed order, group by group, so that no head ever meets padding: float32 [sequences,
+    ..].
+    """
+    parts = [
+        head(hidden[first : first + count * length].unflatten(0, (count, length)))
+        for first, count, length, *_ in groups
+    ]
     return torch.cat(parts).float()

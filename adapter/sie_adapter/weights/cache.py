@@ -2,8 +2,10 @@
 
     hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
     hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next one goes on there
-    hub/.locks/models--org--name/COMMIT.fetch   exclusive: the one process of the node that fetches it, with how far it is
-    hub/.locks/models--org--name/COMMIT.use     shared: loads it, has it loaded or fetches it; exclusive: removes it. Its time: the last use
+    hub/.locks/models--org--name/COMMIT.fetch   exclusive: the one process of the node that fetches it, with how far it
+      is
+    hub/.locks/models--org--name/COMMIT.use     shared: loads it, has it loaded or fetches it; exclusive: removes it.
+      Its time: the last use
 
 A fetch fills the partial folder; the manifest is written last, and the folder is renamed into place whole.
 """
@@ -46,9 +48,10 @@ T = TypeVar("T")
 class Fetch(Protocol):
     """Fills a folder with the files of one snapshot and returns its manifest.
 
-    What earlier tries left in the folder is used. A file grows under its name + PART and is renamed when its digest is right; what has its
-    final name already may be a hard link to somebody's file, so it is checked, and replaced if it is wrong, but never written into.
-    Every file is synced to the disk. `progress.expect` is called before the first byte is fetched. Raises FetchFailed, OSError.
+    What earlier tries left in the folder is used. A file grows under its name + PART and is renamed when its digest is
+    right; what has its final name already may be a hard link to somebody's file, so it is checked, and replaced if it
+    is wrong, but never written into. Every file is synced to the disk. `progress.expect` is called before the first
+    byte is fetched. Raises FetchFailed, OSError.
     """
 
     def __call__(self, folder: Path, progress: Progress) -> Manifest: ...
@@ -56,7 +59,9 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One complete snapshot that the cache holds, as `listed` found it. `used_s`: seconds since the epoch, of its last use."""
+    """One complete snapshot that the cache holds, as `listed` found it. `used_s`: seconds since the epoch, of its last
+    use.
+    """
 
     folder: Path
     manifest: Manifest
@@ -65,7 +70,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may go from the disk. `used_s`: seconds since the epoch, of its last use. `is_partial`: only what a fetch left."""
+    """Something that may go from the disk. `used_s`: seconds since the epoch, of its last use. `is_partial`: only what
+    a fetch left.
+    """
 
     repository: str
     revision: str
@@ -77,8 +84,8 @@ class Candidate:
 class LocalCache:
     """The snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
 
-    `room` makes room on the disk for so many bytes more, before a fetch; it raises FetchFailed if there is none. `relieve` removes what may
-    go while the disk is above its threshold, and returns whether it is below it.
+    `room` makes room on the disk for so many bytes more, before a fetch; it raises FetchFailed if there is none.
+    `relieve` removes what may go while the disk is above its threshold, and returns whether it is below it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,8 +100,9 @@ class LocalCache:
         return self._of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, wanted: Wanted | None = None) -> Path | None:
-        """The folder of a snapshot that is known to have all files that are `wanted`, by its manifest or by the listing of the hub's own
-        client. Without `wanted`: all that whoever fetched it wanted. None if it has not, or if nothing tells. Raises ManifestError.
+        """The folder of a snapshot that is known to have all files that are `wanted`, by its manifest or by the listing
+        of the hub's own client. Without `wanted`: all that whoever fetched it wanted. None if it has not, or if nothing
+        tells. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -106,7 +114,9 @@ class LocalCache:
         return folder if is_whole else None
 
     def why_not(self, repository: str, revision: str) -> str:
-        """What shows that a snapshot that nothing tells of is not complete; empty if nothing does. Raises ManifestError."""
+        """What shows that a snapshot that nothing tells of is not complete; empty if nothing does. Raises
+        ManifestError.
+        """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
             return found.judged(self.hub, repository, revision)
@@ -117,7 +127,9 @@ class LocalCache:
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """The manifest of a snapshot; None without one, and if it is not that of this snapshot. Says nothing of the files."""
+        """The manifest of a snapshot; None without one, and if it is not that of this snapshot. Says nothing of the
+        files.
+        """
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -128,9 +140,11 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """That this snapshot is in use, from now until the lease is closed: nobody removes it. It need not be there yet.
+        """That this snapshot is in use, from now until the lease is closed: nobody removes it. It need not be there
+        yet.
 
-        Raises FetchFailed if another process is removing it and does not end, and if the disk has no room for the lease itself.
+        Raises FetchFailed if another process is removing it and does not end, and if the disk has no room for the lease
+        itself.
         """
         check_names(repository, revision)
         deadline_s = time.monotonic() + REMOVAL_S
@@ -141,14 +155,24 @@ class LocalCache:
 
         while (lock := self._with_room(tried, f"the lease on {repository}@{revision}")) is None:
             if time.monotonic() > deadline_s:
-                raise FetchFailed("NETWORK", f"{repository}@{revision} is being removed from the local cache for {REMOVAL_S:g} s")
+                raise FetchFailed(
+                    "NETWORK", f"{repository}@{revision} is being removed from the local cache for {REMOVAL_S:g} s"
+                )
             time.sleep(POLL_S)
         return lock
 
     def obtain(
-        self, repository: str, revision: str, fetch: Fetch, what: str, *, wanted: Wanted | None = None, progress: Progress | None = None
+        self,
+        repository: str,
+        revision: str,
+        fetch: Fetch,
+        what: str,
+        *,
+        wanted: Wanted | None = None,
+        progress: Progress | None = None,
     ) -> Path:
-        """The folder of a snapshot, fetched unless it is there. One process of the node fetches; the others wait and find it afterwards.
+        """The folder of a snapshot, fetched unless it is there. One process of the node fetches; the others wait and
+        find it afterwards.
 
         `what` names it in logs and errors. Raises FetchFailed. Whoever wants it to stay holds a lease before.
         """
@@ -173,7 +197,8 @@ class LocalCache:
             return self._with_room(fetched, what)
 
     def _with_room(self, act: Callable[[], T], what: str) -> T:
-        """What `act` returns, done once more with room made if the disk was full: even a lock or a folder needs a block.
+        """What `act` returns, done once more with room made if the disk was full: even a lock or a folder needs a
+        block.
 
         `what` is named if it fails. Raises FetchFailed.
         """
@@ -205,27 +230,37 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """When somebody last began or ended to use it, seconds since the epoch; if nobody did, when it was made; 0 if it is not there."""
+        """When somebody last began or ended to use it, seconds since the epoch; if nobody did, when it was made; 0 if
+        it is not there.
+        """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
                 return path.stat().st_mtime
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot, and what a fetch left of it, unless a process uses it. Returns whether it is gone. Raises OSError."""
+        """Remove a snapshot, and what a fetch left of it, unless a process uses it. Returns whether it is gone. Raises
+        OSError.
+        """
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """What may go to make room, that which was used longest ago first: snapshots that SIE fetched, whole or not, and what is left of
-        fetches, none of them in use now."""
+        """What may go to make room, that which was used longest ago first: snapshots that SIE fetched, whole or not,
+        and what is left of fetches, none of them in use now.
+        """
         going = []
         for each in self._with_manifest():
             repository, revision = each.manifest.repository, each.manifest.revision
             if each.manifest.origin != "found" and not self._is_used(repository, revision):
                 with contextlib.suppress(FileNotFoundError):  # gone since
-                    going.append(Candidate(repository, revision, each.used_s, is_partial=False, bytes=_bytes_in(each.folder)))
+                    going.append(
+                        Candidate(repository, revision, each.used_s, is_partial=False, bytes=_bytes_in(each.folder))
+                    )
         for path in self.hub.glob("models--*/partial/*"):
-            repository, revision = path.parents[1].name.removeprefix("models--").replace("--", "/"), path.name.removesuffix(REMOVED)
+            repository, revision = (
+                path.parents[1].name.removeprefix("models--").replace("--", "/"),
+                path.name.removesuffix(REMOVED),
+            )
             with contextlib.suppress(ManifestError, FileNotFoundError):  # not of SIE, or a fetch has begun since
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
@@ -286,7 +321,9 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, what: str, progress: Progress) -> Iterator[Lock]:
-        """Be the one who fetches. Follows meanwhile what the other one tells, and gives up if that is nothing for too long."""
+        """Be the one who fetches. Follows meanwhile what the other one tells, and gives up if that is nothing for too
+        long.
+        """
         path = self._lock_file(repository, revision, "fetch")
         told, told_s, said = b"", time.monotonic(), False
         while (lock := taken(path, shared=False)) is None:
@@ -294,7 +331,9 @@ class LocalCache:
                 told, told_s = note, time.monotonic()
                 progress.follow(_noted(note))
             if time.monotonic() - told_s > STALLED_S:
-                raise FetchFailed("NETWORK", f"{what} is fetched by another process, which has done nothing for {STALLED_S:g} s")
+                raise FetchFailed(
+                    "NETWORK", f"{what} is fetched by another process, which has done nothing for {STALLED_S:g} s"
+                )
             if not said:
                 said = True
                 _logger.info("waiting for another process, which fetches %s", what)
@@ -304,7 +343,9 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """The manifest of what was fetched together with what was there. Files that SIE did not put there make it a snapshot of others."""
+        """The manifest of what was fetched together with what was there. Files that SIE did not put there make it a
+        snapshot of others.
+        """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
             return msgspec.structs.replace(manifest, origin="found") if place.exists() else manifest
@@ -338,13 +379,19 @@ class LocalCache:
 def _disk_failed(what: str, folder: Path, error: OSError) -> FetchFailed:
     """No room may come to an end by itself; a folder that may not be written to does not."""
     if error.errno in FULL:
-        return FetchFailed("NETWORK", f"{what} could not be written: no space is left on the disk of {folder}; make room there")
+        return FetchFailed(
+            "NETWORK", f"{what} could not be written: no space is left on the disk of {folder}; make room there"
+        )
     fix = "SIE_LOCAL_CACHE has to name a folder that this user may write to"
-    return FetchFailed("UNKNOWN", f"{what} could not be written to {folder}: {error.strerror or type(error).__name__}; {fix}")
+    return FetchFailed(
+        "UNKNOWN", f"{what} could not be written to {folder}: {error.strerror or type(error).__name__}; {fix}"
+    )
 
 
 def _note(lock: Lock, fetched: Fetched) -> None:
-    lock.write(json.dumps([os.getpid(), fetched.done_bytes, fetched.total_bytes, fetched.bytes_per_s, time.time()]).encode())
+    lock.write(
+        json.dumps([os.getpid(), fetched.done_bytes, fetched.total_bytes, fetched.bytes_per_s, time.time()]).encode()
+    )
 
 
 def _bytes_in(folder: Path) -> int:

@@ -6,7 +6,8 @@
     fetch: manifest ──► its files, in ranged reads ──► digests
     push:  files that are not there yet ──► all listed again ──► manifest
 
-A store writes an object whole or not at all, and for one commit everybody writes the same bytes, so pushers need no lock.
+A store writes an object whole or not at all, and for one commit everybody writes the same bytes, so pushers need no
+lock.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _FOLDER = re.compile(r"models--(.+)")
 
 @dataclass(frozen=True)
 class Stored:
-    """What the bucket has of one commit. `wrong`: what is wrong with it, a line each; without a manifest it does not count.
+    """What the bucket has of one commit. `wrong`: what is wrong with it, a line each; without a manifest it does not
+    count.
 
     `sizes`: bytes of every object by its name, the manifest aside.
     """
@@ -70,7 +72,9 @@ class Bucket:
         self._glance = Patience(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """The manifest of a snapshot, which is all there if it has one, and how to write another one unless somebody else does first."""
+        """The manifest of a snapshot, which is all there if it has one, and how to write another one unless somebody
+        else does first.
+        """
         import obstore
 
         key, what = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
@@ -90,10 +94,14 @@ class Bucket:
         except ObjectMissing:
             return None, "create"
         except ManifestError as error:
-            raise FetchFailed("INCOMPATIBLE", f"{what}: {error}; `sie weights push --force` writes another one") from error
+            raise FetchFailed(
+                "INCOMPATIBLE", f"{what}: {error}; `sie weights push --force` writes another one"
+            ) from error
         if (manifest.repository, manifest.revision) != (repository, revision):
             other = f"{manifest.repository}@{manifest.revision}"
-            raise FetchFailed("INCOMPATIBLE", f"{what} has the manifest of {other}: `sie weights push --force` writes its own")
+            raise FetchFailed(
+                "INCOMPATIBLE", f"{what} has the manifest of {other}: `sie weights push --force` writes its own"
+            )
         return manifest, version
 
     async def sizes(self, repository: str, revision: str) -> dict[str, int]:
@@ -131,7 +139,9 @@ class Bucket:
             wrong[MANIFEST] = error.message
         for name, fact in manifest.files.items() if manifest is not None else ():
             if (size := sizes.get(name)) != fact.bytes:
-                wrong[name] = f"{name} is missing" if size is None else f"{name} has {size} bytes, the manifest says {fact.bytes}"
+                wrong[name] = (
+                    f"{name} is missing" if size is None else f"{name} has {size} bytes, the manifest says {fact.bytes}"
+                )
         return Stored(repository, revision, manifest, sizes, wrong)
 
     async def listed(self) -> list[Stored]:
@@ -144,7 +154,9 @@ class Bucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         found = [stored for each in await asyncio.gather(*map(of, folders)) for stored in each]
-        return [stored for stored in found if stored.sizes or stored.manifest is not None]  # some stores keep empty folders
+        return [
+            stored for stored in found if stored.sizes or stored.manifest is not None
+        ]  # some stores keep empty folders
 
     async def removed(self, repository: str, revision: str) -> int:
         import obstore
@@ -161,14 +173,18 @@ class Bucket:
 
 
 class ClusterCache:
-    """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread, and ends within bounds of time."""
+    """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread, and ends within
+    bounds of time.
+    """
 
     def __init__(self, url: str, limits: Limits | None = None) -> None:
         self.url = url
         self._bucket = Bucket(url, stores.opened(url, SETTING), limits or Limits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """How to fetch a snapshot into the local cache; None if the bucket has none of it. Raises FetchFailed, ManifestError."""
+        """How to fetch a snapshot into the local cache; None if the bucket has none of it. Raises FetchFailed,
+        ManifestError.
+        """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
         return None if manifest is None else functools.partial(self._fetch, manifest)
@@ -178,7 +194,8 @@ class ClusterCache:
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: Progress, *, force: bool = False) -> Pushed:
-        """Write the files of `manifest`, which lie in `folder`, then the manifest. What is there already is left alone, unless `force`.
+        """Write the files of `manifest`, which lie in `folder`, then the manifest. What is there already is left alone,
+        unless `force`.
 
         Files that a snapshot has beside these stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
         """
@@ -210,7 +227,9 @@ class ClusterCache:
         return self._run(self._bucket.removed(repository, revision))
 
     def _reading(self, manifest: Manifest, progress: Progress) -> Reading:
-        return Reading(self._bucket.store, place(manifest.repository, manifest.revision), manifest, progress, self._bucket.limits)
+        return Reading(
+            self._bucket.store, place(manifest.repository, manifest.revision), manifest, progress, self._bucket.limits
+        )
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The outcome of `work`, in a loop of its own; what the store refused becomes FetchFailed, with what to do."""
@@ -218,15 +237,21 @@ class ClusterCache:
             return asyncio.run(work)
         except BucketMissing as error:
             bucket = self.url.split("/")[2]
-            raise FetchFailed("NOT_FOUND", f"there is no bucket {bucket}: make it, or name another one in {SETTING}") from error
+            raise FetchFailed(
+                "NOT_FOUND", f"there is no bucket {bucket}: make it, or name another one in {SETTING}"
+            ) from error
         except AccessRefused as error:
-            fix = "give credentials that may read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
+            fix = (
+                "give credentials that may read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by "
+                "the machine's role"
+            )
             raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
         except StoreError as error:
-            raise FetchFailed("NETWORK", f"the store gave no answer that helps ({error}): is its endpoint right, and is it up?") from error
+            raise FetchFailed(
+                "NETWORK", f"the store gave no answer that helps ({error}): is its endpoint right, and is it up?"
+            ) from error
 
 
 def place(repository: str, revision: str) -> str:
     """Where the objects of a snapshot are."""
     return f"models--{repository.replace('/', '--')}/{revision}"
-

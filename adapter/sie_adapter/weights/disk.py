@@ -1,9 +1,9 @@
-"""Room for weights on a disk that is nearly full: snapshots that were used longest ago go, before a fetch begins and, since others fill the
-disk too, while the process serves (`Watch`).
+"""Room for weights on a disk that is nearly full: snapshots that were used longest ago go, before a fetch begins and,
+since others fill the disk too, while the process serves (`Watch`).
 
-Only what SIE put there goes: snapshots whose manifest it wrote, and what is left of fetches that nobody goes on with. What the hub's own
-client, or anybody else, put into the same cache stays. Nor does anything go that a process of this node loads, has loaded or
-fetches: each holds a lease (`LocalCache.lease`), and a removal needs that there is none.
+Only what SIE put there goes: snapshots whose manifest it wrote, and what is left of fetches that nobody goes on with.
+What the hub's own client, or anybody else, put into the same cache stays. Nor does anything go that a process of this
+node loads, has loaded or fetches: each holds a lease (`LocalCache.lease`), and a removal needs that there is none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ Probe = Callable[[Path], Usage]
 
 
 def usage(folder: Path, limit_bytes: int | None = None) -> Usage:
-    """Of the file system of `folder`, or of what will hold it; with a limit, of so many bytes for what is below `folder`."""
+    """Of the file system of `folder`, or of what will hold it; with a limit, of so many bytes for what is below
+    `folder`.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = shutil.disk_usage(there)
     if limit_bytes is None:
@@ -59,9 +61,11 @@ def _size(path: str) -> int:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """The local cache in `folder`, which makes room on its disk above `threshold_percent` of it (SIE_DISK_PRESSURE_THRESHOLD_PERCENT).
+    """The local cache in `folder`, which makes room on its disk above `threshold_percent` of it
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT).
 
-    None: nothing is removed (SIE_DISK_CACHE_ENABLED is off). A fetch that does not fit is refused before it begins, either way.
+    None: nothing is removed (SIE_DISK_CACHE_ENABLED is off). A fetch that does not fit is refused before it begins,
+    either way.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -71,8 +75,10 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Remove snapshots until `needed_bytes` more, and what other fetches of this node have to come, leave the disk below the threshold, or
-    nothing is left that may go. Raises FetchFailed, and removes nothing, if they would not fit even then."""
+    """Remove snapshots until `needed_bytes` more, and what other fetches of this node have to come, leave the disk
+    below the threshold, or nothing is left that may go. Raises FetchFailed, and removes nothing, if they would not fit
+    even then.
+    """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
         others_bytes = cache.outstanding_bytes()
@@ -89,13 +95,17 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
         _remove_while(is_above, cache, going, f"with what is to come the disk would be above {threshold_percent:g} %")
         if is_above():
-            _logger.warning("the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent)
+            _logger.warning(
+                "the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent
+            )
         if needed + SPARE_BYTES > (free := probe(cache.folder).free):  # others wrote meanwhile
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Remove snapshots while the disk is above the threshold and there are some that may go. Returns whether it is below it now."""
+    """Remove snapshots while the disk is above the threshold and there are some that may go. Returns whether it is
+    below it now.
+    """
 
     def is_above() -> bool:
         used, free = probe(cache.folder)
@@ -108,7 +118,9 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 
 class Watch:
-    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; that it is not is told once."""
+    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; that it is not is
+    told once.
+    """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:
         self._look = look
@@ -129,7 +141,10 @@ class Watch:
                 _logger.warning("the disk of %s cannot be looked at: %s", self._folder, error)
                 continue
             if was_well and not is_well:
-                _logger.warning("the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: nothing there may be removed", self._folder)
+                _logger.warning(
+                    "the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: nothing there may be removed",
+                    self._folder,
+                )
             was_well = is_well
 
 
@@ -153,18 +168,26 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
         return False
 
 
-def _no_room(cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int) -> FetchFailed:
-    """Of a class that is tried again later: room may come. `others_bytes`: the part of `needed_bytes` that other fetches need."""
+def _no_room(
+    cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
+) -> FetchFailed:
+    """Of a class that is tried again later: room may come. `others_bytes`: the part of `needed_bytes` that other
+    fetches need.
+    """
     others = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
-    needs = f"no space on the disk of {cache.folder}: {needed_bytes / 2**20:.1f} MiB are needed{others}, {free / 2**20:.1f} are free"
+    needs = (
+        f"no space on the disk of {cache.folder}: {needed_bytes / 2**20:.1f} MiB are needed{others}, {free / 2**20:.1f}"
+        " are free"
+    )
     if threshold_percent is None:
         return FetchFailed("NETWORK", f"{needs}; make room there, or set SIE_DISK_CACHE_ENABLED=true")
     return FetchFailed("NETWORK", f"{needs}, and what may be removed there is too little; make room there")
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
-    """One process of the node at a time: two that look at the same disk would remove twice as much. One that hangs is not waited for, nor
-    does it matter more than room that the lock's file is another user's or has no room itself."""
+    """One process of the node at a time: two that look at the same disk would remove twice as much. One that hangs is
+    not waited for, nor does it matter more than room that the lock's file is another user's or has no room itself.
+    """
     deadline_s = time.monotonic() + REMOVAL_S
     try:
         while (lock := taken(cache.hub / ".locks" / "sie.removal", shared=False)) is None:

@@ -1,7 +1,8 @@
-"""Whether a snapshot that somebody else put into the cache is complete: the hub's own client, an older one, or a copy by hand.
+"""Whether a snapshot that somebody else put into the cache is complete: the hub's own client, an older one, or a copy
+by hand.
 
-    told     by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there, of its size
-    judged   by what the files say of each other, where there is no listing
+told     by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there, of its size
+judged   by what the files say of each other, where there is no listing
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from sie_adapter.weights.selection import Wanted
 
 _HEADER_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what the decoder raises for bad syntax, UTF-8, depth
+_NO_JSON = (
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+)  # what the decoder raises for bad syntax, UTF-8, depth
 _NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no folder in a repository
 
 
 def told(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
-    """Whether the listing of the hub's client says that the snapshot has all files that are `wanted`. `cache`: the folder `hub`."""
+    """Whether the listing of the hub's client says that the snapshot has all files that are `wanted`. `cache`: the
+    folder `hub`.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -58,10 +65,16 @@ def judged(cache: Path, repository: str, revision: str) -> str:
 def _missing(path: Path, stored: object) -> str:
     """The first file or folder that an index of shards, or a list of modules, names in vain."""
     named: list[str] = []
-    if path.name.endswith(".safetensors.index.json") and isinstance(stored, dict) and isinstance(stored.get("weight_map"), dict):
+    if (
+        path.name.endswith(".safetensors.index.json")
+        and isinstance(stored, dict)
+        and isinstance(stored.get("weight_map"), dict)
+    ):
         named = sorted(set(map(str, stored["weight_map"].values())))
     elif path.name == "modules.json" and isinstance(stored, list):
-        with_files = [module for module in stored if isinstance(module, dict) and not str(module.get("type")).endswith(_NO_FILES)]
+        with_files = [
+            module for module in stored if isinstance(module, dict) and not str(module.get("type")).endswith(_NO_FILES)
+        ]
         named = [str(module.get("path") or ".") for module in with_files]
     return next((name for name in named if not (path.parent / name).exists()), "")
 
@@ -75,7 +88,11 @@ def _wrong_with(path: Path) -> str:
             if size < _HEADER_BYTES or length > min(size, _MOST_HEADER_BYTES):
                 return "is cut off"
             header = msgspec.json.decode(file.read(length), type=dict[str, object])
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__" and isinstance(entry, dict)]
+        ends = [
+            entry["data_offsets"][1]
+            for name, entry in header.items()
+            if name != "__metadata__" and isinstance(entry, dict)
+        ]
         due = _HEADER_BYTES + length + max(ends, default=0)
     except (*_NO_JSON, OSError, KeyError, TypeError, IndexError) as error:
         return f"is not a safetensors file: {type(error).__name__}"

@@ -1,8 +1,10 @@
 """The hub as a source of snapshots: one listing of the commit, then its files, each resumed where an earlier try ended.
 
-    listing ──► files that are wanted ──► those already there, checked ──► ranged reads of the rest ──► digests ──► manifest
+    listing ──► files that are wanted ──► those already there, checked ──► ranged reads of the rest ──► digests ──►
+    manifest
 
-The hub's own client begins every file anew when its process ends (huggingface_hub 2.4), so only its session and its errors are used.
+The hub's own client begins every file anew when its process ends (huggingface_hub 2.4), so only its session and its
+errors are used.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ MOST_PAUSE_S = 30.0
 
 
 class _Passing(Exception):
-    """The hub, or the way to it, failed in a way that may pass. `after_s`: what it asked to wait for. Its text is fit for a log: that of
-    `cause` has the URL, which may be signed or hold a password."""
+    """The hub, or the way to it, failed in a way that may pass. `after_s`: what it asked to wait for. Its text is fit
+    for a log: that of `cause` has the URL, which may be signed or hold a password.
+    """
 
     def __init__(self, cause: Exception, after_s: float = 0.0, *, status: int = 0) -> None:
         super().__init__(f"status {status}" if status else type(cause).__name__)
@@ -62,7 +65,9 @@ def hub_fetch(repository: str, revision: str, wanted: Wanted) -> Fetch:
 
 
 def commit_of(repository: str, revision: str | None = None, *, what: str = "") -> str:
-    """The commit that a branch or tag is now; without one, the main branch. `what` names it in logs and errors. Raises FetchFailed."""
+    """The commit that a branch or tag is now; without one, the main branch. `what` names it in logs and errors. Raises
+    FetchFailed.
+    """
     from huggingface_hub import HfApi, constants
 
     what = what or (f"{repository}@{revision}" if revision else repository)
@@ -76,7 +81,9 @@ def commit_of(repository: str, revision: str | None = None, *, what: str = "") -
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the listing. A large one has a SHA-256, any other the digest of a blob of git; a mirror may tell neither."""
+    """A file of the listing. A large one has a SHA-256, any other the digest of a blob of git; a mirror may tell
+    neither.
+    """
 
     path: str
     size: int
@@ -90,7 +97,10 @@ def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progres
         found = _siblings(repository, revision, what)
         names = [sibling.rfilename for sibling in found]
         if unsafe := next((name for name in names if wanted(name) and not is_safe(name)), None):
-            raise FetchFailed("INCOMPATIBLE", f"{what} has a file {unsafe[:200]!r}, which does not lie below the folder of its snapshot")
+            raise FetchFailed(
+                "INCOMPATIBLE",
+                f"{what} has a file {unsafe[:200]!r}, which does not lie below the folder of its snapshot",
+            )
         files = [_file(repository, revision, sibling, what) for sibling in found if wanted(sibling.rfilename)]
         if not files:
             raise FetchFailed("INCOMPATIBLE", f"{what} has none of the files that a model of its kind needs")
@@ -116,7 +126,9 @@ def _file(repository: str, revision: str, sibling: RepoSibling, what: str) -> _F
 
     name = sibling.rfilename
     if sibling.size is not None:
-        return _File(name, sibling.size, sibling.lfs.sha256 if sibling.lfs else "", "" if sibling.lfs else sibling.blob_id or "")
+        return _File(
+            name, sibling.size, sibling.lfs.sha256 if sibling.lfs else "", "" if sibling.lfs else sibling.blob_id or ""
+        )
     metadata = _tried(lambda: get_hf_file_metadata(_url(repository, revision, name)), f"{what}: {name}")
     if metadata.size is None:
         raise FetchFailed("INCOMPATIBLE", f"{repository}@{revision}: the hub does not tell the size of {name}")
@@ -148,8 +160,9 @@ class _Download:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _each(self, call: Callable[[_File], _T], files: list[_File]) -> dict[str, _T]:
-        """What `call` returns for each file, some at a time. The threads are of a kind that nobody waits for when the process ends: what
-        they did not write will be asked for again."""
+        """What `call` returns for each file, some at a time. The threads are of a kind that nobody waits for when the
+        process ends: what they did not write will be asked for again.
+        """
         results: dict[str, _T] = {}
         failures: list[Exception] = []
         left = queue.SimpleQueue[_File]()
@@ -167,7 +180,9 @@ class _Download:
                     failures.append(error)
                     self._failed.set()
 
-        threads = [threading.Thread(target=work, name="fetch", daemon=True) for _ in range(min(FILES_AT_ONCE, len(files)))]
+        threads = [
+            threading.Thread(target=work, name="fetch", daemon=True) for _ in range(min(FILES_AT_ONCE, len(files)))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -180,7 +195,9 @@ class _Download:
         return self._folder / f"{file.path}{PART}"
 
     def _present(self, file: _File) -> FileFact | None:
-        """A file that is there under its final name and right. One that is not is taken away; it may be a link to somebody's file."""
+        """A file that is there under its final name and right. One that is not is taken away; it may be a link to
+        somebody's file.
+        """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
             if _size(path) == file.size and (fact := self._checked(path, file)) is not None:
@@ -200,10 +217,14 @@ class _Download:
             if (fact := self._checked(part, file)) is not None:
                 os.replace(part, path)
                 return fact
-            _logger.warning("%s: %s does not have the digest that the hub names, it is fetched again", self._what, file.path)
+            _logger.warning(
+                "%s: %s does not have the digest that the hub names, it is fetched again", self._what, file.path
+            )
             part.unlink()
             self._progress.add(-file.size)
-        raise FetchFailed("NETWORK", f"{self._what}: {file.path} came twice without the digest that the hub names for it")
+        raise FetchFailed(
+            "NETWORK", f"{self._what}: {file.path} came twice without the digest that the hub names for it"
+        )
 
     def _grown(self, file: _File, part: Path) -> None:
         """Make `part` as long as the file, in as many tries as bring something."""
@@ -216,7 +237,9 @@ class _Download:
                 tries = 1 if _size(part) > before else tries + 1
                 if tries >= TRIES:
                     raise error.cause from error
-                _logger.info("%s: %s is asked for again from byte %d: %s", self._what, file.path, max(0, _size(part)), error)
+                _logger.info(
+                    "%s: %s is asked for again from byte %d: %s", self._what, file.path, max(0, _size(part)), error
+                )
                 self._failed.wait(_pause_s(tries, error.after_s))
 
     def _read_on(self, file: _File, part: Path) -> None:
@@ -228,8 +251,15 @@ class _Download:
         offset = max(0, _size(part))
         url = _url(self._repository, self._revision, file.path)
         # compressed, a range would be one of the compressed bytes
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={offset}-"} if offset else {})}
-        with _passing(), get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
+        headers = {
+            **build_hf_headers(),
+            "Accept-Encoding": "identity",
+            **({"Range": f"bytes={offset}-"} if offset else {}),
+        }
+        with (
+            _passing(),
+            get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
+        ):
             hf_raise_for_status(response)
             with part.open("ab", buffering=0) as growing:
                 if offset and response.status_code != 206:  # all of it comes
@@ -248,7 +278,9 @@ class _Download:
             raise _Passing(ConnectionError(f"the answer ended at byte {offset} of {file.size}"))
 
     def _checked(self, path: Path, file: _File) -> FileFact | None:
-        """What the file is, None if that is not what the listing says: the SHA-256 of a large file, the blob of git of any other."""
+        """What the file is, None if that is not what the listing says: the SHA-256 of a large file, the blob of git of
+        any other.
+        """
         sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
         with path.open("rb") as opened:
             while piece := opened.read(PIECE_BYTES):
@@ -323,7 +355,7 @@ def _classed(what: str) -> Iterator[None]:
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
-    )  # fmt: skip
+    )
 
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:

@@ -1,4 +1,5 @@
-"""Locks between the processes of a node, on files: shared for those who use a snapshot, exclusive for the one who fetches or removes it.
+"""Locks between the processes of a node, on files: shared for those who use a snapshot, exclusive for the one who
+fetches or removes it.
 
 The kernel lets go of them with the process, however it ends. They hold between threads of one process too.
 """
@@ -16,7 +17,9 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """One lock that is held, until `close` or until nobody holds this object. Its file stays: removing it would let in a second holder."""
+    """One lock that is held, until `close` or until nobody holds this object. Its file stays: removing it would let in
+    a second holder.
+    """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
         """`is_use`: that it begins and that it ends is noted in the time of its file."""
@@ -25,7 +28,9 @@ class Lock:
         self._touch()
 
     def write(self, data: bytes) -> None:
-        """Leave a note in the file, for those who wait; none where the disk is full or the file is another user's: it is only advice."""
+        """Leave a note in the file, for those who wait; none where the disk is full or the file is another user's: it
+        is only advice.
+        """
         if self._descriptor is None:
             return
         try:
@@ -50,7 +55,9 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -60,8 +67,9 @@ class Lock:
 def taken(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     """The lock at `path`, or None while somebody else's excludes it. Never waits. Raises OSError.
 
-    Another user's file is locked without writing to it, which file systems over a network may refuse for an exclusive lock.
-    A shared lock in a folder that this user may not write to is one in name only: who may not write there removes nothing either.
+    Another user's file is locked without writing to it, which file systems over a network may refuse for an exclusive
+    lock. A shared lock in a folder that this user may not write to is one in name only: who may not write there removes
+    nothing either.
     """
     refused: OSError | None = None
     try:

@@ -18,8 +18,8 @@ STEP_EVERY_S = 1.0
 class Progress:
     """One fetch. Every method may be called from any thread. `what` names it in the log; `clock` is in seconds.
 
-    `on_expect` hears before the first byte how many are to come and may raise FetchFailed; `on_step` hears at most once a second how
-    far it is, and also while nothing arrives but files are checked.
+    `on_expect` hears before the first byte how many are to come and may raise FetchFailed; `on_step` hears at most once
+    a second how far it is, and also while nothing arrives but files are checked.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,9 @@ class Progress:
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """The bytes of the whole snapshot, and those of them that are there already. Makes room for the others. Raises FetchFailed."""
+        """The bytes of the whole snapshot, and those of them that are there already. Makes room for the others. Raises
+        FetchFailed.
+        """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
             self._started_s, self._arrived_bytes = self._clock(), 0
@@ -54,7 +56,11 @@ class Progress:
     def follow(self, fetched: Fetched) -> None:
         """Somebody else fetches it, and is so far."""
         with self._lock:
-            self._total_bytes, self._had_bytes, self._followed_per_s = fetched.total_bytes, fetched.done_bytes, fetched.bytes_per_s
+            self._total_bytes, self._had_bytes, self._followed_per_s = (
+                fetched.total_bytes,
+                fetched.done_bytes,
+                fetched.bytes_per_s,
+            )
 
     def _step(self, count: int) -> None:
         with self._lock:

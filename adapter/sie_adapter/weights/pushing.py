@@ -1,9 +1,11 @@
-"""A snapshot into a bucket: its files first, its manifest last, so that whoever finds a manifest finds all that it names.
+"""A snapshot into a bucket: its files first, its manifest last, so that whoever finds a manifest finds all that it
+names.
 
-    manifest there ──► files that it lacks ──► each digested, then written ──► manifest of both, unless it changed ──► all read again
+    manifest there ──► files that it lacks ──► each digested, then written ──► manifest of both, unless it changed ──►
+    all read again
 
-Any number of pushers may do so at once: they write the same bytes, a manifest takes the place only of the one that it was made from, and
-each looks at the end whether what it relied on is still there.
+Any number of pushers may do so at once: they write the same bytes, a manifest takes the place only of the one that it
+was made from, and each looks at the end whether what it relied on is still there.
 """
 
 from __future__ import annotations
@@ -74,8 +76,14 @@ class Push:
                 if wanted != there:
                     await self._put(MANIFEST, encode(wanted), {}, version)
                 stored = await self._bucket.stored(self._manifest.repository, self._manifest.revision)
-                if not stored.wrong and stored.manifest is not None and self._joined(stored.manifest) == stored.manifest:
-                    return Pushed(len(self._written), len(self._manifest.files) - len(self._written), sum(self._written.values()))
+                if (
+                    not stored.wrong
+                    and stored.manifest is not None
+                    and self._joined(stored.manifest) == stored.manifest
+                ):
+                    return Pushed(
+                        len(self._written), len(self._manifest.files) - len(self._written), sum(self._written.values())
+                    )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
             await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # not again at the same moment as they
@@ -89,11 +97,17 @@ class Push:
             if force:
                 return None, "overwrite"
             raise PushRefused(error.message) from error
-        others = [name for name, fact in self._manifest.files.items() if there is not None and there.files.get(name, fact) != fact]
+        others = [
+            name
+            for name, fact in self._manifest.files.items()
+            if there is not None and there.files.get(name, fact) != fact
+        ]
         if others and not force:
             raise PushRefused(
-                f"{self._what} is there with another {others[0]}, SHA-256 {there.files[others[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
-                f"{self._manifest.files[others[0]].sha256[:16]}..: one commit has one content. Push it under another name or revision, "
+                f"{self._what} is there with another {others[0]}, "
+                f"SHA-256 {there.files[others[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
+                f"{self._manifest.files[others[0]].sha256[:16]}..: one commit has one content. Push it under another "
+                "name or revision, "
                 "or replace what is there with --force"
             )
         return None if others else there, version
@@ -116,7 +130,9 @@ class Push:
 
         try:
             found = await self._bucket.limits.asked(
-                functools.partial(obstore.get_async, self._bucket.store, f"{self._place}/{name}", options={"head": True})
+                functools.partial(
+                    obstore.get_async, self._bucket.store, f"{self._place}/{name}", options={"head": True}
+                )
             )
         except ObjectMissing:
             return False
@@ -127,12 +143,19 @@ class Push:
         if there is not None:
             files = {**there.files, **files}
             left_out |= set(there.left_out)
-        return Manifest(self._manifest.repository, self._manifest.revision, files, tuple(sorted(left_out - files.keys())), "cluster")
+        return Manifest(
+            self._manifest.repository, self._manifest.revision, files, tuple(sorted(left_out - files.keys())), "cluster"
+        )
 
     async def _write(self, name: str, fact: FileFact) -> None:
         path = self._folder / name
-        if path.stat().st_size != fact.bytes or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256:
-            raise PushRefused(f"{path} is not what the manifest beside it says: `sie weights verify --local` tells what else is wrong")
+        if (
+            path.stat().st_size != fact.bytes
+            or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256
+        ):
+            raise PushRefused(
+                f"{path} is not what the manifest beside it says: `sie weights verify --local` tells what else is wrong"
+            )
         attributes = {DIGEST: fact.sha256}
         if fact.bytes <= LEAST_PART_BYTES:
             await self._put(name, await asyncio.to_thread(path.read_bytes), attributes, "overwrite")
@@ -141,14 +164,16 @@ class Push:
             await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
-        """Raises WrittenMeanwhile if somebody wrote what `mode` says that nobody did; a store that cannot tell writes."""
+        """Raises WrittenMeanwhile if somebody wrote what `mode` says that nobody did; a store that
+        cannot tell writes.
+        """
         import obstore
         from obstore.exceptions import NotSupportedError
 
         async def put(mode: PutMode) -> None:
             await obstore.put_async(
                 self._bucket.store, f"{self._place}/{name}", data, attributes=attributes, mode=mode, use_multipart=False
-            )  # fmt: skip
+            )
 
         try:
             await self._bucket.limits.asked(functools.partial(put, mode), STALL_S)
@@ -179,9 +204,14 @@ class Push:
             with path.open("rb") as file:
                 async with asyncio.timeout(STALL_S) as patience:
                     await obstore.put_async(
-                        self._bucket.store, f"{self._place}/{name}", pieces(file, patience), attributes=attributes, use_multipart=True,
-                        chunk_size=part_bytes, max_concurrency=self._bucket.limits.parts_at_once,
-                    )  # fmt: skip
+                        self._bucket.store,
+                        f"{self._place}/{name}",
+                        pieces(file, patience),
+                        attributes=attributes,
+                        use_multipart=True,
+                        chunk_size=part_bytes,
+                        max_concurrency=self._bucket.limits.parts_at_once,
+                    )
             is_whole = True
         except TimeoutError as error:
             raise StoreError(f"no part was taken for {STALL_S:g} s") from error

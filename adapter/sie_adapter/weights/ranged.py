@@ -1,10 +1,11 @@
 """The files of a snapshot out of a bucket: ranged reads, some at once, taken in their order.
 
-    manifest ──► parts of all files in order ──► Limits.parts_at_once reads ahead ──► Filling: appended, digested, renamed when right
+    manifest ──► parts of all files in order ──► Limits.parts_at_once reads ahead ──► Filling: appended, digested,
+    renamed when right
                                                                                  └──► Checking: digested
 
-Since a file only ever grows at its end, its length is how far it is: the next try goes on there, whoever made the first one. At most the
-parts that are read ahead, and the one that is taken, are in memory.
+Since a file only ever grows at its end, its length is how far it is: the next try goes on there, whoever made the first
+one. At most the parts that are read ahead, and the one that is taken, are in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ ROUNDS = 2  # a file that comes without its digest is read once more: what was t
 
 @dataclass(frozen=True)
 class Limits(Patience):
-    """What one transfer may use. `stall_s` is the longest wait for the next bytes; a part is tried `tries` times in all."""
+    """What one transfer may use. `stall_s` is the longest wait for the next bytes; a part is tried `tries` times in
+    all.
+    """
 
     part_bytes: int = 8 << 20
     parts_at_once: int = 8
@@ -75,7 +78,9 @@ class Reading:
             yield Part(name, at, end, at == start, end == size)
 
     async def each(self, parts: Iterator[Part], take: Callable[[Part, bytearray], None]) -> None:
-        """Have `take` called with every part in order, in a thread. Raises Damaged, StoreError, and what `take` does."""
+        """Have `take` called with every part in order, in a thread. Raises Damaged, StoreError, and what
+        `take` does.
+        """
         ahead = deque[tuple[Part, asyncio.Task[bytearray]]]()
         try:
             while True:
@@ -174,7 +179,9 @@ class Filling:
                 self._has[name] = 0
 
     def _append(self, part: Part, data: bytearray) -> None:
-        """Write a part; with the last one the file gets its name, or goes if its digest is another one. Raises OSError."""
+        """Write a part; with the last one the file gets its name, or goes if its digest is another one.
+        Raises OSError.
+        """
         path = self._part(part.name)
         if part.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +217,9 @@ class Checking:
         self._wrong: list[str] = []
 
     async def wrong(self, names: list[str]) -> list[str]:
-        """Which of these files have another digest than the manifest says, a line for each. Raises FetchFailed, StoreError."""
+        """Which of these files have another digest than the manifest says, a line for each. Raises FetchFailed,
+        StoreError.
+        """
         await self._reading.each((part for name in names for part in self._reading.parts(name)), self._take)
         return self._wrong
 

@@ -10,7 +10,16 @@ from sie_contracts.catalogue import ModelEntry
 from sie_contracts.options import PARAMETERS
 from sie_contracts.weights import MANIFEST
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md", "artifact.metadata", "sparse_linear.pt", "colbert_linear.pt")
+FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.model",
+    "README.md",
+    "artifact.metadata",
+    "sparse_linear.pt",
+    "colbert_linear.pt",
+)
 PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -37,16 +46,24 @@ def wanted_by(entry: ModelEntry) -> Wanted:
     """The files that a load of `entry` may read. A family of somebody else's may read any."""
     if entry.family not in PARAMETERS:
         return _matching(("*",))
-    return _matching((*FILES, *(("*.py",) if runs_code(entry) else ()), *((PICKLED,) if entry.family == "gliner" else ())))
+    return _matching(
+        (*FILES, *(("*.py",) if runs_code(entry) else ()), *((PICKLED,) if entry.family == "gliner" else ()))
+    )
 
 
 def runs_code(entry: ModelEntry) -> bool:
     """Whether a load of the entry, or of one of its profiles, runs code that lies beside the weights."""
-    return any(load.trust_remote_code for load in (entry.load, *(profile.load for profile in entry.profiles.values())) if load is not None)
+    return any(
+        load.trust_remote_code
+        for load in (entry.load, *(profile.load for profile in entry.profiles.values()))
+        if load is not None
+    )
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Whether the folder has what every load of this family begins with. A family of somebody else's knows by itself."""
+    """Whether the folder has what every load of this family begins with. A family of somebody else's
+    knows by itself.
+    """
     if entry.family not in PARAMETERS:
         return folder.is_dir()
     if entry.family == "gliner":

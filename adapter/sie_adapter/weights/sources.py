@@ -1,10 +1,13 @@
-"""The folder that holds the files of a model: a path, the local cache, the cluster cache, an installed package, then the hub.
+"""The folder that holds the files of a model: a path, the local cache, the cluster cache, an installed package, then
+the hub.
 
-    weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the hub (SIE_HF_FALLBACK)
+    weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the
+    hub (SIE_HF_FALLBACK)
 
-The first that is named and present wins. Nothing but files is read here: a package is located, never imported. What comes from the
-cluster cache or the hub lands in the local cache. A snapshot there that nothing tells to be complete counts as a miss while a download
-is allowed, which keeps its files and fetches what is missing; without one, it serves if its files agree with each other.
+The first that is named and present wins. Nothing but files is read here: a package is located, never imported. What
+comes from the cluster cache or the hub lands in the local cache. A snapshot there that nothing tells to be complete
+counts as a miss while a download is allowed, which keeps its files and fetches what is missing; without one, it serves
+if its files agree with each other.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class WeightSources:
     def of(cls, settings: Settings) -> WeightSources:
         """The sources that the settings of a process name. Raises SettingError."""
         threshold_percent = settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None
-        cache = limited(settings.cache_folder, threshold_percent, functools.partial(usage, limit_bytes=settings.disk_cache_bytes))
+        cache = limited(
+            settings.cache_folder, threshold_percent, functools.partial(usage, limit_bytes=settings.disk_cache_bytes)
+        )
         cluster = None
         if settings.cluster_cache:
             from sie_adapter.weights.cluster import ClusterCache
@@ -76,11 +81,15 @@ class WeightSources:
         return cls(settings.cache_folder, settings.hf_fallback, cluster, cache)
 
     def folder(self, entry: ModelEntry) -> Path:
-        """The folder of `entry`, downloaded if need be. Raises ModelLoadFailed, which names what was looked at and what would help."""
+        """The folder of `entry`, downloaded if need be. Raises ModelLoadFailed, which names what was looked at and what
+        would help.
+        """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """`folder`, and a lease on it: whoever loads from it keeps that for as long as the model is loaded. Raises ModelLoadFailed."""
+        """`folder`, and a lease on it: whoever loads from it keeps that for as long as the model is loaded. Raises
+        ModelLoadFailed.
+        """
         weights = entry.weights
         looked: list[str] = []
         if weights.path:
@@ -100,12 +109,16 @@ class WeightSources:
                 return Located(packaged)
             looked.append(f"the package {weights.package} is not installed or carries no model")
         if weights.unpinned:
-            looked.append(f"no commit of {weights.hub} is known to download: `sie models add {weights.hub}` pins the newest one")
+            looked.append(
+                f"no commit of {weights.hub} is known to download: `sie models add {weights.hub}` pins the newest one"
+            )
         elif weights.hub and self.may_download:
             return self._downloaded(entry)
         elif weights.hub:
             looked.append("downloads are off (SIE_HF_FALLBACK)")
-        raise load_failed(failed.error_class if failed else "NOT_FOUND", f"no weights for {entry.id}: {'; '.join(looked)}") from failed
+        raise load_failed(
+            failed.error_class if failed else "NOT_FOUND", f"no weights for {entry.id}: {'; '.join(looked)}"
+        ) from failed
 
     def fetching(self) -> dict[str, Fetched]:
         """How far each fetch of this process is, by the id of its entry."""
@@ -113,8 +126,9 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """The snapshot in the local cache, brought there from the cluster cache if need be; else what `looked` gets to say, and why the
-        cluster cache failed, if it did."""
+        """The snapshot in the local cache, brought there from the cluster cache if need be; else what `looked` gets to
+        say, and why the cluster cache failed, if it did.
+        """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
         if not revision:
@@ -130,8 +144,12 @@ class WeightSources:
                 fetch = self.cluster.fetch(weights.hub, revision)
                 if fetch is not None:
                     with self._told(entry.id, what) as progress:
-                        self.cache.obtain(weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress)
-                    folder = self.cache.find(weights.hub, revision, wanted_by(entry))  # it was pushed for a model that may want less
+                        self.cache.obtain(
+                            weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress
+                        )
+                    folder = self.cache.find(
+                        weights.hub, revision, wanted_by(entry)
+                    )  # it was pushed for a model that may want less
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
                 holds = "has no" if fetch is None else "has not all of"
@@ -139,7 +157,9 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)  # the next source may have it
+                _logger.warning(
+                    "%s: the cluster cache %s: %s", what, self.cluster.url, error.message
+                )  # the next source may have it
         untold = self.cache.place(weights.hub, revision)
         unfit = self.cache.why_not(weights.hub, revision)
         if not unfit and self._has_all(untold, entry):
@@ -147,7 +167,9 @@ class WeightSources:
                 try:
                     return self._fetched(entry, lease), None
                 except FetchFailed as error:
-                    _logger.warning("%s is used as it was found in the local cache, where its files agree: %s", what, error.message)
+                    _logger.warning(
+                        "%s is used as it was found in the local cache, where its files agree: %s", what, error.message
+                    )
             return Located(untold, lease), None
         looked.append(self._missing(entry, revision, unfit))
         return None, failed
@@ -155,7 +177,9 @@ class WeightSources:
     def _missing(self, entry: ModelEntry, revision: str, unfit: str) -> str:
         weights, what = entry.weights, f"{entry.weights.hub}@{revision}"
         if (place := self.cache.place(weights.hub, revision)).exists():
-            absent = next((f"{name}, which weights.digests names, is missing" for name in _absent(place, entry)), lacking(entry))
+            absent = next(
+                (f"{name}, which weights.digests names, is missing" for name in _absent(place, entry)), lacking(entry)
+            )
             return f"{what} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
         others = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
         holds = f", which has {', '.join(others)} of it" if others else ""
@@ -165,16 +189,22 @@ class WeightSources:
         return is_model(folder, entry) and not _absent(folder, entry)
 
     def _only_revision(self, entry: ModelEntry) -> str:
-        """The only commit that the cache has of a model without a pin; empty if it has none. Raises ModelLoadFailed if it has several."""
+        """The only commit that the cache has of a model without a pin; empty if it has none. Raises ModelLoadFailed if
+        it has several.
+        """
         hub = entry.weights.hub
         snapshots = sorted(self.cache.place(hub, "any").parent.glob("*"))
         found = [
             folder.name
             for folder in snapshots
-            if is_model(folder, entry) and (self.cache.find(hub, folder.name) or not self.cache.why_not(hub, folder.name))
+            if is_model(folder, entry)
+            and (self.cache.find(hub, folder.name) or not self.cache.why_not(hub, folder.name))
         ]
         if len(found) > 1:
-            message = f"the cache has several snapshots of {hub}, {', '.join(found)}: sie models add {hub} --revision COMMIT chooses one"
+            message = (
+                f"the cache has several snapshots of {hub}, {', '.join(found)}: sie models add {hub} --revision COMMIT "
+                "chooses one"
+            )
             raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {message}")
         return found[0] if found else ""
 
@@ -193,7 +223,9 @@ class WeightSources:
         weights, wanted, what = entry.weights, wanted_by(entry), _named(entry.weights)
         with self._told(entry.id, what) as progress:
             fetch = hub_fetch(weights.hub, weights.revision, wanted)
-            return Located(self.cache.obtain(weights.hub, weights.revision, fetch, what, wanted=wanted, progress=progress), lease)
+            return Located(
+                self.cache.obtain(weights.hub, weights.revision, fetch, what, wanted=wanted, progress=progress), lease
+            )
 
     def _leased(self, repository: str, revision: str) -> Lock:
         try:
@@ -215,8 +247,8 @@ class WeightSources:
                     del self._fetching[name]
 
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
-        """A LoRA: a path that the entry names, a folder in `models_dir` (./models) by its path or its name there, else a hub repository
-        `name` or `name@commit`.
+        """A LoRA: a path that the entry names, a folder in `models_dir` (./models) by its path or its name there, else
+        a hub repository `name` or `name@commit`.
 
         Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
         """
@@ -231,7 +263,10 @@ class WeightSources:
             return Located(root / name)
         repository, _, revision = name.partition("@")
         if "/" not in repository:
-            raise lora_not_found(name, "there is no such folder in the models folder, and a hub repository has the form organisation/name")
+            raise lora_not_found(
+                name,
+                "there is no such folder in the models folder, and a hub repository has the form organisation/name",
+            )
         private = "" if is_named else private_name(name)
         try:
             return self._lora(repository, revision, private)
@@ -240,11 +275,15 @@ class WeightSources:
         except FetchFailed as error:
             allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
             made = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(error.error_class, lora_failed)
-            message = error.message.replace(private, "it") if private else error.message  # whoever named it needs no name that hides it
+            message = (
+                error.message.replace(private, "it") if private else error.message
+            )  # whoever named it needs no name that hides it
             raise made(name, f"no folder of the models folder, not in the local cache; {message}{allowed}") from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
-        """`private` is what logs call it in place of its name, where that is a client's. Raises FetchFailed, ManifestError."""
+        """`private` is what logs call it in place of its name, where that is a client's. Raises FetchFailed,
+        ManifestError.
+        """
         commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
         lease, what = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
         if (folder := self._whole_lora(repository, commit)) is not None:
@@ -259,7 +298,9 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)  # the next source may have it
+                _logger.warning(
+                    "%s: the cluster cache %s: %s", what, self.cluster.url, why
+                )  # the next source may have it
         untold = self.cache.place(repository, commit)
         fits = _has_lora(untold) and not self.cache.why_not(repository, commit)
         if not self.may_download:
@@ -267,7 +308,9 @@ class WeightSources:
                 return Located(untold, lease)
             raise failed or FetchFailed("NOT_FOUND", f"{what} is nowhere")
         try:
-            fetched = self.cache.obtain(repository, commit, hub_fetch(repository, commit, of_lora), what, wanted=of_lora)
+            fetched = self.cache.obtain(
+                repository, commit, hub_fetch(repository, commit, of_lora), what, wanted=of_lora
+            )
         except FetchFailed:
             if fits:
                 return Located(untold, lease)
@@ -281,7 +324,9 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """The commit that stands for a branch: what the hub's client last found, else the only one in the cache, else what the hub says."""
+        """The commit that stands for a branch: what the hub's client last found, else the only one in the cache, else
+        what the hub says.
+        """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
             raise ManifestError(f"{branch[:200]!r} is no branch")

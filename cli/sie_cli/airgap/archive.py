@@ -4,8 +4,9 @@
     SHA256SUMS    the same digests and that of airgap.json, as `sha256sum -c` takes them
     ..            the files, in the order of their names, those of the models last
 
-Plain files only, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar can read it. The reader
-believes no header: it takes exactly what the index names, in that order, and whatever else stands there ends it.
+Plain files only, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar can read
+it. The reader believes no header: it takes exactly what the index names, in that order, and whatever else stands there
+ends it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ Told = Callable[[int], None]
 
 
 class Refused(click.ClickException):
-    """What was asked cannot be done, in one line that says what to do. An archive that is none, is damaged or was cut is one reason."""
+    """What was asked cannot be done, in one line that says what to do. An archive that is none, is damaged or was cut
+    is one reason.
+    """
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What an archive holds. `entries` are catalogue entries whose weights.path and golden are paths below the loaded folder, `aliases`
-    and `bundles` what goes with them."""
+    """What an archive holds. `entries` are catalogue entries whose weights.path and golden are paths below the loaded
+    folder, `aliases` and `bundles` what goes with them.
+    """
 
     made_by: str
     files: dict[str, FileFact]
@@ -73,7 +77,9 @@ def decode(data: bytes) -> Index:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
-        raise Refused(f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the sie that made it")
+        raise Refused(
+            f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the sie that made it"
+        )
     try:
         index = msgspec.json.decode(data, type=Index)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -105,9 +111,11 @@ def sums(raw: bytes, index: Index) -> bytes:
 
 
 def write(out: BinaryIO, index: Index, source: Callable[[str], AbstractContextManager[BinaryIO]], told: Told) -> str:
-    """Write an archive. Returns the digest of its index, which stands for all of it. `told` hears of each piece of a file, bytes.
+    """Write an archive. Returns the digest of its index, which stands for all of it. `told` hears of each piece of a
+    file, bytes.
 
-    Raises Refused for a file that is not what the index says (it changed meanwhile, or is damaged) or whose name is too long; OSError.
+    Raises Refused for a file that is not what the index says (it changed meanwhile, or is damaged) or whose name is too
+    long; OSError.
     """
     raw = encode(index)
     decode(raw)  # what no reader would take is not written
@@ -146,7 +154,9 @@ def _header(name: str, size: int) -> bytes:
 
 
 class Reader:
-    """An archive that is read once, from its beginning. Making it reads and checks the index. Raises Refused, OSError."""
+    """An archive that is read once, from its beginning. Making it reads and checks the index. Raises
+    Refused, OSError.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -162,7 +172,9 @@ class Reader:
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], told: Told) -> None:
-        """Read every file into what `sink` gives for its name, and compare it with the index. The caller keeps nothing if this raises."""
+        """Read every file into what `sink` gives for its name, and compare it with the index. The caller keeps nothing
+        if this raises.
+        """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
             self._expect(name, fact.bytes)
@@ -173,7 +185,9 @@ class Reader:
                     file.write(piece)
                     told(len(piece))
             if made.hexdigest() != fact.sha256:
-                raise Refused(f"{name} has the SHA-256 {made.hexdigest()[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}")
+                raise Refused(
+                    f"{name} has the SHA-256 {made.hexdigest()[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}"
+                )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise Refused(f"something follows the last file of its index: {_DAMAGED}")
 
@@ -186,7 +200,9 @@ class Reader:
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
         except (tarfile.HeaderError, UnicodeError) as error:
-            raise Refused(f"there is no {name} where it should begin, at byte {self._at - _BLOCK}: {_DAMAGED}") from error
+            raise Refused(
+                f"there is no {name} where it should begin, at byte {self._at - _BLOCK}: {_DAMAGED}"
+            ) from error
         if member.name != name or member.type != tarfile.REGTYPE:
             kind = "file" if member.type == tarfile.REGTYPE else "link, folder or device"
             raise Refused(f"expected the file {name}, got the {kind} {member.name[:200]!r}: {_DAMAGED}")

@@ -30,29 +30,41 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 @click.group(short_help="Models for a site without a network.")
 def airgap() -> None:
-    """Models for a site without a network: one archive with weights, tokenizers, entries, licences, checksums and a bill of materials.
+    """Models for a site without a network: one archive with weights, tokenizers, entries, licences, checksums and a
+    bill of materials.
 
     \b
     sie airgap create --models BAAI/bge-m3,my/model -o models.tar     where there is a network
-    sie airgap verify models.tar                                      check every byte, change nothing
-    sie airgap load models.tar                                        at the site: into ./airgap, or nothing at all
-    sie airgap serve --port 8080                                      `sie serve` of that folder, nothing else is asked for
+    sie airgap verify models.tar                                      check every byte, change nothing sie airgap load
+    models.tar                                        at the site: into ./airgap, or nothing at all sie airgap serve
+    --port 8080                                      `sie serve` of that folder, nothing else is asked for
 
     The software is not in the archive: its bill of materials names what `sie serve` needs, and in which versions.
     """
 
 
 @airgap.command()
-@click.option("--models", "names", required=True, multiple=True, metavar="A,B", help="Models of the catalogue, joined by commas.")
-@click.option("--profile", "profiles", multiple=True, metavar="NAME", help="Only these profiles of the models. Default: all of them.")
-@click.option("--output", "-o", required=True, type=_FILE, metavar="FILE", help="The archive, a tar file; - is standard output.")
+@click.option(
+    "--models", "names", required=True, multiple=True, metavar="A,B", help="Models of the catalogue, joined by commas."
+)
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME",
+    help="Only these profiles of the models. Default: all of them.",
+)
+@click.option(
+    "--output", "-o", required=True, type=_FILE, metavar="FILE", help="The archive, a tar file; - is standard output."
+)
 @click.option("--force", is_flag=True, help="Replace a FILE that is there.")
 @named_options("SIE_MODELS_DIR", "SIE_LOCAL_CACHE", "SIE_CLUSTER_CACHE", "SIE_HF_FALLBACK")
 def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, force: bool, **values: Any) -> None:
     """Write models and all that serving them takes to FILE.
 
-    Weights come from where a worker has them: the entry's path, the local cache, an installed package, else a download. Their digests are
-    checked against their entries. Equal models make equal bytes. A model keeps its fingerprint, so indexes made here stay good there.
+    Weights come from where a worker has them: the entry's path, the local cache, an installed package, else a download.
+    Their digests are checked against their entries. Equal models make equal bytes. A model keeps its fingerprint, so
+    indexes made here stay good there.
     """
     with _refusing():
         settings = loaded(values).settings
@@ -91,14 +103,28 @@ def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], out
 
 @airgap.command("load")
 @click.argument("file", type=_FILE, metavar="FILE")
-@click.option("--folder", default=FOLDER, show_default=True, type=_FOLDER, help="Where to: it is made, or was made of the same FILE.")
-@click.option("--at", type=_FOLDER, metavar="PATH", help="Where workers see the folder, if that is elsewhere: the mount of a container.")
-@click.option("--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed.")
+@click.option(
+    "--folder",
+    default=FOLDER,
+    show_default=True,
+    type=_FOLDER,
+    help="Where to: it is made, or was made of the same FILE.",
+)
+@click.option(
+    "--at",
+    type=_FOLDER,
+    metavar="PATH",
+    help="Where workers see the folder, if that is elsewhere: the mount of a container.",
+)
+@click.option(
+    "--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed."
+)
 def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) -> None:
     """Unpack FILE (- is standard input) to a folder that `sie airgap serve` serves, once every byte of it was checked.
 
-    A damaged, cut or hostile archive changes nothing, and neither does Ctrl-C: the folder gets its name last. Repeat the command after
-    any failure. The folder holds entries (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS for `sha256sum -c`, and serve.env.
+    A damaged, cut or hostile archive changes nothing, and neither does Ctrl-C: the folder gets its name last. Repeat
+    the command after any failure. The folder holds entries (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS
+    for `sha256sum -c`, and serve.env.
     """
     from sie_adapter.weights.selection import runs_code
 
@@ -117,7 +143,10 @@ def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) 
         display.table([("MODEL", "REVISION", "LICENCE"), *rows], err=True)
         foreign = [entry.id for entry in models if runs_code(entry)]
         if foreign:
-            click.echo(f"warning: loading {', '.join(foreign)} runs code that is in the archive (load.trust_remote_code)", err=True)
+            click.echo(
+                f"warning: loading {', '.join(foreign)} runs code that is in the archive (load.trust_remote_code)",
+                err=True,
+            )
     where = "" if folder == Path(FOLDER).absolute() else f" --folder {folder}"
     click.echo(f"loaded {folder}, index {reader.digest}")
     click.echo(f"serve it here: sie airgap serve{where}")
@@ -130,7 +159,10 @@ def _again(reader: Reader, folder: Path, at: Path) -> None:
         raise Refused(f"{folder} holds something else: name another --folder")
     index, raw = placing.loaded(folder)
     if raw != reader.raw:
-        raise Refused(f"{folder} holds another archive, index {digest(raw)[:16]}..: give this one another --folder, then serve that")
+        raise Refused(
+            f"{folder} holds another archive, index {digest(raw)[:16]}..: give this one another --folder, then serve "
+            "that"
+        )
     if wrong := placing.wrong(folder, index, digests=False):
         raise Refused(f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again")
     placing.place(folder, index, at)
@@ -138,7 +170,9 @@ def _again(reader: Reader, folder: Path, at: Path) -> None:
 
 @airgap.command()
 @click.argument("what", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
-@click.option("--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed.")
+@click.option(
+    "--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed."
+)
 def verify(what: Path, wanted: str | None) -> None:
     """Check every byte of an archive, or of a folder that was loaded, against its index. Changes nothing."""
     with _refusing():
@@ -161,7 +195,10 @@ def verify(what: Path, wanted: str | None) -> None:
                 with _bar("checking", reader.index.bytes) as told:
                     reader.extract(lambda _: Path(os.devnull).open("wb"), told)  # noqa: SIM115  the reader closes it
                 index, name = reader.index, reader.digest
-    counted = f"{display.counted(len(index.entries), 'model')}, {display.counted(len(index.files), 'file')}, {display.size(index.bytes)}"
+    counted = (
+        f"{display.counted(len(index.entries), 'model')}, {display.counted(len(index.files), 'file')}, "
+        f"{display.size(index.bytes)}"
+    )
     click.echo(f"{what} is whole: {counted}, index {name}")
 
 
@@ -199,7 +236,9 @@ def _with_profiles(entries: list[ModelEntry], profiles: tuple[str, ...]) -> list
 
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in profiles if name not in there]:
-        message = f"no profile {', '.join(unknown)[:200]} of these models; there are: {', '.join(sorted(there)) or 'none'}"
+        message = (
+            f"no profile {', '.join(unknown)[:200]} of these models; there are: {', '.join(sorted(there)) or 'none'}"
+        )
         raise click.BadParameter(message, param_hint="--profile")
     return [with_profiles(entry, profiles) for entry in entries]
 
@@ -234,7 +273,9 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """The archive while it is written, of `size` bytes and a few more: it gets its name when it is whole. Raises Refused, OSError."""
+    """The archive while it is written, of `size` bytes and a few more: it gets its name when it is whole. Raises
+    Refused, OSError.
+    """
     if str(output) == "-":
         if sys.stdout.isatty():
             raise Refused("an archive is no text for a terminal: -o FILE")
@@ -245,7 +286,9 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
         raise Refused(f"there is no folder {output.parent}")
     if (free := shutil.disk_usage(output.parent).free) < size:
         need = display.size(size)
-        raise Refused(f"{output.parent} has {display.size(free)} free, the archive takes {need}: make room, or name another FILE")
+        raise Refused(
+            f"{output.parent} has {display.size(free)} free, the archive takes {need}: make room, or name another FILE"
+        )
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
         placing.claim(growing, file.fileno())

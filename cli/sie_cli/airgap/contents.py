@@ -77,7 +77,11 @@ class Gathering:
     @property
     def unread_bytes(self) -> int:
         """What `facts` will read."""
-        return sum(source.stat().st_size for name, source in self.files.items() if isinstance(source, Path) and name not in self._known)
+        return sum(
+            source.stat().st_size
+            for name, source in self.files.items()
+            if isinstance(source, Path) and name not in self._known
+        )
 
     def facts(self, told: Told) -> dict[str, FileFact]:
         """Size and digest of every file. `told` hears of each piece that is read, bytes."""
@@ -94,27 +98,40 @@ class Gathering:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if path.is_symlink() and path.is_dir() and wanted(f"{name}/config.json"):
-                raise Refused(f"{entry.id}: {path} is a link to a folder, which is not followed: put the folder itself there")
+                raise Refused(
+                    f"{entry.id}: {path} is a link to a folder, which is not followed: put the folder itself there"
+                )
             if path.is_file() and (name in manifest or name == MANIFEST or wanted(name) or sbom.is_licence(name)):
                 self.files[f"{place}/{name}"] = path
                 if name in manifest:
                     self._known[f"{place}/{name}"] = manifest[name]
         if entry.family == "gliner":
             self._backbones(folder, place, entry)
-        for lora in sorted({entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())} - {None, ""}, key=str):
+        for lora in sorted(
+            {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())} - {None, ""}, key=str
+        ):
             self._lora(str(lora), entry)
         return msgspec.structs.replace(
-            entry, weights=msgspec.structs.replace(entry.weights, path=place), golden=self._golden(entry),
+            entry,
+            weights=msgspec.structs.replace(entry.weights, path=place),
+            golden=self._golden(entry),
             license=entry.license or _stated_licence(folder),
-        )  # fmt: skip
+        )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """What a GLiNER's own folder says of its backbones by name alone goes below that folder, where a load looks first."""
+        """What a GLiNER's own folder says of its backbones by name alone goes below that folder, where a load looks
+        first.
+        """
         raw = json.loads((folder / "gliner_config.json").read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
-        for name in ([] if is_described else [raw["model_name"]]) + [each for each in (raw.get("labels_encoder"),) if each]:
+        for name in ([] if is_described else [raw["model_name"]]) + [
+            each for each in (raw.get("labels_encoder"),) if each
+        ]:
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise Refused(f"{entry.id}: gliner_config.json names its backbone by the path {name}, which another machine does not have")
+                raise Refused(
+                    f"{entry.id}: gliner_config.json names its backbone by the path {name}, which another machine does "
+                    "not have"
+                )
             if (folder / name).is_dir():
                 continue  # it is among the files of the folder
             backbone = self._backbone(name, folder, entry)
@@ -126,20 +143,30 @@ class Gathering:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         own = [folder.parents[2]] if folder.parent.name == "snapshots" else [None, self._sources.cache_folder / "hub"]
-        for cache, is_local in [*((each, True) for each in own), *(((own[-1], False),) if self._sources.may_download else ())]:
+        for cache, is_local in [
+            *((each, True) for each in own),
+            *(((own[-1], False),) if self._sources.may_download else ()),
+        ]:
             try:
                 patterns = None if is_local else list(_BACKBONE_FILES)
-                return Path(snapshot_download(name, cache_dir=cache, local_files_only=is_local, allow_patterns=patterns))
+                return Path(
+                    snapshot_download(name, cache_dir=cache, local_files_only=is_local, allow_patterns=patterns)
+                )
             except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
                 continue
         fix = f"`hf download {name} --include '*.json' '*.model'` fetches its configuration and tokenizer"
         raise Refused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """A LoRA of the hub, in the archive's own cache: its name is a part of the fingerprint, so a path cannot move."""
+        """A LoRA of the hub, in the archive's own cache: its name is a part of the fingerprint, so a
+        path cannot move.
+        """
         if Path(name).is_absolute() or name.startswith((".", "~")):
             fix = "name those profiles that are wanted with --profile, or take the LoRA from the hub"
-            raise Refused(f"{entry.id} names the LoRA {name} by its path, which its fingerprint holds and another machine lacks: {fix}")
+            raise Refused(
+                f"{entry.id} names the LoRA {name} by its path, which its fingerprint holds and another machine lacks: "
+                f"{fix}"
+            )
         located = self._sources.locate_lora(name, entry, self._models_dir)
         self._leases.append(located.lease)
         folder, (repository, _, revision) = located.folder, name.partition("@")
@@ -148,7 +175,9 @@ class Gathering:
         for file, fact in facts.items():
             self.files[f"{place}/snapshots/{folder.name}/{file}"] = folder / file
             self._known[f"{place}/snapshots/{folder.name}/{file}"] = fact
-        self.files[f"{place}/snapshots/{folder.name}/{MANIFEST}"] = encode(Manifest(repository, folder.name, facts, origin="found"))
+        self.files[f"{place}/snapshots/{folder.name}/{MANIFEST}"] = encode(
+            Manifest(repository, folder.name, facts, origin="found")
+        )
         if revision != folder.name:
             self.files[f"{place}/refs/{revision or 'main'}"] = folder.name.encode()
 
@@ -157,14 +186,17 @@ class Gathering:
             return ""
         file = packaged_folder() / entry.golden
         if not file.is_file():
-            raise Refused(f"{entry.id}: its golden vectors {entry.golden} are not there, and a load refuses a model without them")
+            raise Refused(
+                f"{entry.id}: its golden vectors {entry.golden} are not there, and a load refuses a model without them"
+            )
         name = f"golden/{token(entry.id)}.json"
         self.files[name] = file
         return name
 
 
 def contents(chosen: Chosen, gathering: Gathering, made_by: str, told: Told) -> Contents:
-    """The contents of an archive of what was `chosen`, whose entries are those that `gathering` returned. Reads every file.
+    """The contents of an archive of what was `chosen`, whose entries are those that `gathering` returned. Reads every
+    file.
 
     Raises Refused for a file that is not what its entry says, OSError.
     """
@@ -181,9 +213,13 @@ def contents(chosen: Chosen, gathering: Gathering, made_by: str, told: Told) -> 
                 raise Refused(f"{entry.id}: {name} {got}weights.digests says {wanted[:16]}..: a load would refuse it")
         own = {name: fact for name, fact in facts.items() if name.startswith(place)}
         models.append((entry, own))
-        files[f"licences/models/{token(entry.id)}.txt"] = _licence_page(entry, {name[len(place) :]: files[name] for name in own})
+        files[f"licences/models/{token(entry.id)}.txt"] = _licence_page(
+            entry, {name[len(place) :]: files[name] for name in own}
+        )
     families = {entry.family for entry in entries}
-    plug_ins = {point.dist.name for point in entry_points(group=PLUG_INS) if point.dist is not None and point.name in families}
+    plug_ins = {
+        point.dist.name for point in entry_points(group=PLUG_INS) if point.dist is not None and point.name in families
+    }
     packages = sbom.software(sbom.SOFTWARE, *sorted({entry.weights.package for entry in entries} - {""} | plug_ins))
     files["licences/software.txt"] = b"\n".join(package.licence_page() for package in packages.values())
     files[BILL] = sbom.bill(models, packages, made_by)
@@ -193,7 +229,8 @@ def contents(chosen: Chosen, gathering: Gathering, made_by: str, told: Told) -> 
 
 
 def choose(folders: Folders, names: Iterable[str]) -> Chosen:
-    """The models that are named, those that named aliases stand for, and the bundles of an operator that can serve them.
+    """The models that are named, those that named aliases stand for, and the bundles of an operator that can serve
+    them.
 
     Raises click.BadParameter, ValidationFailed.
     """
@@ -209,7 +246,9 @@ def choose(folders: Folders, names: Iterable[str]) -> Chosen:
             entries[entry.id] = entry
         else:
             near = ", ".join(catalogue.near(name)) or "none is like it"
-            raise click.BadParameter(f"no model named {name[:200]!r} in the catalogue; did you mean {near}?", param_hint="--models")
+            raise click.BadParameter(
+                f"no model named {name[:200]!r} in the catalogue; did you mean {near}?", param_hint="--models"
+            )
     if not entries:
         raise click.BadParameter("names no model", param_hint="--models")
     able = {name for entry in entries.values() for name in serving(folders.bundles, entry.family, entry.bundle)}
@@ -227,7 +266,9 @@ def with_profiles(entry: ModelEntry, names: Iterable[str]) -> ModelEntry:
     """The entry with these of its profiles, and those that they extend."""
     kept = {name: entry.profiles[name] for name in names if name in entry.profiles}
     bases = {profile.extends: entry.profiles[profile.extends] for profile in kept.values() if profile.extends}
-    return msgspec.structs.replace(entry, profiles={name: profile for name, profile in entry.profiles.items() if name in kept | bases})
+    return msgspec.structs.replace(
+        entry, profiles={name: profile for name, profile in entry.profiles.items() if name in kept | bases}
+    )
 
 
 def _fact(source: Path | bytes, told: Told) -> FileFact:
@@ -259,7 +300,14 @@ def _stated_licence(folder: Path) -> str:
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
     """What is known of a model's licence: its name, where the model is from, the texts that came with it."""
     weights = entry.weights
-    source = f"https://huggingface.co/{weights.hub}" if weights.hub else f"package {weights.package}" if weights.package else "a folder"
-    page = f"{entry.id}\nlicence: {sbom.spdx(entry.license) if entry.license else 'not stated'}\nsource: {source}\n\n".encode()
+    source = (
+        f"https://huggingface.co/{weights.hub}"
+        if weights.hub
+        else f"package {weights.package}"
+        if weights.package
+        else "a folder"
+    )
+    licence = sbom.spdx(entry.license) if entry.license else "not stated"
+    page = f"{entry.id}\nlicence: {licence}\nsource: {source}\n\n".encode()
     texts = {name: path for name, path in files.items() if sbom.is_licence(name) and isinstance(path, Path)}
     return page + b"\n".join(sbom.titled(name, texts[name].read_bytes()) for name in sorted(texts))

@@ -1,9 +1,10 @@
 """From an archive to a folder that serves: all of it or nothing.
 
-    archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─► FOLDER
+    archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
+    FOLDER
 
-What is being loaded lies beside its place and gets its name last. A load that was cut off, by whatever, leaves no FOLDER; the next one
-removes what it left and begins again.
+What is being loaded lies beside its place and gets its name last. A load that was cut off, by whatever, leaves no
+FOLDER; the next one removes what it left and begins again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def entries(index: Index) -> list[ModelEntry]:
         try:
             entry = parse_entry(raw)
         except SIEError as error:
-            raise Refused(f"{INDEX}: {error.message}; sie {index.made_by} made it, and this sie cannot read the entry") from error
+            raise Refused(
+                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this sie cannot read the entry"
+            ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
             raise Refused(f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, with files")
@@ -52,7 +55,9 @@ def aliases(index: Index) -> list[Alias]:
     try:
         return [parse_alias(raw) for raw in index.aliases]
     except (SIEError, KeyError) as error:
-        raise Refused(f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}") from error
+        raise Refused(
+            f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}"
+        ) from error
 
 
 def check(index: Index) -> None:
@@ -65,19 +70,26 @@ def settings(index: Index, at: Path) -> dict[str, str]:
     """What makes `sie serve` serve the models of an archive from the folder `at`, and ask for nothing else."""
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
-        "SIE_LOCAL_CACHE": str(at / "cache"), "SIE_MODELS_DIR": str(at / "models"), "SIE_HF_FALLBACK": "false",
+        "SIE_LOCAL_CACHE": str(at / "cache"),
+        "SIE_MODELS_DIR": str(at / "models"),
+        "SIE_HF_FALLBACK": "false",
         "SIE_MODEL_FILTER": ",".join(names),
-    }  # fmt: skip
+    }
 
 
 def load(reader: Reader, folder: Path, at: Path, told: Told) -> None:
-    """Unpack an archive to `folder`, which workers will see at `at`. Raises Refused, OSError; then there is no `folder`."""
+    """Unpack an archive to `folder`, which workers will see at `at`. Raises Refused, OSError; then there is no
+    `folder`.
+    """
     check(reader.index)
     with _loading(folder) as partial:
         have = shutil.disk_usage(partial).free
         if have < reader.index.bytes:
             need = display.size(reader.index.bytes)
-            raise Refused(f"{folder.parent} has {display.size(have)} free, the archive needs {need}: make room, or name another --folder")
+            raise Refused(
+                f"{folder.parent} has {display.size(have)} free, the archive needs {need}: make room, or name another "
+                "--folder"
+            )
 
         @contextmanager
         def sink(name: str) -> Iterator[BinaryIO]:
@@ -144,7 +156,9 @@ def wrong(folder: Path, index: Index, *, digests: bool = True, told: Told = lamb
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """An empty folder of ours beside `folder`, which is gone afterwards unless it got that name. Raises Refused, OSError."""
+    """An empty folder of ours beside `folder`, which is gone afterwards unless it got that name. Raises Refused,
+    OSError.
+    """
     partial = folder.with_name(f".{folder.name}.loading")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir(exist_ok=True)
@@ -168,7 +182,9 @@ def claim(path: Path, descriptor: int) -> None:
     except BlockingIOError as error:
         raise Refused(f"another `sie airgap` writes {path} now: wait for it") from error
     held = os.fstat(descriptor)
-    if not path.exists() or not os.path.samestat(held, path.stat()):  # it got its name between our opening and locking it
+    if not path.exists() or not os.path.samestat(
+        held, path.stat()
+    ):  # it got its name between our opening and locking it
         raise Refused(f"another `sie airgap` has just ended writing {path}: see what it made")
     if held.st_uid != os.geteuid():
         raise Refused(f"{path} is another user's: remove it, or write elsewhere")

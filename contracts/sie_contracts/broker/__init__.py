@@ -1,10 +1,12 @@
 """The small interface to the queue that gateway, sidecar and config service speak to.
 
-Implementations: `nats` (JetStream, the cluster) and `memory` (one process: `sie serve --standalone`, and a fake for tests that models
-ack wait, delays, delivery counts, limits and lost connections). One conformance suite runs against both.
+Implementations: `nats` (JetStream, the cluster) and `memory` (one process: `sie serve --standalone`, and a fake for
+tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance suite runs against
+both.
 
-Delivery is at least once. Settlement is advisory for a stale holder: after `ack_wait` a message is delivered again under a new holder,
-and an ack of the old holder still removes it, so whoever holds a message fences itself (see the sidecar's `lease`).
+Delivery is at least once. Settlement is advisory for a stale holder: after `ack_wait` a message is delivered again
+under a new holder, and an ack of the old holder still removes it, so whoever holds a message fences itself (see the
+sidecar's `lease`).
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class StreamState:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """A durable consumer as it is. `delivered` counts deliveries since it was made; `waiting` messages are neither leased nor gone."""
+    """A durable consumer as it is. `delivered` counts deliveries since it was made; `waiting` messages are neither
+    leased nor gone.
+    """
 
     name: str
     subject: str
@@ -104,7 +108,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key's value at a revision. Revisions grow over the whole bucket. `value` is None for a removed key (only in watches)."""
+    """A key's value at a revision. Revisions grow over the whole bucket. `value` is None for a removed key (only in
+    watches).
+    """
 
     key: str
     value: bytes | None
@@ -113,7 +119,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Write:
-    """One write of an atomic batch. `value` None removes. `expected`: the key's revision, 0 for "must not exist", None for "whatever".
+    """One write of an atomic batch. `value` None removes. `expected`: the key's revision, 0 for "must not exist", None
+    for "whatever".
 
     Raises ValueError for a key that no subject can hold, so that every implementation refuses the same ones.
     """
@@ -128,7 +135,8 @@ class Write:
 
 
 class Delivery(Protocol):
-    """A leased message. `sent_s` is the broker's wall clock when it was first stored; `pending` what its consumer still holds back.
+    """A leased message. `sent_s` is the broker's wall clock when it was first stored; `pending` what its consumer still
+    holds back.
 
     `reply` names this delivery to `Broker.release`, also over a restart of this process.
     """
@@ -163,12 +171,14 @@ class Subscription(Protocol):
 class Pulls(Protocol):
     """Open pulls of one process on many consumers of a stream.
 
-    Every delivery arrives once, through the handler given at creation, which must not block. An open pull outlives its expiry, a
-    reconnect and a lost status: it is issued again until it is filled or `want` lowers it.
+    Every delivery arrives once, through the handler given at creation, which must not block. An open pull outlives its
+    expiry, a reconnect and a lost status: it is issued again until it is filled or `want` lowers it.
     """
 
     def want(self, consumer: str, credit: int) -> None:
-        """Have `credit` deliveries outstanding for `consumer`; each delivery uses one up. Lowering takes effect within 5 s."""
+        """Have `credit` deliveries outstanding for `consumer`; each delivery uses one up. Lowering takes effect within
+        5 s.
+        """
 
     def outstanding(self, consumer: str) -> int:
         """Deliveries that the broker may still send for it."""
@@ -183,16 +193,21 @@ class KeyValue(Protocol):
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, within: str = "") -> list[Entry]:
-        """All live keys, sorted; those whose first parts are `within` if it is given ("model": "model.a", not "models.a")."""
+        """All live keys, sorted; those whose first parts are `within` if it is given ("model": "model.a", not
+        "models.a").
+        """
 
     async def since(self, revision: int) -> list[Entry]:
-        """What was written after a revision, in order, removed keys too. A key that was written twice is there once, as it is now.
+        """What was written after a revision, in order, removed keys too. A key that was written twice is there once, as
+        it is now.
 
         A replica of the broker may answer that has not seen the last of it.
         """
 
     async def write(self, writes: list[Write]) -> int:
-        """All or nothing, each key once at most. Returns the bucket's last revision. Raises WrongRevision, BrokerUnavailable."""
+        """All or nothing, each key once at most. Returns the bucket's last revision. Raises WrongRevision,
+        BrokerUnavailable.
+        """
 
     async def epoch(self) -> str:
         """`created:last revision`: equal epochs mean equal contents, also over a bucket that was lost and made anew."""
@@ -225,14 +240,21 @@ class Broker(Protocol):
         """At most once, to whoever listens now."""
 
     async def subscribe(
-        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "", *, held_messages: int | None = None,
-        held_bytes: int | None = None, on_dropped: Callable[[str], None] | None = None,
+        self,
+        subject: str,
+        handler: Callable[[CoreMessage], Awaitable[None]],
+        queue: str = "",
+        *,
+        held_messages: int | None = None,
+        held_bytes: int | None = None,
+        on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
-        """Messages of one subscription are handled one after the other. An exception in `handler` is logged and the next one follows.
+        """Messages of one subscription are handled one after the other. An exception in `handler` is logged and the
+        next one follows.
 
-        What arrives while so many messages, or bytes, wait for `handler` is dropped; `on_dropped` is called with its subject.
-        None: a limit that only a handler that stands still for long can reach.
-        """  # fmt: skip
+        What arrives while so many messages, or bytes, wait for `handler` is dropped; `on_dropped` is called with its
+        subject. None: a limit that only a handler that stands still for long can reach.
+        """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         """The first answer. Raises NoResponder at once, BrokerUnavailable at the time-out."""
@@ -240,16 +262,21 @@ class Broker(Protocol):
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """As owner: create, or update from an older topology version. Otherwise compare only. Raises TopologyMismatch.
 
-        An update that would cost messages, because a subject holds nearly as many as it may from now on, is refused until they are done.
+        An update that would cost messages, because a subject holds nearly as many as it may from now on, is refused
+        until they are done.
         """
 
     async def stream_state(self, stream: str) -> StreamState: ...
 
     async def delete_stream(self, stream: str) -> bool:
-        """Remove it with its messages and consumers. False if there is none. Open pulls find nothing there any more, acks are void."""
+        """Remove it with its messages and consumers. False if there is none. Open pulls find nothing there any more,
+        acks are void.
+        """
 
     async def server_time(self, stream: str) -> float:
-        """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, at some moment of this call."""
+        """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, at some moment of
+        this call.
+        """
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         """Messages per subject, waiting and leased, with or without consumers."""
@@ -258,7 +285,9 @@ class Broker(Protocol):
         """Create; if it exists compare, and update only from an older topology version. Raises TopologyMismatch."""
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Remove a durable. False if there is none. What it held leased waits for its successor; acks of these leases are void."""
+        """Remove a durable. False if there is none. What it held leased waits for its successor; acks of these leases
+        are void.
+        """
 
     async def consumers(self, stream: str) -> list[str]:
         """Names of all durable consumers."""
@@ -267,26 +296,36 @@ class Broker(Protocol):
         """All durable consumers. One moment each, not one for all of them."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. A hint: messages may be lost."""
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. A hint:
+        messages may be lost.
+        """
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        """Store in the stream of `subject`, once per message id within the duplicate window. Raises StreamFull, BrokerUnavailable."""
+        """Store in the stream of `subject`, once per message id within the duplicate window. Raises StreamFull,
+        BrokerUnavailable.
+        """
 
     async def delete(self, stream: str, sequence: int) -> bool:
         """Remove a message, waiting or leased. False if it is gone already."""
 
     async def release(self, reply: str) -> None:
-        """Have a delivery come again at once, as its `nak` would; void if it is settled. Raises ValueError for what names no delivery.
+        """Have a delivery come again at once, as its `nak` would; void if it is settled. Raises ValueError for what
+        names no delivery.
 
-        For what an earlier process of the same holder left leased. Of a lease that has gone to somebody else it makes a second one.
+        For what an earlier process of the same holder left leased. Of a lease that has gone to somebody else it makes a
+        second one.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
-        """The first message at `sequence` or above that falls under `subject`, waiting or leased; None if there is none."""
+        """The first message at `sequence` or above that falls under `subject`, waiting or leased; None if there is
+        none.
+        """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
 
-    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0) -> KeyValue:
+    async def key_value(
+        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+    ) -> KeyValue:
         """Open a bucket, creating it if it is not there.
 
         In a new one keys are gone `max_age_s` after their last write (0: never), without a word to watches.

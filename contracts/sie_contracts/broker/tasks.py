@@ -13,7 +13,9 @@ log = logging.getLogger("sie.broker")
 
 
 class OwnedTasks:
-    """The tasks of one connection: kept while they run, cancelled at its end. `crashed`: one of them ended with an error."""
+    """The tasks of one connection: kept while they run, cancelled at its end. `crashed`: one of them ended with an
+    error.
+    """
 
     def __init__(self, owner: str) -> None:
         self.crashed = False
@@ -40,7 +42,9 @@ class OwnedTasks:
 
 
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await what belongs to somebody else. Its errors are logged, and so is the cancellation of something that it awaited."""
+    """Await what belongs to somebody else. Its errors are logged, and so is the cancellation of something that it
+    awaited.
+    """
     try:
         await work
     except asyncio.CancelledError:

@@ -1,4 +1,6 @@
-"""What every HTTP answer of ours is made of: types of ASGI, the headers that all replies have, and errors in their envelope."""
+"""What every HTTP answer of ours is made of: types of ASGI, the headers that all replies have, and errors in their
+envelope.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ MAX_ID_CHARS = 128
 def uuid7() -> str:
     """A time-ordered UUID (RFC 9562, version 7), as text."""
     chance = secrets.randbits(74)
-    value = (time.time_ns() // 1_000_000 << 80) | (0x7 << 76) | (chance >> 62 << 64) | (0b10 << 62) | (chance & (1 << 62) - 1)
+    value = (
+        (time.time_ns() // 1_000_000 << 80)
+        | (0x7 << 76)
+        | (chance >> 62 << 64)
+        | (0b10 << 62)
+        | (chance & (1 << 62) - 1)
+    )
     text = f"{value:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
@@ -34,16 +42,21 @@ def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
     """Body and headers of an error that no application answers."""
     request_id = uuid7()
     headers = {
-        "X-SIE-Request-ID": request_id, "X-Request-ID": request_id, "X-SIE-Version": __version__, "X-SIE-Error-Code": error.code,
+        "X-SIE-Request-ID": request_id,
+        "X-Request-ID": request_id,
+        "X-SIE-Version": __version__,
+        "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
-    }  # fmt: skip
+    }
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     return msgspec.json.encode(envelope(error, request_id)), headers
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The headers of a request by their names in lower case; what was sent in several lines is one value, as RFC 9110 joins them."""
+    """The headers of a request by their names in lower case; what was sent in several lines is one value, as RFC 9110
+    joins them.
+    """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
         lines: dict[str, list[str]] = {name: [] for name in headers}
@@ -54,7 +67,9 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | None) -> list[tuple[bytes, bytes]]:
-    """What every reply says of itself. A client's own id comes back where it has at most MAX_ID_CHARS, all of which can be printed."""
+    """What every reply says of itself. A client's own id comes back where it has at most MAX_ID_CHARS, all of which can
+    be printed.
+    """
     given = headers.get("x-request-id", "")
     client_id = given if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable() else request_id
     return [
@@ -67,10 +82,15 @@ def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | 
 
 
 async def reply(
-    send: Send, status: int, body: Body, content_type: str = "text/plain; charset=utf-8",
+    send: Send,
+    status: int,
+    body: Body,
+    content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
-    """One response. A body in pieces is sent as they are made, each when the client has room for it and others had a turn."""
+) -> None:
+    """One response. A body in pieces is sent as they are made, each when the client has room for it and others had a
+    turn.
+    """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
         headers.append((b"content-length", b"%d" % len(body)))
@@ -93,7 +113,11 @@ async def refuse(send: Send, error: SIEError) -> None:
 async def refuse_upgrade(send: Send, error: SIEError) -> None:
     """Answer the handshake of a websocket with the plain response of an error."""
     body = msgspec.json.encode(envelope(error, ""))
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-sie-error-code", error.code.encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-sie-error-code", error.code.encode()),
+    ]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})

@@ -1,6 +1,8 @@
-"""SIE_MODELS_DIR in a bucket: what is asked of a folder, asked of the objects below s3://bucket/prefix or gs://bucket/prefix.
+"""SIE_MODELS_DIR in a bucket: what is asked of a folder, asked of the objects below s3://bucket/prefix or
+gs://bucket/prefix.
 
-    list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some at once
+list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some at
+once
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ MOST_OBJECTS = 100_000  # below the prefix, files of models or not
 
 
 class BucketFolder:
-    """The objects below `url`. Each call blocks its thread, within bounds of time, and raises SettingError if the store does not help."""
+    """The objects below `url`. Each call blocks its thread, within bounds of time, and raises SettingError if the store
+    does not help.
+    """
 
     def __init__(self, url: str, suffixes: tuple[str, ...], patience: Patience | None = None) -> None:
         self.url = url
@@ -33,7 +37,9 @@ class BucketFolder:
         self._store = stores.opened(url, SETTING)
 
     def look(self) -> dict[str, tuple[int, int, int]]:
-        """Time, size and a number of the tag of each file of models, by its path below the prefix. A prefix without any is an error."""
+        """Time, size and a number of the tag of each file of models, by its path below the prefix. A prefix without any
+        is an error.
+        """
         found = self._run(self._patience.asked(self._listed))
         if not found:
             kinds = " or ".join(f"*{suffix}" for suffix in self._suffixes)
@@ -41,7 +47,8 @@ class BucketFolder:
         return found
 
     def read(self, sizes: Mapping[str, int], most_bytes: int) -> dict[str, bytes]:
-        """The bodies of these files as they are now, by path, each with at most `most_bytes`. `sizes`: in bytes, as `look` found them.
+        """The bodies of these files as they are now, by path, each with at most `most_bytes`. `sizes`: in bytes, as
+        `look` found them.
 
         One that is gone meanwhile is left out.
         """
@@ -55,7 +62,9 @@ class BucketFolder:
         async for page in obstore.list(self._store):
             seen += len(page)
             if seen > MOST_OBJECTS:
-                raise SettingError(SETTING, f"{self.url} has more than {MOST_OBJECTS} objects: keep models below a prefix of their own")
+                raise SettingError(
+                    SETTING, f"{self.url} has more than {MOST_OBJECTS} objects: keep models below a prefix of their own"
+                )
             for entry in page:
                 path = entry["path"]
                 if path.endswith(self._suffixes) and not any(part.startswith(".") for part in path.split("/")):
@@ -71,8 +80,12 @@ class BucketFolder:
 
         async def one(path: str, size: int) -> None:
             async def body() -> bytes:
-                bounded: GetOptions = {"range": (0, most_bytes)}  # not by the size in the list: the object may have grown since
-                answer = await obstore.get_async(self._store, path, options=bounded if size else {})  # an empty one has no range
+                bounded: GetOptions = {
+                    "range": (0, most_bytes)
+                }  # not by the size in the list: the object may have grown since
+                answer = await obstore.get_async(
+                    self._store, path, options=bounded if size else {}
+                )  # an empty one has no range
                 if not size and answer.meta["size"]:
                     answer = await obstore.get_async(self._store, path, options=bounded)
                 return bytes(await answer.bytes_async())
@@ -100,8 +113,12 @@ class BucketFolder:
         except BucketMissing as error:
             raise SettingError(SETTING, f"{self.url}: there is no such bucket: make it, or name another one") from error
         except AccessRefused as error:
-            fix = "give credentials that may list and read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like"
-            raise SettingError(SETTING, f"{self.url}: access is refused ({error}): {fix}, or by the machine's role") from error
+            fix = (
+                "give credentials that may list and read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like"
+            )
+            raise SettingError(
+                SETTING, f"{self.url}: access is refused ({error}): {fix}, or by the machine's role"
+            ) from error
         except StoreError as error:
             fix = "is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
             raise SettingError(SETTING, f"{self.url}: the store gave no answer that helps ({error}): {fix}") from error

@@ -1,8 +1,10 @@
 """The broker's clock as this process sees it, so that ages and deadlines are the same on every machine.
 
-    8 questions for the time ──► the answer with the least round trip ──► offset of our monotonic clock, half the round trip as its margin
+    8 questions for the time ──► the answer with the least round trip ──► offset of our monotonic clock, half the round
+    trip as its margin
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). Our own wall clock is not read once the broker has answered.
+Method: Cristian, "Probabilistic clock synchronization" (1989). Our own wall clock is not read once the broker has
+answered.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Sample(NamedTuple):
 
 
 def estimate(samples: Iterable[Sample]) -> tuple[float, float]:
-    """(broker time less ours, how far that may be off at most): of the sample with the least round trip. At least one sample."""
+    """(broker time less ours, how far that may be off at most): of the sample with the least round trip. At least one
+    sample.
+    """
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 
@@ -41,8 +45,8 @@ def estimate(samples: Iterable[Sample]) -> tuple[float, float]:
 class BrokerClock:
     """Broker time. One task runs `run`; everybody of the process may read `now_s` and `margin_s`.
 
-    `stream` is whose leader is asked, the one that stamps its messages. Before the first answer `now_s` is this machine's wall clock and
-    `margin_s` infinite: nothing may be dropped by it.
+    `stream` is whose leader is asked, the one that stamps its messages. Before the first answer `now_s` is this
+    machine's wall clock and `margin_s` infinite: nothing may be dropped by it.
     """
 
     def __init__(self, broker: Broker, stream: str, clock: Callable[[], float] = time.monotonic) -> None:

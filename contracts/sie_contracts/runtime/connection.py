@@ -15,15 +15,20 @@ _logger = logging.getLogger("sie.broker")
 
 @contextlib.asynccontextmanager
 async def connected(url: str | None, name: str, stop: Stop, *, password: Secret | None) -> AsyncIterator[Broker | None]:
-    """The broker at `url`, closed in the end; None if the process is to end before there is one. Raises SettingError."""
+    """The broker at `url`, closed in the end; None if the process is to end before there is one. Raises
+    SettingError.
+    """
     from sie_contracts.broker.nats import connect
 
     if url is None:
         raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
     broker: Broker | None = await retry(
-        lambda: connect(url, name=name, password=password), errors=(BrokerError,), stop=stop, logger=_logger,
+        lambda: connect(url, name=name, password=password),
+        errors=(BrokerError,),
+        stop=stop,
+        logger=_logger,
         what="connecting to the broker",
-    )  # fmt: skip
+    )
     try:
         yield broker
     finally:

@@ -10,7 +10,9 @@ SPARE_FILES = 256  # for everything but clients
 
 
 def raise_limit() -> float:
-    """Raise this process's soft limit on open files as far as may be, MAX_FILES at most; what it is then, infinite without one."""
+    """Raise this process's soft limit on open files as far as may be, MAX_FILES at most; what it is then, infinite
+    without one.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,5 @@
-"""Named places between two effects, where a test lets a process die, stand still or fail. Nothing is armed unless --failpoints says so.
+"""Named places between two effects, where a test lets a process die, stand still or fail. Nothing is armed unless
+--failpoints says so.
 
     --failpoints sidecar.before_ack=crash,gateway.published=error:2     die there; fail there twice, then pass
 
@@ -29,7 +30,10 @@ def parse(spec: str) -> dict[str, tuple[str, int]]:
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         one = _ONE.fullmatch(part)
         if one is None:
-            raise ValueError(f"{part!r}: expected component.place=crash, =stop or =error, and :count behind it for more than one pass")
+            raise ValueError(
+                f"{part!r}: expected component.place=crash, =stop or =error, and :count behind it for more than one "
+                "pass"
+            )
         found[one[1]] = (one[2], int(one[3] or 1))
     return found
 

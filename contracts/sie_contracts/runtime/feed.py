@@ -4,8 +4,9 @@
                               ▲                      │ any other, a reconnect
                               └── epoch differs ◄────┴── poll
 
-A snapshot is replaced whole, never edited, so a request that holds one is served by one revision from start to end. Nothing replaces it
-that is older, empty or cannot be read to the end: then, and while the config service is away, the last good snapshot serves on.
+A snapshot is replaced whole, never edited, so a request that holds one is served by one revision from start to end.
+Nothing replaces it that is older, empty or cannot be read to the end: then, and while the config service is away, the
+last good snapshot serves on.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """The config service could not be asked, or answered with something else than a catalogue that may replace the present one."""
+    """The config service could not be asked, or answered with something else than a catalogue that may replace the
+    present one.
+    """
 
 
 class ConfigSource(Protocol):
@@ -89,7 +92,11 @@ class HttpConfigSource:
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigUnavailable(f"{self._url}{path}: {type(error).__name__}") from error
         if answer.status_code != 200:
-            fix = ": SIE_CONFIG_READ_TOKEN of this process must be that of the config service" if answer.status_code in (401, 403) else ""
+            fix = (
+                ": SIE_CONFIG_READ_TOKEN of this process must be that of the config service"
+                if answer.status_code in (401, 403)
+                else ""
+            )
             raise ConfigUnavailable(f"{self._url}{path}: status {answer.status_code}{fix}")
         return answer.content
 
@@ -115,7 +122,8 @@ def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
 
 
 async def snapshot(export: Export) -> Catalogue:
-    """The catalogue of an export; all or nothing. Other work of the loop has its turns meanwhile: ten thousand entries take 0.2 s.
+    """The catalogue of an export; all or nothing. Other work of the loop has its turns meanwhile: ten thousand entries
+    take 0.2 s.
 
     Raises ValidationFailed naming the model, and msgspec.ValidationError, for what does not fit.
     """
@@ -196,14 +204,18 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Follow until `stop`. The first snapshot is fetched with retries; later failures leave the last good one in place."""
+        """Follow until `stop`. The first snapshot is fetched with retries; later failures leave the last good one in
+        place.
+        """
         self._subscription = await self._broker.subscribe(self._subject, self._on_delta)
         self._broker.on_reconnect(self._on_reconnect)
         if self._source is None:
             await stop.wait()
             return
         source, errors = self._source, (ConfigUnavailable, SIEError, msgspec.ValidationError)
-        await retry(lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, what="reading the catalogue")
+        await retry(
+            lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, what="reading the catalogue"
+        )
         loop = asyncio.get_running_loop()
         full_due_s, failed_s = loop.time() + self._full_export_s, 0.0
         while not await stop.wait_woken(self._refresh, min(self._poll_s, failed_s or self._poll_s)):
@@ -225,10 +237,14 @@ class CatalogueFeed:
     def _ask_soon(self) -> None:
         """Look at the config service, not in the same moment as every other reader."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
-            self._soon = asyncio.get_running_loop().call_later(SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set)
+            self._soon = asyncio.get_running_loop().call_later(
+                SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
+            )
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Whether there is a catalogue to be read. Where nothing concerned this reader's bundle the epoch is taken over and that is all."""
+        """Whether there is a catalogue to be read. Where nothing concerned this reader's bundle the epoch is taken over
+        and that is all.
+        """
         before = self.catalogue.epoch
         told = await source.epoch()
         self._refuse_older(told.epoch, before)
@@ -247,22 +263,26 @@ class CatalogueFeed:
         self._refuse_older(new.epoch, before)
         if not new.entries:
             raise ConfigUnavailable("an export without any model")
-        if new.epoch == self.catalogue.epoch or not has_seen(self.catalogue.epoch, new.epoch):  # a delta may have been quicker
+        if new.epoch == self.catalogue.epoch or not has_seen(
+            self.catalogue.epoch, new.epoch
+        ):  # a delta may have been quicker
             self._replace(new)
         self._is_rewound = False
         self.first.set()
         return True
 
     def _refuse_older(self, told: str, before: str) -> None:
-        """Raise ConfigUnavailable if `told` is older than what this reader stood at when it asked: the store has lost writes.
+        """Raise ConfigUnavailable if `told` is older than what this reader stood at when it asked: the store has lost
+        writes.
 
-        What is written to it next may be told by an epoch that this reader has met with other contents, so it will read all of it.
+        What is written to it next may be told by an epoch that this reader has met with other contents, so it will read
+        all of it.
         """
         if told != before and has_seen(before, told):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service stands at {told}, this process at {before}: was its store restored from an older copy? "
-                "Write the lost changes again, or restart this process to go back to that copy"
+                f"the config service stands at {told}, this process at {before}: was its store restored from an older "
+                "copy? Write the lost changes again, or restart this process to go back to that copy"
             )
 
     def _replace(self, new: Catalogue) -> None:
@@ -290,7 +310,9 @@ class CatalogueFeed:
         document, present = None if delta.entry is None else parse_document(delta.entry), self.catalogue.epoch
         if has_seen(present, delta.epoch):
             return "stale"
-        between = bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
+        between = (
+            bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
+        )
         if present != delta.previous and not between:
             self._ask_soon()
             return "gap"
@@ -302,7 +324,9 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
     """All `*.yaml` entries below `folder`, by id. Raises ValidationFailed naming file and path, OSError."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast, where PyYAML was built with it
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # libyaml's, ten times as fast, where PyYAML was built with it
     entries: dict[str, ModelEntry] = {}
     for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
         try:
@@ -319,7 +343,9 @@ def read_bundles(folder: Path) -> Mapping[str, Bundle]:
     """All bundles of a folder, by id."""
     import yaml
 
-    bundles = (msgspec.convert(yaml.safe_load(file.read_text("utf-8")), Bundle) for file in sorted(folder.glob("*.yaml")))
+    bundles = (
+        msgspec.convert(yaml.safe_load(file.read_text("utf-8")), Bundle) for file in sorted(folder.glob("*.yaml"))
+    )
     return {bundle.id: bundle for bundle in bundles}
 
 

@@ -22,7 +22,9 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """What a worker may load, by its settings, its package and its own look at SIE_MODELS_DIR, which is taken when it matters."""
+    """What a worker may load, by its settings, its package and its own look at SIE_MODELS_DIR, which is taken when it
+    matters.
+    """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
 
@@ -33,9 +35,11 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """What there is to warn of in the models folder; empty where it is the operator's alone, or SIE_MODEL_PATHS names it.
+    """What there is to warn of in the models folder; empty where it is the operator's alone, or SIE_MODEL_PATHS names
+    it.
 
-    Raises SettingError for one where every user may write, and for a ./models that nobody named and that is another user's.
+    Raises SettingError for one where every user may write, and for a ./models that nobody named and that is another
+    user's.
     """
     folder = Path(allowed.models).expanduser()
     trusted = {os.path.realpath(os.path.expanduser(each)) for each in allowed.paths or ()}
@@ -43,9 +47,15 @@ def examined(allowed: Allowed) -> str:
         return ""
     place = folder.absolute()
     if allowed.models_dir and not is_open(folder):
-        return f"{place} (SIE_MODELS_DIR): {why}, who decides what is served and may run code here; SIE_MODEL_PATHS={place} accepts that"
+        return (
+            f"{place} (SIE_MODELS_DIR): {why}, who decides what is served and may run code here; "
+            f"SIE_MODEL_PATHS={place} accepts that"
+        )
     used = "" if allowed.models_dir else ", which is used because it is there"
-    raise SettingError("SIE_MODELS_DIR", f"{place}{used}: {why}; make it yours and `chmod o-w` it, or accept it: SIE_MODEL_PATHS={place}")
+    raise SettingError(
+        "SIE_MODELS_DIR",
+        f"{place}{used}: {why}; make it yours and `chmod o-w` it, or accept it: SIE_MODEL_PATHS={place}",
+    )
 
 
 def place_of(allowed: Allowed) -> str:
@@ -76,7 +86,9 @@ def _decoded(body: bytes) -> object:
     import yaml
 
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast, where PyYAML was built with it
+        loader = getattr(
+            yaml, "CSafeLoader", yaml.SafeLoader
+        )  # libyaml's, ten times as fast, where PyYAML was built with it
         return loader(body).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {type(error).__name__}") from error
@@ -101,8 +113,15 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
 
 def _files(root: Path) -> Iterator[Path]:
     for place, below, names in os.walk(root):
-        below[:] = [each for each in below if not each.startswith(".") and not (Path(place) == root and each == "bundles")]
+        below[:] = [
+            each for each in below if not each.startswith(".") and not (Path(place) == root and each == "bundles")
+        ]
         for name in names:
             file = Path(place, name)
-            if not name.startswith(".") and name.endswith(SUFFIXES) and file.is_file() and file.stat().st_size <= MAX_FILE_BYTES:
+            if (
+                not name.startswith(".")
+                and name.endswith(SUFFIXES)
+                and file.is_file()
+                and file.stat().st_size <= MAX_FILE_BYTES
+            ):
                 yield file

@@ -1,7 +1,8 @@
-"""uvicorn inside a process of ours: we bind, we own the signals, we decide when it ends. And the probes that every process has.
+"""uvicorn inside a process of ours: we bind, we own the signals, we decide when it ends. And the probes that every
+process has.
 
-    request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
-    leave ──► each response is the last of its connection, and says so ──► hang_up: what is idle is closed ──► stop
+request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
+leave ──► each response is the last of its connection, and says so ──► hang_up: what is idle is closed ──► stop
 """
 
 from __future__ import annotations
@@ -39,9 +40,24 @@ from sie_contracts.runtime.refusals import Refusals
 from sie_contracts.settings import SettingError
 
 __all__ = [
-    "HEAD_S", "KEEP_ALIVE_S", "MAX_HEAD_BYTES", "STOP_S", "App", "Body", "HttpServer", "Receive", "Scope", "Send", "common_headers",
-    "headers_of", "probes", "refusal", "refuse", "reply", "uuid7",
-]  # fmt: skip
+    "HEAD_S",
+    "KEEP_ALIVE_S",
+    "MAX_HEAD_BYTES",
+    "STOP_S",
+    "App",
+    "Body",
+    "HttpServer",
+    "Receive",
+    "Scope",
+    "Send",
+    "common_headers",
+    "headers_of",
+    "probes",
+    "refusal",
+    "refuse",
+    "reply",
+    "uuid7",
+]
 
 WEBSOCKET_MESSAGE_BYTES = 4096  # of what a peer sends: nobody reads it
 KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
@@ -59,11 +75,20 @@ class HttpServer:
     """A listening HTTP server. `setting` is blamed when the port cannot be had."""
 
     def __init__(
-        self, app: App, host: str, port: int, *, setting: str, root_path: str = "", websockets: type[asyncio.Protocol] | None = None,
-        allowed_hosts: Sequence[str] | None = None, refused: Callable[[str], object] | None = None,
-    ) -> None:  # fmt: skip
-        """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`. `refused` is called with the
-        reason of each request that no application sees, one of `refusals.REFUSED`."""
+        self,
+        app: App,
+        host: str,
+        port: int,
+        *,
+        setting: str,
+        root_path: str = "",
+        websockets: type[asyncio.Protocol] | None = None,
+        allowed_hosts: Sequence[str] | None = None,
+        refused: Callable[[str], object] | None = None,
+    ) -> None:
+        """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`. `refused` is
+        called with the reason of each request that no application sees, one of `refusals.REFUSED`.
+        """
         try:
             self._socket = _listen(host, port)
         except OSError as error:
@@ -71,11 +96,22 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(app, Names(host, allowed_hosts), refusals), interface="asgi3", loop="none", http=Protocol, ws=websockets or "none",
-            ws_per_message_deflate=False, ws_max_size=WEBSOCKET_MESSAGE_BYTES,
-            lifespan="off", log_config=None, access_log=False, root_path=root_path,
-            timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False, server_header=False, date_header=False,
-        )  # fmt: skip
+            Guarded(app, Names(host, allowed_hosts), refusals),
+            interface="asgi3",
+            loop="none",
+            http=Protocol,
+            ws=websockets or "none",
+            ws_per_message_deflate=False,
+            ws_max_size=WEBSOCKET_MESSAGE_BYTES,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            root_path=root_path,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+        )
         self._server = _Server(config)
         self._server.server_state = self._state = State(refusals)
         self._task: asyncio.Task[None] | None = None
@@ -88,19 +124,24 @@ class HttpServer:
         self._state.leaving = True
 
     async def hang_up(self) -> None:
-        """`leave`, and close what is idle; websockets are told that this server goes away. A request that has arrived is begun before this
-        returns, one that was begun is answered, and new connections are taken on."""
+        """`leave`, and close what is idle; websockets are told that this server goes away. A request that has arrived
+        is begun before this returns, one that was begun is answered, and new connections are taken on.
+        """
         self.leave()
         for connection in list(self._state.connections):
             connection.shutdown()
         for _ in range(MAX_TURNS):
             await asyncio.sleep(0)
-            if not any(isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections):
+            if not any(
+                isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
+            ):
                 break
         await asyncio.sleep(0)  # what was read has its task by now, which begins
 
     async def stop(self, within_s: float = STOP_S) -> None:
-        """Stop listening, hang up, wait at most so long for running requests and for clients that read their answers."""
+        """Stop listening, hang up, wait at most so long for running requests and for clients that read
+        their answers.
+        """
         self.leave()
         self._server.config.timeout_graceful_shutdown = math.ceil(within_s)
         self._server.should_exit = True
@@ -134,7 +175,7 @@ def accepts_json(accept: str) -> bool:
 
 def probes(
     not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
-) -> App:  # fmt: skip
+) -> App:
     """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready.
 
     `/readyz` answers in JSON where JSON is accepted; `healthy_workers`, of a gateway, is in it.

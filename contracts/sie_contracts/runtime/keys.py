@@ -1,10 +1,11 @@
 """Keys of clients, kept in the broker: what SIE_AUTH_MODE=token accepts beside the static tokens.
 
-    sie keys create ──► a record with its token's digest, in a bucket ──watch──► a table in every gateway and config service ──► `find`
-    sie keys revoke ──► the same record, revoked ──────────────────────────────────┘
+    sie keys create ──► a record with its token's digest, in a bucket ──watch──► a table in every gateway and config
+    service ──► `find` sie keys revoke ──► the same record, revoked ──────────────────────────────────┘
 
-A token is 256 random bits and stands nowhere but with its holder: of the digest nobody finds it by guessing, so the slow, salted hashes
-that passwords need would add milliseconds to every request and no safety. While the broker is away the last known table stays.
+A token is 256 random bits and stands nowhere but with its holder: of the digest nobody finds it by guessing, so the
+slow, salted hashes that passwords need would add milliseconds to every request and no safety. While the broker is away
+the last known table stays.
 """
 
 from __future__ import annotations
@@ -56,12 +57,20 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         return "has expired" if self.expires_s and self.expires_s <= now_s else ""
 
 
-def create(name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: Limits = NO_LIMITS) -> tuple[Key, str]:
+def create(
+    name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: Limits = NO_LIMITS
+) -> tuple[Key, str]:
     """A new key and its token, which is stored nowhere. No part of the token is in the key."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
     key = Key(
-        id=secrets.token_hex(6), name=name, digest=digest_of(token), scopes=scopes, created_s=now_s, expires_s=expires_s, limits=limits
-    )  # fmt: skip
+        id=secrets.token_hex(6),
+        name=name,
+        digest=digest_of(token),
+        scopes=scopes,
+        created_s=now_s,
+        expires_s=expires_s,
+        limits=limits,
+    )
     return key, token
 
 
@@ -75,7 +84,9 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """The key of an entry that has a value. Raises ValueError for what is no key, or one under another id than its own."""
+    """The key of an entry that has a value. Raises ValueError for what is no key, or one under another
+    id than its own.
+    """
     if entry.value is None:
         raise ValueError("it was removed")
     key = msgspec.json.decode(entry.value, type=Key)  # DecodeError is a ValueError
@@ -85,12 +96,16 @@ def decode(entry: Entry) -> Key:
 
 
 async def open_bucket(broker: Broker, replicas: int) -> KeyValue:
-    """The bucket of keys, made if it is not there: in files always, so that a broker's restart locks nobody out. Raises BrokerError."""
+    """The bucket of keys, made if it is not there: in files always, so that a broker's restart locks nobody out. Raises
+    BrokerError.
+    """
     return await broker.key_value(topology.KEYS_BUCKET, storage="file", replicas=replicas)
 
 
 class Keys:
-    """What a process knows of all keys. `loaded` from the first complete look on: before it, an unknown token may be a good one."""
+    """What a process knows of all keys. `loaded` from the first complete look on: before it, an unknown token may be a
+    good one.
+    """
 
     def __init__(self, broker: Broker, replicas: int) -> None:
         self.loaded = False
@@ -104,7 +119,8 @@ class Keys:
     def find(self, token: str) -> Key | None:
         """The key of a token, also one that has ended.
 
-        What a guesser could time is a look-up by digest, whose bits nobody chooses; the comparison behind it takes the same time always.
+        What a guesser could time is a look-up by digest, whose bits nobody chooses; the comparison behind it takes the
+        same time always.
         """
         digest = digest_of(token)
         key = self._by_digest.get(digest)
@@ -126,7 +142,9 @@ class Keys:
             await self._unfollow()
 
     async def _follow(self) -> None:
-        """Read all and watch from there on, unless it is so already. A bucket that was lost took its keys with it. Raises BrokerError."""
+        """Read all and watch from there on, unless it is so already. A bucket that was lost took its keys with it.
+        Raises BrokerError.
+        """
         bucket = await open_bucket(self._broker, self._replicas)
         made, _, revision = (await bucket.epoch()).rpartition(":")
         if self._watch is not None and made == self._made:
@@ -136,7 +154,8 @@ class Keys:
         self._by_id, self._by_digest = {}, {}
         for entry in entries:
             self._take(entry)
-        # the revision is the leader's, and the entries may come from a replica that is behind it: what that lacked comes by the watch
+        # the revision is the leader's, and the entries may come from a replica that is behind it: what that lacked
+        # comes by the watch
         read = min(int(revision), max((entry.revision for entry in entries), default=0))
         self._watch, self._made = await bucket.watch(self._changed, read), made
         self.loaded = True

@@ -1,7 +1,9 @@
-"""Metrics as processes make them from `metrics_table`: bounded label sets, families that are made when somebody scrapes, exemplars.
+"""Metrics as processes make them from `metrics_table`: bounded label sets, families that are made when somebody
+scrapes, exemplars.
 
-    Maker.traffic ◄── met(model) ── what is answered
-         └──► after a scrape, every TURN_S at most: the busiest models get the names of those that were busy once, whose series end
+Maker.traffic ◄── met(model) ── what is answered
+     └──► after a scrape, every TURN_S at most: the busiest models get the names of those that were busy once, whose
+     series end
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Fold:
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """These values, or what they are counted as: with `other` for what may be anything, in the last resort for all of them."""
+        """These values, or what they are counted as: with `other` for what may be anything, in the last resort for all
+        of them.
+        """
         if values in self._known or values in self._folded:
             return values
         if len(self._known) < self._most and not (self._rest and OTHER in values):
@@ -93,7 +97,9 @@ class Labelled(Generic[Child]):
         self._parent: Child = parent
         self._fold = Fold(metric)
         self._found: dict[tuple[str, ...], Child] = {}  # those that there are: one look-up on the hot path
-        self._named: dict[str, int] = {}  # of a metric with `each`: the first labels that have their names, and how many sets
+        self._named: dict[
+            str, int
+        ] = {}  # of a metric with `each`: the first labels that have their names, and how many sets
         self._waiting: set[str] = set()  # those that were to have one more, since the last turn
         self._room = self._most  # for sets of those that have no name yet
 
@@ -127,7 +133,9 @@ class Labelled(Generic[Child]):
         """
         if not self._waiting:
             return
-        busy = {name: traffic.of(name) * (KEEPS if name in self._named else 1) for name in {*self._named, *self._waiting}}
+        busy = {
+            name: traffic.of(name) * (KEEPS if name in self._named else 1) for name in {*self._named, *self._waiting}
+        }
         before, self._named, room = self._named, {}, self._most
         for name in sorted(busy, key=busy.__getitem__, reverse=True):
             needed = max(before.get(name, 0), self._each)
@@ -192,7 +200,11 @@ class Maker:
 
     def histograms(self, name: str) -> Labelled[Histogram]:
         metric = self._of(name, "histogram", labelled=True)
-        return self._kept(Labelled(metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)))
+        return self._kept(
+            Labelled(
+                metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)
+            )
+        )
 
     def _kept(self, made: Labelled[Child]) -> Labelled[Child]:
         self._labelled.append(made)
@@ -200,7 +212,9 @@ class Maker:
 
 
 class Scrape:
-    """Families of what other parts keep, made when somebody scrapes. One lives as long as the process, so that names stay."""
+    """Families of what other parts keep, made when somebody scrapes. One lives as long as the process, so that names
+    stay.
+    """
 
     def __init__(self, process: Process) -> None:
         self._table = TABLE[process]
@@ -237,12 +251,16 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 
 def exemplar() -> dict[str, str] | None:
-    """What a latency that is observed now is to be found by among traces; None where there is no trace, or none that is kept."""
+    """What a latency that is observed now is to be found by among traces; None where there is no trace, or none that is
+    kept.
+    """
     trace_id = current_trace_id()
     return {"trace_id": trace_id} if trace_id is not None else None
 
 
 def epoch_number(epoch: str) -> float:
-    """The part of a catalogue's epoch that grows: an epoch is when the broker made the catalogue, and the sequence of its last write."""
+    """The part of a catalogue's epoch that grows: an epoch is when the broker made the catalogue, and the sequence of
+    its last write.
+    """
     number = epoch.rpartition(":")[2]
     return float(number) if number.isdecimal() else 0.0

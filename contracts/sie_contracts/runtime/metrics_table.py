@@ -1,9 +1,10 @@
-"""Every metric of every process, declared once. Processes make theirs from this table; dashboards, alerts and docs/metrics.md are checked
-against it.
+"""Every metric of every process, declared once. Processes make theirs from this table; dashboards, alerts and
+docs/metrics.md are checked against it.
 
-`most` bounds the label sets of a metric, whatever is served: a process may be asked for ten thousand models. What has no room has `other`
-in the labels that FOLDED names, for which `rest` sets are kept free. Of a metric with `each` the busiest values of the first label have
-their names, so many sets each; of any other the sets that came first. All series of a process are at most MOST_SERIES together.
+`most` bounds the label sets of a metric, whatever is served: a process may be asked for ten thousand models. What has
+no room has `other` in the labels that FOLDED names, for which `rest` sets are kept free. Of a metric with `each` the
+busiest values of the first label have their names, so many sets each; of any other the sets that came first. All series
+of a process are at most MOST_SERIES together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ LABELS = {
     "alias": "an alias of the catalogue",
     "bundle": "the bundle of a lane",
     "device": "where a model is, as torch names it",
-    "endpoint": "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode",
+    "endpoint": (
+        "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode"
+    ),
     "event": "what became of a reservation",
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`",
     "kind": "put, removal, unknown",
@@ -28,8 +31,10 @@ LABELS = {
     "method": "of HTTP",
     "model": "an id of the catalogue; of workers also `id:profile` where a profile needs weights of its own",
     "operation": "encode, score, extract, tokenize, decode",
-    "outcome": "what became of a delivery: taken, duplicate, unknown (its request is closed), unconfirmed, fenced, cancelled, late, "
-               "changed, handed_back",
+    "outcome": (
+        "what became of a delivery: taken, duplicate, unknown (its request is closed), unconfirmed, fenced, cancelled, "
+        "late, changed, handed_back"
+    ),
     "phase": "total and its parts: queue, tokenize, batch_wait, inference, postprocess",
     "pool": "the pool of a lane",
     "priority": "interactive, bulk",
@@ -38,11 +43,14 @@ LABELS = {
     "result": "what became of it",
     "route": "a route of the config service, without the names in its path",
     "side": "served, shadow",
-    "status": "of HTTP; 499: the client was gone. Of workers: success, error, queue_full. Of `sie_gateway_workers`: healthy, unhealthy",
+    "status": (
+        "of HTTP; 499: the client was gone. Of workers: success, error, queue_full. Of `sie_gateway_workers`: healthy, "
+        "unhealthy"
+    ),
     "verdict": "what a result was for its gateway",
     "version": "of the distribution",
     "worker": "the id of a worker",
-}  # fmt: skip
+}
 
 _REQUEST_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
@@ -59,7 +67,9 @@ _BELOW = (
 
 @dataclass(frozen=True)
 class Metric:
-    """`name` is without the `_total` that a counter is exported with. A histogram's `buckets` are upper bounds without the infinite one."""
+    """`name` is without the `_total` that a counter is exported with. A histogram's `buckets` are upper bounds without
+    the infinite one.
+    """
 
     name: str
     kind: Kind
@@ -86,13 +96,25 @@ _GATEWAY = (
     # requests: rate, errors, duration
     Metric("sie_gateway_requests", "counter", "Requests answered", ("endpoint", "status", "machine_profile"), 160, 80),
     Metric(
-        "sie_gateway_request_latency_seconds", "histogram", "Head received to reply ready", ("endpoint", "machine_profile"), 36,
-        _ENDPOINTS, _REQUEST_S,
+        "sie_gateway_request_latency_seconds",
+        "histogram",
+        "Head received to reply ready",
+        ("endpoint", "machine_profile"),
+        36,
+        _ENDPOINTS,
+        _REQUEST_S,
     ),
     Metric("sie_gateway_requests_in_progress", "gauge", "Requests now in progress"),
-    Metric("sie_gateway_qps", "gauge", "Inference requests that all gateways answer per second, the same at every gateway"),
     Metric(
-        "sie_gateway_rejected_requests", "counter", "Refused before queueing", ("machine_profile", "bundle", "reason"), 48, 16,
+        "sie_gateway_qps", "gauge", "Inference requests that all gateways answer per second, the same at every gateway"
+    ),
+    Metric(
+        "sie_gateway_rejected_requests",
+        "counter",
+        "Refused before queueing",
+        ("machine_profile", "bundle", "reason"),
+        48,
+        16,
     ),
     Metric("sie_gateway_refused_below_routes", "counter", _BELOW, ("reason",), 5),
     Metric("sie_gateway_provisioning_responses", "counter", "Requests told to wait for a worker that starts"),
@@ -100,30 +122,55 @@ _GATEWAY = (
     Metric("sie_gateway_abandoned", "counter", "Runs cancelled because their clients stayed away"),
     Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48, each=1),
     Metric(
-        "sie_gateway_key_device_seconds", "counter",
-        "Device time of a key: of each batch its share by tokens", ("key",), 48, each=1,
+        "sie_gateway_key_device_seconds",
+        "counter",
+        "Device time of a key: of each batch its share by tokens",
+        ("key",),
+        48,
+        each=1,
     ),
     # the queue
     Metric(
-        "sie_gateway_queue_oldest_seconds", "gauge", "Age of the oldest message of a lane and priority, leased ones included",
-        ("pool", "machine_profile", "bundle", "priority"), 24, 2,
+        "sie_gateway_queue_oldest_seconds",
+        "gauge",
+        "Age of the oldest message of a lane and priority, leased ones included",
+        ("pool", "machine_profile", "bundle", "priority"),
+        24,
+        2,
     ),
     Metric(
-        "sie_gateway_queue_messages", "gauge", "Messages of a lane and priority, leased ones included",
-        ("pool", "machine_profile", "bundle", "priority"), 24, 2,
+        "sie_gateway_queue_messages",
+        "gauge",
+        "Messages of a lane and priority, leased ones included",
+        ("pool", "machine_profile", "bundle", "priority"),
+        24,
+        2,
     ),
     Metric(
-        "sie_gateway_model_queue_oldest_seconds", "gauge",
+        "sie_gateway_model_queue_oldest_seconds",
+        "gauge",
         "Age of a model's oldest message, of the models with the most or the oldest work",
-        ("model", "pool", "machine_profile", "bundle", "priority"), 40, 2,
+        ("model", "pool", "machine_profile", "bundle", "priority"),
+        40,
+        2,
     ),
     Metric(
-        "sie_gateway_model_queue_messages", "gauge", "Messages of a model, of the models with the most or the oldest work",
-        ("model", "pool", "machine_profile", "bundle", "priority"), 40, 2,
+        "sie_gateway_model_queue_messages",
+        "gauge",
+        "Messages of a model, of the models with the most or the oldest work",
+        ("model", "pool", "machine_profile", "bundle", "priority"),
+        40,
+        2,
     ),
     Metric("sie_gateway_queue_publish_seconds", "histogram", "Publish to broker ack", ("operation",), 6, 1, _REQUEST_S),
-    Metric("sie_gateway_queue_result_wait_seconds", "histogram", "Publish to last result", ("operation",), 6, 1, _REQUEST_S),
-    Metric("sie_gateway_queue_ack_failures", "counter", "Publishes that the broker refused or did not acknowledge, each attempt"),
+    Metric(
+        "sie_gateway_queue_result_wait_seconds", "histogram", "Publish to last result", ("operation",), 6, 1, _REQUEST_S
+    ),
+    Metric(
+        "sie_gateway_queue_ack_failures",
+        "counter",
+        "Publishes that the broker refused or did not acknowledge, each attempt",
+    ),
     Metric("sie_gateway_queue_payload_offloads", "counter", "Chunks whose inputs went through the payload store"),
     Metric("sie_gateway_chunk_deliveries", "histogram", "Deliveries that a chunk took", (), 1, 1, (1, 2, 3, 4, 5, 10)),
     Metric("sie_gateway_outcomes", "counter", "Chunk results by what became of them", ("verdict",), 12),
@@ -145,30 +192,54 @@ _GATEWAY = (
     # the catalogue
     Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
     Metric(
-        "sie_gateway_config_behind", "gauge", "1 while the last look at the config service failed: the last catalogue serves"
+        "sie_gateway_config_behind",
+        "gauge",
+        "1 while the last look at the config service failed: the last catalogue serves",
     ),
     Metric("sie_gateway_config_deltas", "counter", "Config deltas by what became of them", ("kind", "result"), 20),
-    Metric("sie_gateway_alias_requests", "counter", "Answers by alias and the model that gave them", ("alias", "model"), 40),
     Metric(
-        "sie_gateway_shadows", "counter", "Copies of requests for a shadow by what became of them", ("alias", "model", "result"), 48, 12
+        "sie_gateway_alias_requests", "counter", "Answers by alias and the model that gave them", ("alias", "model"), 40
     ),
     Metric(
-        "sie_gateway_shadow_seconds", "histogram", "Publish to last result, of what was served and of its copy",
-        ("alias", "model", "side"), 8, 2, _REQUEST_S,
+        "sie_gateway_shadows",
+        "counter",
+        "Copies of requests for a shadow by what became of them",
+        ("alias", "model", "result"),
+        48,
+        12,
     ),
     Metric(
-        "sie_gateway_shadow_cosine", "histogram", "Cosine of a dense vector that was served and that of its copy", ("alias", "model"), 5,
-        1, _AGREEMENT,
+        "sie_gateway_shadow_seconds",
+        "histogram",
+        "Publish to last result, of what was served and of its copy",
+        ("alias", "model", "side"),
+        8,
+        2,
+        _REQUEST_S,
     ),
     Metric(
-        "sie_gateway_shadow_rank_correlation", "histogram", "Spearman's correlation of the scores that were served and those of the copy",
-        ("alias", "model"), 5, 1, _AGREEMENT,
+        "sie_gateway_shadow_cosine",
+        "histogram",
+        "Cosine of a dense vector that was served and that of its copy",
+        ("alias", "model"),
+        5,
+        1,
+        _AGREEMENT,
+    ),
+    Metric(
+        "sie_gateway_shadow_rank_correlation",
+        "histogram",
+        "Spearman's correlation of the scores that were served and those of the copy",
+        ("alias", "model"),
+        5,
+        1,
+        _AGREEMENT,
     ),
     # the process
     Metric("sie_gateway_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_gateway_websockets", "gauge", "Websockets that are open"),
     Metric("sie_gateway_gateways", "gauge", "Gateways that share the windows of keys, this one included"),
-)  # fmt: skip
+)
 
 OOM = {
     "recoveries_attempted": "passes that failed for want of memory",
@@ -182,13 +253,25 @@ _WORKER = (
     # chunks: rate, errors, duration
     Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, each=2),
     Metric(
-        "sie_request_duration_seconds", "histogram", "Time of a chunk", ("model", "endpoint", "phase"), 84, 6 * _CHUNK_ENDPOINTS,
-        _CHUNK_S, each=6,
+        "sie_request_duration_seconds",
+        "histogram",
+        "Time of a chunk",
+        ("model", "endpoint", "phase"),
+        84,
+        6 * _CHUNK_ENDPOINTS,
+        _CHUNK_S,
+        each=6,
     ),
     Metric("sie_queue_depth", "gauge", "Chunks held and not yet answered", ("model",), 24),
     Metric("sie_deliveries", "counter", "Deliveries taken in", ("redelivered",), 2),
     Metric("sie_gathered_deliveries", "histogram", "Deliveries taken from the wire together", (), 1, 1, _COUNTS),
-    Metric("sie_settlements", "counter", "What became of deliveries; late: its deadline had passed before it ran", ("outcome",), 12),
+    Metric(
+        "sie_settlements",
+        "counter",
+        "What became of deliveries; late: its deadline had passed before it ran",
+        ("outcome",),
+        12,
+    ),
     Metric("sie_dead_letters", "counter", "Work given up, by whether it was kept", ("result",), 2),
     Metric("sie_poisoned_inputs", "counter", "Inputs refused because they ended two adapters"),
     # batches
@@ -198,12 +281,26 @@ _WORKER = (
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, each=1),
     Metric("sie_padding_tokens", "counter", "Positions computed beside the tokens", ("model",), 24, each=1),
     # the device
-    Metric("sie_device_seconds", "counter", "Time that batches took at the device, of all lanes together", ("model",), 24, each=1),
+    Metric(
+        "sie_device_seconds",
+        "counter",
+        "Time that batches took at the device, of all lanes together",
+        ("model",),
+        24,
+        each=1,
+    ),
     Metric("sie_device_lanes", "gauge", "Batches that the device runs at once, 0 without an adapter"),
-    Metric("sie_device_utilization_ratio", "gauge", "How busy the device is, whoever uses it; absent where nothing measures it"),
+    Metric(
+        "sie_device_utilization_ratio",
+        "gauge",
+        "How busy the device is, whoever uses it; absent where nothing measures it",
+    ),
     Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
     Metric("sie_device_memory_total_bytes", "gauge", "Memory of the device, absent without an adapter"),
-    *(Metric(f"sie_oom_{name}", "counter", f"Memory that ran out on the device: {text}", ("model",), 16) for name, text in OOM.items()),
+    *(
+        Metric(f"sie_oom_{name}", "counter", f"Memory that ran out on the device: {text}", ("model",), 16)
+        for name, text in OOM.items()
+    ),
     # models
     Metric("sie_model_loaded", "gauge", "1 while the model is resident", ("model", "device"), 24),
     Metric("sie_model_memory_bytes", "gauge", "Measured memory of a resident model", ("model",), 24),
@@ -218,9 +315,11 @@ _WORKER = (
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
     Metric("sie_adapter_deaths", "counter", "Adapters that went away"),
     Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
-    Metric("sie_config_behind", "gauge", "1 while the last look at the config service failed: the last catalogue serves"),
+    Metric(
+        "sie_config_behind", "gauge", "1 while the last look at the config service failed: the last catalogue serves"
+    ),
     Metric("sie_config_deltas", "counter", "Config deltas by what became of them", ("kind", "result"), 20),
-)  # fmt: skip
+)
 
 _CONFIG = (
     Metric("sie_config_build_info", "gauge", "1, with the version that runs", ("version",)),
@@ -228,7 +327,11 @@ _CONFIG = (
     Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
     Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 5),
     Metric("sie_config_request_seconds", "histogram", "Head received to reply sent", ("route",), 12, 1, _REQUEST_S),
-    Metric("sie_config_catalogue_epoch", "gauge", "Writes of the catalogue that this replica has read, absent before the first"),
+    Metric(
+        "sie_config_catalogue_epoch",
+        "gauge",
+        "Writes of the catalogue that this replica has read, absent before the first",
+    ),
     Metric("sie_config_models", "gauge", "Models in the catalogue, aliases included, absent before it was read"),
 )
 

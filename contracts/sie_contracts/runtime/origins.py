@@ -1,12 +1,14 @@
 """Which names a listener answers to, and which pages may make it do something.
 
-A browser sends whatever a page asks it to, to any address that it can reach: a foreign page's form to this machine, or a request to a name
-that was turned to this machine's address behind the browser's back (DNS rebinding). It says where a request comes from, and a page cannot
-change that:
+A browser sends whatever a page asks it to, to any address that it can reach: a foreign page's form to this machine, or
+a request to a name that was turned to this machine's address behind the browser's back (DNS rebinding). It says where a
+request comes from, and a page cannot change that:
 
-    Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at all? ──► application
+    Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
+    all? ──► application
 
-Reading by GET and HEAD needs no check of the origin: without CORS, which is offered nowhere, no page sees what another origin answered.
+Reading by GET and HEAD needs no check of the origin: without CORS, which is offered nowhere, no page sees what another
+origin answered.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _ANY = "*"
 
 
 class Names:
-    """The names of a listener. `allowed` as SIE_ALLOWED_HOSTS has it; None: any name, on loopback those of loopback and of this machine."""
+    """The names of a listener. `allowed` as SIE_ALLOWED_HOSTS has it; None: any name, on loopback those of loopback and
+    of this machine.
+    """
 
     def __init__(self, address: str, allowed: Sequence[str] | None) -> None:
         self._is_loopback = is_loopback(address)
@@ -50,7 +54,9 @@ class Names:
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Whether a page of this origin is one of ours: it came from the very host that is asked now, or from a listed one."""
+        """Whether a page of this origin is one of ours: it came from the very host that is asked now, or from a listed
+        one.
+        """
         scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https"):
             return False
@@ -67,9 +73,10 @@ class Names:
                 host = value
                 if not self.has(value):
                     raise PermissionDenied(
-                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own", reason="host",
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        reason="host",
                         param="Host",
-                    )  # fmt: skip
+                    )
             elif name == b"origin":
                 origins.append(value)
             elif name == b"sec-fetch-site":
@@ -78,11 +85,15 @@ class Names:
             return
         if not all(self.is_own_page(origin, host) for origin in origins):
             raise PermissionDenied(
-                "Origin: a page of another origin may change and compute nothing here; SIE_ALLOWED_HOSTS lists the hosts whose pages may",
-                reason="origin", param="Origin",
-            )  # fmt: skip
+                "Origin: a page of another origin may change and compute nothing here; SIE_ALLOWED_HOSTS lists the "
+                "hosts whose pages may",
+                reason="origin",
+                param="Origin",
+            )
         if not origins and site in _FOREIGN_SITES:
-            raise PermissionDenied("Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin")
+            raise PermissionDenied(
+                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+            )
 
 
 class Guarded:
@@ -106,7 +117,9 @@ class Guarded:
 
 
 def _parts(host: str) -> tuple[str, str]:
-    """Name and port of a Host header; the port may be missing. An IPv6 address has no brackets then, a name no dot at its end."""
+    """Name and port of a Host header; the port may be missing. An IPv6 address has no brackets then, a name no dot at
+    its end.
+    """
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
         return name, rest.removeprefix(":")
@@ -115,7 +128,9 @@ def _parts(host: str) -> tuple[str, str]:
 
 
 def _matches(allowed: str, name: str, port: str) -> bool:
-    """Whether a listed name is this one. `*.example.com` is every name below example.com; a port counts where one is listed."""
+    """Whether a listed name is this one. `*.example.com` is every name below example.com; a port counts where one is
+    listed.
+    """
     wanted, wanted_port = _parts(allowed)
     if wanted_port and wanted_port != port:
         return False

@@ -1,7 +1,7 @@
 """The life of a process: logs configured, signals owned in one place, a stop that chains, an exit status that is true.
 
-    start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
-                                          a second signal cuts a lame duck short, else ends the process at once
+start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
+                                      a second signal cuts a lame duck short, else ends the process at once
 """
 
 from __future__ import annotations
@@ -33,22 +33,35 @@ _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
 
-QUOTING = (LookupError, ValueError, TypeError, AttributeError, AssertionError, SyntaxError)  # their messages quote values
+QUOTING = (
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    SyntaxError,
+)  # their messages quote values
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session that closes. The last
-    one is left alone where it is ignored, as under nohup."""
+    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session
+    that closes. The last one is left alone where it is ignored, as under nohup.
+    """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where an exception and those that it came from were raised, the last one first. Messages that may quote a client are left out."""
+    """Where an exception and those that it came from were raised, the last one first. Messages that may quote a client
+    are left out.
+    """
     told: list[str] = []
     while error is not None and len(told) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"
-        told.append("".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__module__}.{type(error).__qualname__}{shown}")
+        told.append(
+            "".join(traceback.format_tb(error.__traceback__))
+            + f"{type(error).__module__}.{type(error).__qualname__}{shown}"
+        )
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return "\ncame from\n".join(told)
 
@@ -74,11 +87,15 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """One JSON object per line with the documented keys and no other; values travel as `extra={...}` of a logging call."""
+    """One JSON object per line with the documented keys and no other; values travel as `extra={...}` of
+    a logging call.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "timestamp": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -86,7 +103,9 @@ class _Json(_Plain):
         line.update(_fields(record))
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
-        line["message"] = line["message"].encode(errors="backslashreplace").decode()  # names of files may have bytes that are no text
+        line["message"] = (
+            line["message"].encode(errors="backslashreplace").decode()
+        )  # names of files may have bytes that are no text
         return msgspec.json.encode(line).decode()
 
 
@@ -102,8 +121,9 @@ def configure_logging(*, json: bool) -> None:
 
 
 def own_stderr(*, json: bool) -> None:
-    """`configure_logging` of a process of ours, with what Python itself would write there otherwise: warnings, and exceptions that nobody
-    catches, whose messages may quote a client."""
+    """`configure_logging` of a process of ours, with what Python itself would write there otherwise: warnings, and
+    exceptions that nobody catches, whose messages may quote a client.
+    """
     configure_logging(json=json)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
@@ -143,7 +163,9 @@ class Stop:
         return self._event.is_set()
 
     async def lame_duck(self, seconds: float) -> None:
-        """The time between the wish to end and the end, in which a process serves on while balancers learn that it goes."""
+        """The time between the wish to end and the end, in which a process serves on while balancers learn that it
+        goes.
+        """
         self._lame = asyncio.Event()
         try:
             with contextlib.suppress(TimeoutError):
@@ -175,8 +197,8 @@ class Stop:
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop until it returns its exit status.
 
-    What was imported is never collected: with the collector's own thresholds looking at it again and again is a fifth of the processor
-    time of a gateway (bench/results/queue.md).
+    What was imported is never collected: with the collector's own thresholds looking at it again and again is a fifth
+    of the processor time of a gateway (bench/results/queue.md).
     """
     import uvloop
 
@@ -205,11 +227,13 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 class Trouble:
     """A failure that repeats, told once until it has passed.
 
-    `grace_s`: for so long it may be no more than another process that is still starting. Nothing is told in the first QUIET_S of it, then
-    it is told as information, and as a warning if it lasts longer.
+    `grace_s`: for so long it may be no more than another process that is still starting. Nothing is told in the first
+    QUIET_S of it, then it is told as information, and as a warning if it lasts longer.
     """
 
-    def __init__(self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._logger = logger
         self._what = what
         self._grace_s = grace_s
@@ -236,9 +260,11 @@ class Trouble:
 
 
 class Tasks:
-    """The long-lived tasks of a component. One that ends in an exception is logged and ends the component through `failed`.
+    """The long-lived tasks of a component. One that ends in an exception is logged and ends the component through
+    `failed`.
 
-    A background task that dies in silence is a component that looks alive and does nothing, so nothing here may be fire-and-forget.
+    A background task that dies in silence is a component that looks alive and does nothing, so nothing here may be
+    fire-and-forget.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
@@ -279,12 +305,17 @@ class Tasks:
 
 
 async def retry(
-    attempt: Callable[[], Awaitable[Any]], *, errors: tuple[type[Exception], ...], stop: Stop, logger: logging.Logger, what: str
+    attempt: Callable[[], Awaitable[Any]],
+    *,
+    errors: tuple[type[Exception], ...],
+    stop: Stop,
+    logger: logging.Logger,
+    what: str,
 ) -> Any:
     """Try until it works or the process is to stop (then None). Pauses double from 0.1 s to 5 s.
 
-    A failure that lasts QUIET_S is logged as information, since processes that start together wait for each other; one that lasts START_S
-    as a warning, once.
+    A failure that lasts QUIET_S is logged as information, since processes that start together wait for each other; one
+    that lasts START_S as a warning, once.
     """
     delay_s, trouble = 0.1, Trouble(logger, what, START_S)
     while not stop.requested:

@@ -1,11 +1,12 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
 
     head ──► body ──► trailers, which are dropped
-    answered before its body ended ──► the last answer of its connection: we say so, send no more, and throw away what still comes
-    closed by the client behind a whole request ──► answered if the client still reads
+    answered before its body ended ──► the last answer of its connection: we say so, send no more, and throw away what
+    still comes closed by the client behind a whole request ──► answered if the client still reads
 
-A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must read some of its
-response within WRITE_S. What never reaches an application is answered in the envelope of all other errors.
+A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
+read some of its response within WRITE_S. What never reaches an application is answered in the envelope of all other
+errors.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class State(ServerState):
 
 
 class _Outlet:
-    """The transport as the answer to one request sees it. `close` lets a client that still sends read what was written."""
+    """The transport as the answer to one request sees it. `close` lets a client that still sends read
+    what was written.
+    """
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -74,8 +77,8 @@ class _Outlet:
 
 
 class _Cycle(RequestResponseCycle):
-    """A response of known length leaves in one write, where uvicorn writes its head and then its body: 20 us of a request's
-    335 (bench/results/queue.md).
+    """A response of known length leaves in one write, where uvicorn writes its head and then its body: 20 us of a
+    request's 335 (bench/results/queue.md).
 
     What is unusual (no length, HEAD, a connection that closes, odd headers) is left to uvicorn.
     """
@@ -123,7 +126,8 @@ class _Cycle(RequestResponseCycle):
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with `_Cycle` for its cycle, which it offers no way to name, and with bounds on what a client may leave open.
+    """uvicorn's protocol with `_Cycle` for its cycle, which it offers no way to name, and with bounds on what a client
+    may leave open.
 
     It needs no timer for a request whose head arrives in one piece.
     """
@@ -208,7 +212,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_done()
-        if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes > 0) and self._head_size() > MAX_HEAD_BYTES:  # else it cannot be
+        if (
+            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes > 0
+        ) and self._head_size() > MAX_HEAD_BYTES:  # else it cannot be
             self._stop(_HEAD_TOO_LARGE)
         super().on_headers_complete()
         if self.cycle is not None:
@@ -244,11 +250,14 @@ class Protocol(HttpToolsProtocol):
     def _rest(self) -> None:
         """Nothing is asked for now."""
         if self.timeout_keep_alive_task is None and not self.transport.is_closing():
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _refuse(self, error: SIEError) -> None:
-        """Answer what cannot be read, and close. What comes behind a request that is still answered stays unanswered: its client would
-        take the refusal for the other answer."""
+        """Answer what cannot be read, and close. What comes behind a request that is still answered stays unanswered:
+        its client would take the refusal for the other answer.
+        """
         self.server_state.refusals.note("connections" if error.retryable else "malformed", error.message)
         self._head_done()
         if self.transport.is_closing():
@@ -260,7 +269,10 @@ class Protocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body, headers = refusal(error)
             lines = [f"{name.lower()}: {value}\r\n".encode() for name, value in headers.items()]
-            lines += [b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body), body]
+            lines += [
+                b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
+                body,
+            ]
             self.transport.write(STATUS_LINE[error.status] + b"".join(lines))
         self._linger()
         if cycle is not None and not cycle.response_complete:
@@ -299,13 +311,17 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _ask(self, next_s: float) -> None:
-        """Find out whether a client that sends no more still reads: to an interim response one that is gone answers with a reset."""
+        """Find out whether a client that sends no more still reads: to an interim response one that is gone answers
+        with a reset.
+        """
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
             with contextlib.suppress(OSError):  # of a broken connection, which the look below finds
-                os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")  # at once: a client that is gone may be back in a moment
+                os.write(
+                    descriptor, b"HTTP/1.1 100 Continue\r\n\r\n"
+                )  # at once: a client that is gone may be back in a moment
             self._is_asked = True
         found = select.poll()
         found.register(descriptor, 0)  # errors and resets alone
@@ -322,7 +338,11 @@ class Protocol(HttpToolsProtocol):
     @property
     def arriving(self) -> bool:
         """Whether a request has arrived that nobody has begun to read, or its head is not complete."""
-        if self.transport.is_closing() or self._is_lingering or (self.cycle is not None and not self.cycle.response_complete):
+        if (
+            self.transport.is_closing()
+            or self._is_lingering
+            or (self.cycle is not None and not self.cycle.response_complete)
+        ):
             return False
         waiting = select.poll()
         waiting.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)

@@ -7,13 +7,20 @@ import time
 from collections.abc import Callable
 
 TELL_S = 10.0  # between lines in the log about what is refused here
-REFUSED = ("host", "origin", "malformed", "connections", "unread")  # the reasons for which something is refused below any application
+REFUSED = (
+    "host",
+    "origin",
+    "malformed",
+    "connections",
+    "unread",
+)  # the reasons for which something is refused below any application
 _logger = logging.getLogger("sie.http")
 
 
 class Refusals:
-    """What is refused below any application: each one is counted by its reason, and the log has one line each TELL_S, since whoever sends
-    garbage must not fill it. `count` is called with one of REFUSED."""
+    """What is refused below any application: each one is counted by its reason, and the log has one line each TELL_S,
+    since whoever sends garbage must not fill it. `count` is called with one of REFUSED.
+    """
 
     def __init__(self, count: Callable[[str], object] | None = None) -> None:
         self._tally = count

@@ -1,6 +1,8 @@
-"""Which route needs which scope: rows, and the table that finds a row by method and path. Every process with an API has one.
+"""Which route needs which scope: rows, and the table that finds a row by method and path. Every process with an API has
+one.
 
-`{name}` in a path is one part of it, `{name:path}` is the rest of it, slashes included; literal parts behind it are matched first.
+`{name}` in a path is one part of it, `{name:path}` is the rest of it, slashes included; literal parts behind it are
+matched first.
 """
 
 from __future__ import annotations
@@ -14,11 +16,17 @@ from typing import NamedTuple
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: for everybody, never behind a token
 _USUAL_PATH = 256
-_LIKE, _LIKE_PARTS, _LIKE_PART = 0.8, 3, 32  # how alike two paths must be; how many parts of one are looked at, and how much of each
+_LIKE, _LIKE_PARTS, _LIKE_PART = (
+    0.8,
+    3,
+    32,
+)  # how alike two paths must be; how many parts of one are looked at, and how much of each
 
 
 class Row(NamedTuple):
-    """`reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for what the config service answers and a gateway does not (405)."""
+    """`reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for what the config service answers and a gateway does
+    not (405).
+    """
 
     methods: str
     path: str
@@ -50,7 +58,11 @@ class _Pattern:
     methods: dict[str, Row]
 
     def matches(self, path: str) -> bool:
-        if not path.startswith(self.head) or not path.endswith(self.tail) or len(path) <= len(self.head) + len(self.tail):
+        if (
+            not path.startswith(self.head)
+            or not path.endswith(self.tail)
+            or len(path) <= len(self.head) + len(self.tail)
+        ):
             return False
         return self.is_rest or "/" not in path[len(self.head) : len(path) - len(self.tail)]
 
@@ -69,7 +81,9 @@ class Table:
                 methods[method] = row
         self._patterns = sorted(self._compiled(patterns), key=lambda each: -len(each.head) - len(each.tail))
         served = [row.path for row in rows if row.served and row.path.count("/") < _LIKE_PARTS + 2]
-        self._heads = {head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))}
+        self._heads = {
+            head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
+        }
         self._remembered = functools.lru_cache(1024)(self._look)  # a look through all patterns takes 10 us
 
     @staticmethod
@@ -94,12 +108,15 @@ class Table:
     def near(self, path: str) -> str:
         """The served route that a path which is none may mean, as `/v1/encode/{model}`; empty if none is like it.
 
-        Compared are the parts before a placeholder: with what a path begins with, as it is, below `/v1`, and without a first `/v1` of two.
+        Compared are the parts before a placeholder: with what a path begins with, as it is, below `/v1`, and without a
+        first `/v1` of two.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         asked = {"/".join(each[:count]) for each in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        exact = next((head for head in self._heads if head in asked), None)  # the right beginning, with nothing or too much behind it
+        exact = next(
+            (head for head in self._heads if head in asked), None
+        )  # the right beginning, with nothing or too much behind it
         like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
         return self._heads[head] if head is not None else ""

@@ -2,8 +2,9 @@
 
     Span.end ──► queue of 2,048, the oldest go first ──► a thread of its own ──► collector, console or nowhere
 
-Nothing here waits for a collector but `Tracer.close`, and that for FLUSH_S. The SDK reads further variables by itself: OTEL_BSP_*,
-OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of spans.
+Nothing here waits for a collector but `Tracer.close`, and that for FLUSH_S. The SDK reads further variables by itself:
+OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of
+spans.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """What others are told below it by. Written when asked for: a quarter of what a span costs, and most have nothing below them."""
+        """What others are told below it by. Written when asked for: a quarter of what a span costs, and most have
+        nothing below them.
+        """
         written: dict[str, str] = {}
         _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
         return Context(written.get("traceparent", ""), written.get("tracestate", ""))
@@ -75,9 +78,12 @@ class Span:
         self._span.set_attribute("error.type", code)
         self._span.set_status(trace.StatusCode.ERROR)
 
-    def part(self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None) -> int:
-        """A child that is over, of so many milliseconds from `start_ns` on; returns its end. `stage`: the one of the timing that it counts
-        for."""
+    def part(
+        self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
+    ) -> int:
+        """A child that is over, of so many milliseconds from `start_ns` on; returns its end. `stage`: the one of the
+        timing that it counts for.
+        """
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
             own = {**(attributes or {}), **({STAGE: stage} if stage else {})}
@@ -103,10 +109,14 @@ class Tracer:
     """Makes the spans of one component. Owns a thread that sends them, until `close`. May be used from any thread."""
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
-        resource = Resource.create({
-            "service.name": settings.service_name, "service.version": __version__, "sie.component": component,
-            "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
-        })  # fmt: skip
+        resource = Resource.create(
+            {
+                "service.name": settings.service_name,
+                "service.version": __version__,
+                "sie.component": component,
+                "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
+            }
+        )
         # not ended at the interpreter's exit: that would wait for a dead collector
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
@@ -116,13 +126,23 @@ class Tracer:
         self._tracer = self._provider.get_tracer(f"sie.{component}", __version__)
 
     def begin(
-        self, name: str, parent: Context = NONE, *, kind: Kind = "internal", links: Iterable[Span] = (), start_ns: int | None = None,
+        self,
+        name: str,
+        parent: Context = NONE,
+        *,
+        kind: Kind = "internal",
+        links: Iterable[Span] = (),
+        start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
-    ) -> Span:  # fmt: skip
-        """A span below `parent`, the first one of a trace where that is empty or no context. To be ended by the caller."""
+    ) -> Span:
+        """A span below `parent`, the first one of a trace where that is empty or no context. To be ended
+        by the caller.
+        """
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
-        return Span(self._tracer, self._tracer.start_span(name, above, _KINDS[kind], attributes, linked, start_ns), name)
+        return Span(
+            self._tracer, self._tracer.start_span(name, above, _KINDS[kind], attributes, linked, start_ns), name
+        )
 
     def close(self) -> None:
         """Send what is left, for FLUSH_S at most. Spans that end later are dropped."""
@@ -136,7 +156,11 @@ class Tracer:
 
 
 def _sampler(settings: Tracing) -> Sampler:
-    found: dict[str, Sampler] = {"always_on": ALWAYS_ON, "always_off": ALWAYS_OFF, "traceidratio": TraceIdRatioBased(settings.rate)}
+    found: dict[str, Sampler] = {
+        "always_on": ALWAYS_ON,
+        "always_off": ALWAYS_OFF,
+        "traceidratio": TraceIdRatioBased(settings.rate),
+    }
     own = found[settings.sampler.removeprefix("parentbased_")]
     return ParentBased(own) if settings.sampler.startswith("parentbased_") else own
 
@@ -161,10 +185,14 @@ _told = _Told()
 
 
 class _Collector(SpanExporter):
-    """A collector over gRPC or HTTP, whose absence is told once until it has passed: the SDK tells it at every attempt."""
+    """A collector over gRPC or HTTP, whose absence is told once until it has passed: the SDK tells it at
+    every attempt.
+    """
 
     def __init__(self, endpoint: str, protocol: str) -> None:
-        self._trouble = Trouble(_logger, f"spans are dropped: the collector at {public_url(endpoint)} does not take them")
+        self._trouble = Trouble(
+            _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not take them"
+        )
         self._inner: SpanExporter
         if protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc

@@ -1,9 +1,13 @@
-"""Traces as every process has them. Off, nothing of OpenTelemetry is imported here and all that is done is to ask `is None`.
+"""Traces as every process has them. Off, nothing of OpenTelemetry is imported here and all that is done is to ask `is
+None`.
 
-    client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on the device
-                                                                     └─► a batch, linked to the work in it ──► its forward pass
+    client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on
+    the device
+                                                                     └─► a batch, linked to the work in it ──► its
+                                                                     forward pass
 
-The context travels as W3C writes it, in `Context`. `current_trace_id` is the one place from which logs and exemplars have the trace.
+The context travels as W3C writes it, in `Context`. `current_trace_id` is the one place from which logs and exemplars
+have the trace.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ if TYPE_CHECKING:
     from sie_contracts.runtime.spans import Span, Tracer
 
 MOST_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
-STAGE = "sie.stage"  # of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
+# of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
+STAGE = "sie.stage"
 
 _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
@@ -40,8 +45,8 @@ _current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
     """What makes the spans of a component until it is closed; None where tracing is off. To be called after any fork.
 
-    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is not installed. A
-    variable that the SDK refuses leaves tracing off, with a warning.
+    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is
+    not installed. A variable that the SDK refuses leaves tracing off, with a warning.
     """
     if not settings.enabled:
         return None
@@ -53,13 +58,16 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
     except ImportError as error:
         raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {_INSTALL}") from error
     except Exception as error:  # noqa: BLE001  the SDK's exceptions have no common base, and no variable of it may end a process
-        _logger.warning("tracing stays off: OpenTelemetry refuses one of its variables: %s: %s", type(error).__name__, error)
+        _logger.warning(
+            "tracing stays off: OpenTelemetry refuses one of its variables: %s: %s", type(error).__name__, error
+        )
         return None
 
 
 def _unset_what_means_nothing() -> None:
-    """Take variables out of this process that say what holds anyway, and that the SDK for Python refuses. Source: the specification of its
-    environment variables, by which an empty value is an unset one, and `none` a compression."""
+    """Take variables out of this process that say what holds anyway, and that the SDK for Python refuses. Source: the
+    specification of its environment variables, by which an empty value is an unset one, and `none` a compression.
+    """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         value = os.environ[name].strip().lower()
         if not value or (name.endswith("_COMPRESSION") and value == "none"):
@@ -69,9 +77,11 @@ def _unset_what_means_nothing() -> None:
 def begin_request(
     tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
 ) -> tuple[Context, Span | None]:
-    """Take up the context that a client sends, and begin a span below it. `headers` by lower-case names, `received_s` by perf_counter.
+    """Take up the context that a client sends, and begin a span below it. `headers` by lower-case names, `received_s`
+    by perf_counter.
 
-    Returns the context for what is done for this request, the client's own without a tracer, and the span, to be ended by `end_request`.
+    Returns the context for what is done for this request, the client's own without a tracer, and the span, to be ended
+    by `end_request`.
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
@@ -79,7 +89,9 @@ def begin_request(
     if tracer is not None:
         told = method if method in _METHODS else "_OTHER"
         own = {"http.request.method": told, "sie.request_id": request_id}
-        span = tracer.begin(told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own)
+        span = tracer.begin(
+            told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own
+        )
         context = span.context
     set_current(context)  # none, too: a request that was pipelined begins in the task of the one before
     return context, span
@@ -97,7 +109,9 @@ def end_request(span: Span, what: str, status: int, code: str = "") -> None:
 
 
 def of_headers(traceparent: str, tracestate: str) -> Context:
-    """The context that a client sends; what is none is dropped, as the specification asks. One of a later version is read as ours."""
+    """The context that a client sends; what is none is dropped, as the specification asks. One of a later version is
+    read as ours.
+    """
     found = _CONTEXT.fullmatch(traceparent)
     if found is None:
         return NONE

@@ -3,8 +3,9 @@
     upgrade ──► may it? ──no──► a plain HTTP response
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
-Nothing is kept for a peer that does not read: a frame is sent when the connection's buffer has room for it, those that were due meanwhile
-are never made, and a peer that leaves no room for PATIENCE_S is cut off. What peers send is thrown away.
+Nothing is kept for a peer that does not read: a frame is sent when the connection's buffer has room for it, those that
+were due meanwhile are never made, and a peer that leaves no room for PATIENCE_S is cut off. What peers send is thrown
+away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with two differences: a server that ends says that it goes away (1001), and an application can cut a connection off."""
+    """uvicorn's, with two differences: a server that ends says that it goes away (1001), and an application can cut a
+    connection off.
+    """
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
@@ -67,7 +70,9 @@ class Seats:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
         if any(self._held[holder] >= self._most_each for holder in holders):
-            raise ResourceExhausted(f"{self._most_each} websockets of this client are open, as many as one address and one key may have")
+            raise ResourceExhausted(
+                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
+            )
         self.taken += 1
         self._held.update(holders)
         try:
@@ -92,11 +97,14 @@ def _network(address: str) -> str:
 
 
 class Frames:
-    """Frames of one kind, at most one in each `interval_s` to each of those who look. One is made for all who want it at the same time."""
+    """Frames of one kind, at most one in each `interval_s` to each of those who look. One is made for all who want it
+    at the same time.
+    """
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` gives the frame of now; the very same one as before is not sent again. None when there are no more: then the connection is
-        closed with 1013, try again later."""
+        """`make` gives the frame of now; the very same one as before is not sent again. None when there are no more:
+        then the connection is closed with 1013, try again later.
+        """
         self._make = make
         self._interval_s = interval_s
         self._patience_s = patience_s

@@ -1,4 +1,5 @@
-"""Client families: each file turns requests of one family into what is asked of a model, and the outcome into that family's reply.
+"""Client families: each file turns requests of one family into what is asked of a model, and the outcome into that
+family's reply.
 
     path ──find──► Route ──handler──► Asked ──Inference.run──► Finished ──► Answer
 
@@ -19,7 +20,8 @@ Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
 
 @dataclass(frozen=True)
 class Route:
-    """What answers a call. `model`: the name in the path, which is looked up before the body is read; None where the body names it.
+    """What answers a call. `model`: the name in the path, which is looked up before the body is read; None where the
+    body names it.
 
     `endpoint` is its name in metrics and logs. Only a native route says "not yet" with 202.
     """
@@ -38,7 +40,11 @@ _NATIVE: dict[str, tuple[str, Handler]] = {
     "/v1/extract/": ("extract", native.extract),
 }
 _BY_PATH: dict[str, Route] = {
-    **{f"/{name}": Route(name, handler, shape=tei.shape) for name, handler in tei.HANDLERS.items() if name not in ("", "rerank")},
+    **{
+        f"/{name}": Route(name, handler, shape=tei.shape)
+        for name, handler in tei.HANDLERS.items()
+        if name not in ("", "rerank")
+    },
     "/info": Route("info", tei.info, shape=tei.shape, method="GET"),
     **dict.fromkeys(("/v1/embeddings", "/embeddings"), Route("embeddings", openai.embeddings, shape=family("openai"))),
     "/v1/rerank": Route("rerank", rerank.v1, shape=family("jina")),

@@ -1,4 +1,5 @@
-"""`POST /v2/embed` and `POST /v1/embed` as clients of Cohere write them: one run of the model for all types that are asked for.
+"""`POST /v2/embed` and `POST /v1/embed` as clients of Cohere write them: one run of the model for all types that are
+asked for.
 
 The first version names no input type for older models, and gives bare lists of numbers where no type is asked for.
 """
@@ -44,8 +45,17 @@ async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> A
     if (most := fields.whole(body, "max_tokens", 1)) is not None:
         params["max_seq_length"] = min(most, resolved.entry.max_tokens)
     with fields.named(output_types="model", dimensions="output_dimension"):
-        understood = inference.understand(call, Asked("encode", resolved, items, params, priority=fields.priority(body)))
-    return _answer(call, await inference.execute(call, understood), name, types or ["float"], version, bare=version == 1 and not types)
+        understood = inference.understand(
+            call, Asked("encode", resolved, items, params, priority=fields.priority(body))
+        )
+    return _answer(
+        call,
+        await inference.execute(call, understood),
+        name,
+        types or ["float"],
+        version,
+        bare=version == 1 and not types,
+    )
 
 
 v1 = functools.partial(embed, 1)
@@ -61,7 +71,9 @@ def _types(body: fields.Body) -> list[str]:
         raise fields.refused("embedding_types", given, "a list")
     for index, each in enumerate(given):
         if not isinstance(each, str) or each not in embedding_types.TYPES:
-            raise fields.refused(f"embedding_types[{index}]", each, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
+            raise fields.refused(
+                f"embedding_types[{index}]", each, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype"
+            )
     return list(dict.fromkeys(given))
 
 
@@ -117,11 +129,13 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
     tokens = finished.usage["total_tokens"]
     timing = finished.timing(call, time.perf_counter() - began_s)
     rest: dict[str, Any] = {
-        "id": str(uuid4()), "response_type": "embeddings_floats" if bare else "embeddings_by_type",
+        "id": str(uuid4()),
+        "response_type": "embeddings_floats" if bare else "embeddings_by_type",
         "texts": [item.text for item in finished.request.items],
         "meta": {"api_version": {"version": str(version)}, "billed_units": {"input_tokens": tokens}},
-        **finished.shared(call), "timing": timing,
-    }  # fmt: skip
+        **finished.shared(call),
+        "timing": timing,
+    }
     if scales:
         rest["embeddings_scale"] = scales
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:])

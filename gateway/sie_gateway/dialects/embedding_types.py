@@ -1,4 +1,6 @@
-"""The types of a vector that Cohere, Jina and Voyage name: one run of the model, whose float32 vectors become each of them."""
+"""The types of a vector that Cohere, Jina and Voyage name: one run of the model, whose float32 vectors become each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Each vector as `kind`, a view where nothing is computed; and by name, for each vector, what its codes are to be read with.
+    """Each vector as `kind`, a view where nothing is computed; and by name, for each vector, what its codes are to be
+    read with.
 
     `base64` is little-endian float32, the bytes of the vector.
     """
@@ -34,7 +37,9 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Codes of float32 [rows, width] in -127..127, half to even; x is about code * scale. All of it in float32 (contract 11)."""
+    """Codes of float32 [rows, width] in -127..127, half to even; x is about code * scale. All of it in float32
+    (contract 11).
+    """
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     codes = np.rint(vectors / np.where(largest > 0, largest, np.float32(1)) * np.float32(127)).astype(np.int8)
     return codes, {"scale": largest / np.float32(127)}
@@ -58,4 +63,9 @@ def binary(vectors: Array) -> tuple[Array, dict[str, Array]]:
     return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8), {}
 
 
-_CODES: dict[str, Callable[[Array], tuple[Array, dict[str, Array]]]] = {"int8": int8, "uint8": uint8, "ubinary": ubinary, "binary": binary}
+_CODES: dict[str, Callable[[Array], tuple[Array, dict[str, Array]]]] = {
+    "int8": int8,
+    "uint8": uint8,
+    "ubinary": ubinary,
+    "binary": binary,
+}

@@ -1,4 +1,5 @@
-"""Fields of bodies that are not ours, one reader for each kind: the value with its type, or InvalidInput that names the field.
+"""Fields of bodies that are not ours, one reader for each kind: the value with its type, or InvalidInput that names the
+field.
 
 Null and an absent field are the same. What a family does not know of is never looked at.
 """
@@ -39,7 +40,9 @@ def whole(body: Body, name: str, low: int, high: int | None = None) -> int | Non
     if value is None:
         return None
     if type(value) is not int or value < low or (high is not None and value > high):
-        raise refused(name, value, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}")
+        raise refused(
+            name, value, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+        )
     return int(value)
 
 
@@ -90,7 +93,10 @@ def priority(body: Body) -> Priority | None:
 def side(use: str, is_query: bool, entry: ModelEntry) -> dict[str, Any]:
     """The side of a search that inputs are on, and the prompt that the model has for just this use."""
     prompt = entry.prompts.get(use)
-    return {"is_query": is_query, **({} if prompt is None else {"query_template" if is_query else "doc_template": prompt})}
+    return {
+        "is_query": is_query,
+        **({} if prompt is None else {"query_template" if is_query else "doc_template": prompt}),
+    }
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""What Infinity has of its own: `POST /classify`, the classes that a classifier gives each text, and who owns the models of `GET /models`.
+"""What Infinity has of its own: `POST /classify`, the classes that a classifier gives each text, and who owns the
+models of `GET /models`.
 
 Its other routes are those of OpenAI and Jina.
 """
@@ -34,7 +35,12 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
     data = tei.classes(finished, "input")
     timing = finished.timing(call)
     content = {
-        "object": "classify", "data": data, "model": resolved.requested, "id": f"classify-{uuid4()}", "created": int(time.time()),
-        **finished.shared(call), "timing": timing,
-    }  # fmt: skip
+        "object": "classify",
+        "data": data,
+        "model": resolved.requested,
+        "id": f"classify-{uuid4()}",
+        "created": int(time.time()),
+        **finished.shared(call),
+        "timing": timing,
+    }
     return Answer(orjson.dumps(content), "application/json", finished.headers(timing))

@@ -56,7 +56,9 @@ extract = functools.partial(infer, "extract")
 def check_raw(run: RunOptions) -> None:
     """Raises InvalidInput for what bytes alone cannot carry."""
     if run.outputs != ("dense",):
-        raise InvalidInput(f"Accept: {reply.RAW} carries dense vectors only", reason="unsupported_output", param="output_types")
+        raise InvalidInput(
+            f"Accept: {reply.RAW} carries dense vectors only", reason="unsupported_output", param="output_types"
+        )
     if run.dtype in reply.EXTRAS:
         message = f"Accept: {reply.RAW} has no place for the scales of {run.dtype}"
         raise InvalidInput(message, reason="unsupported_dtype", param="output_dtype")
@@ -76,7 +78,11 @@ def arrow_answer(call: Call, finished: Finished) -> Answer:
     """A row for each input, failed ones included. Raises FailedRequest where the request as a whole failed."""
     finished.check()
     request = finished.request
-    return Answer(arrow.Rows(request.items, finished.outcomes, request.options.run), reply.ARROW, finished.headers(finished.timing(call)))
+    return Answer(
+        arrow.Rows(request.items, finished.outcomes, request.options.run),
+        reply.ARROW,
+        finished.headers(finished.timing(call)),
+    )
 
 
 def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
@@ -91,7 +97,9 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
     elif request.operation == "extract":
         content["items"] = range(len(items))
     else:
-        slots = content["items"] = reply.encode_slots(items, finished.outcomes, request.resolved.entry, options.run, msgpack=msgpack)
+        slots = content["items"] = reply.encode_slots(
+            items, finished.outcomes, request.resolved.entry, options.run, msgpack=msgpack
+        )
     if options.item_timing:
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own

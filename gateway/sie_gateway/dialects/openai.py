@@ -1,6 +1,8 @@
-"""`POST /v1/embeddings` as OpenAI's clients and all that build on them write it: texts or token ids in, dense vectors out, often base64.
+"""`POST /v1/embeddings` as OpenAI's clients and all that build on them write it: texts or token ids in, dense vectors
+out, often base64.
 
-Jina and Voyage have the same route with more fields: inputs that are objects, types of the vectors, the side of a search, truncation.
+Jina and Voyage have the same route with more fields: inputs that are objects, types of the vectors, the side of a
+search, truncation.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
         message = f"Accept: {format_} replies hold float32 here; /v1/encode gives them in other types"
         raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
     parameters = cut | _parameters(body, resolved.entry)
-    with fields.named(output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})):
+    with fields.named(
+        output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
+    ):
         understood = inference.understand(call, Asked("encode", resolved, items, parameters))
     if format_ == "raw":
         native.check_raw(understood.options.run)
@@ -61,10 +65,16 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
 
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     """The parameters in our terms: those of OpenAI, ours, and what Jina and Voyage call otherwise."""
-    given = fields.parameters(body, "dimensions", "input_type", "is_query", "instruction", "truncate", "normalize", "options")
+    given = fields.parameters(
+        body, "dimensions", "input_type", "is_query", "instruction", "truncate", "normalize", "options"
+    )
     for name in ("late_chunking", "return_multivector"):
         if fields.flag(body, name):
-            raise InvalidInput(f"{name}: expected false or null, this route gives one vector for each input", reason="schema", param=name)
+            raise InvalidInput(
+                f"{name}: expected false or null, this route gives one vector for each input",
+                reason="schema",
+                param=name,
+            )
     if given.get("dimensions") == 0:  # as Infinity's client says that it wants all of them
         del given["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
@@ -122,7 +132,9 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
     for index, each in enumerate(inputs):
         path = f"input[{index}]"
         if isinstance(each, str) != isinstance(first, str) or not isinstance(each, str | list):
-            raise fields.refused(path, each, "a string as the first" if isinstance(first, str) else "a list of token ids as the first")
+            raise fields.refused(
+                path, each, "a string as the first" if isinstance(first, str) else "a list of token ids as the first"
+            )
         if isinstance(each, str):
             _check_text(each, path)
     if is_image:
@@ -167,7 +179,8 @@ def _too_many(tokens: int) -> InvalidInput:
 
 
 async def _check_tokens(inference: Inference, call: Call, request: Understood) -> None:
-    """Refuse more tokens than a request may have, before any of them is queued to be run. Raises InvalidInput, and what `run` raises.
+    """Refuse more tokens than a request may have, before any of them is queued to be run. Raises InvalidInput, and what
+    `run` raises.
 
     Texts are counted by a worker, and only where there might be too many.
     """
@@ -185,7 +198,9 @@ async def _check_tokens(inference: Inference, call: Call, request: Understood) -
 
 
 def most_tokens(texts: Sequence[str], run: RunOptions) -> int:
-    """How many tokens texts may become, each with its prompt: one for each byte, of their normal form where that is longer."""
+    """How many tokens texts may become, each with its prompt: one for each byte, of their normal form where that is
+    longer.
+    """
     around = _most_bytes(run.prefix) + _most_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
     if total > MAX_TOKENS:  # also without a look at normal forms, which takes long
@@ -206,7 +221,11 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
     began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     data = [
-        {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}  # written as base64, or as a list
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": row.data if is_base64 else row,
+        }  # written as base64, or as a list
         for index, row in enumerate(rows)
     ]
     for name, values in extras.items():

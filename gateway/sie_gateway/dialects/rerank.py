@@ -1,5 +1,6 @@
-"""Rerank as clients of Jina, of Cohere (v1, v2) and of Voyage write it: one reply that all of them read. `/rerank` is Infinity's, and TEI's
-where its body says so."""
+"""Rerank as clients of Jina, of Cohere (v1, v2) and of Voyage write it: one reply that all of them read. `/rerank` is
+Infinity's, and TEI's where its body says so.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ async def _rerank(inference: Inference, call: Call, body: fields.Body, *, versio
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
     finished = await scored(inference, call, asked, raw=is_raw, document_tokens=document_tokens)
-    return _answer(call, finished, version=version, root=root, count=count, with_documents=with_documents, warnings=warnings)
+    return _answer(
+        call, finished, version=version, root=root, count=count, with_documents=with_documents, warnings=warnings
+    )
 
 
 def _documents(body: fields.Body, limit: int) -> tuple[Item, ...]:
@@ -79,7 +82,9 @@ def _document(value: Any, path: str, names: list[str] | None) -> Item:
     if names:
         found = [value[name] for name in names if value.get(name) is not None]
         if not found:
-            raise InvalidInput(f"{path}: expected some of the rank_fields, got none of them", reason="empty_item", param=path)
+            raise InvalidInput(
+                f"{path}: expected some of the rank_fields, got none of them", reason="empty_item", param=path
+            )
         for each in found:
             if not isinstance(each, str | int | float) or isinstance(each, bool):
                 raise fields.refused(path, each, "strings or numbers in its rank_fields")
@@ -93,8 +98,15 @@ def _document(value: Any, path: str, names: list[str] | None) -> Item:
 
 
 def _answer(
-    call: Call, finished: Finished, *, version: int, root: bool, count: int | None, with_documents: bool, warnings: list[str]
-) -> Answer:  # fmt: skip
+    call: Call,
+    finished: Finished,
+    *,
+    version: int,
+    root: bool,
+    count: int | None,
+    with_documents: bool,
+    warnings: list[str],
+) -> Answer:
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("documents")]
     items = finished.request.items
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
@@ -102,18 +114,26 @@ def _answer(
     results: list[dict[str, Any]] = ranked
     if with_documents:
         texts = (items[index].text for index in order)
-        results = [{**each, "document": text if root else {"text": text}} for each, text in zip(ranked, texts, strict=True)]
+        results = [
+            {**each, "document": text if root else {"text": text}} for each, text in zip(ranked, texts, strict=True)
+        ]
     timing = finished.timing(call)
     shared = {**finished.shared(call), "timing": timing}
     if warnings:
         shared["warnings"] = [*warnings, *shared.get("warnings", ())]
     tokens = finished.usage["total_tokens"]
     meta: dict[str, Any] = {
-        "api_version": {"version": str(version)}, "billed_units": {"search_units": -(-len(items) // DOCUMENTS_PER_UNIT)},
+        "api_version": {"version": str(version)},
+        "billed_units": {"search_units": -(-len(items) // DOCUMENTS_PER_UNIT)},
         "tokens": {"input_tokens": tokens, "output_tokens": 0},
-    }  # fmt: skip
+    }
     content: Mapping[str, Any] = {
-        "id": str(uuid4()), "object": "rerank", "model": finished.request.resolved.requested, "results": results, "meta": meta, **shared,
+        "id": str(uuid4()),
+        "object": "rerank",
+        "model": finished.request.resolved.requested,
+        "results": results,
+        "meta": meta,
+        **shared,
         **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
-    }  # fmt: skip
+    }
     return Answer(orjson.dumps(content), "application/json", finished.headers(timing))

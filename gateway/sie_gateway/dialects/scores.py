@@ -12,7 +12,8 @@ from sie_gateway.inference import Inference
 
 
 async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:
-    """Run a score, from 0 to 1 unless `raw`. The worker maps it: only there it is known what a checkpoint's scores mean.
+    """Run a score, from 0 to 1 unless `raw`. The worker maps it: only there it is known what a checkpoint's scores
+    mean.
 
     Of a document at most `document_tokens` are read, 0: as many as there is room for.
     """

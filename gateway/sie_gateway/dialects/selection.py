@@ -1,4 +1,6 @@
-"""Which model answers a request that need not name one (contract 17.1): the named one, else the configured one, else the only one."""
+"""Which model answers a request that need not name one (contract 17.1): the named one, else the configured one, else
+the only one.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from sie_gateway.inference import Inference
 Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict"]
 
 _VERBS: dict[Capability, str] = {
-    "embed": "encode", "embed_sparse": "encode", "embed_all": "encode", "rerank": "score", "predict": "extract",
-}  # fmt: skip
+    "embed": "encode",
+    "embed_sparse": "encode",
+    "embed_all": "encode",
+    "rerank": "score",
+    "predict": "extract",
+}
 _MISSING = {"encode": "gives no vectors", "score": "gives no scores", "extract": "has no classes of its own to predict"}
 
 
@@ -25,8 +31,9 @@ NOT_NAMED = "default/not-specified"  # what Infinity's client sends where its us
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
     """The model that `model_for` chooses, if it has the task that the route is for.
 
-    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task, which names the route of what the model does, and what
-    `model_for` raises. To be called before the fields of the body are read: these are named otherwise where the model does something else.
+    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task, which names the route of what the
+    model does, and what `model_for` raises. To be called before the fields of the body are read: these are named
+    otherwise where the model does something else.
     """
     resolved = model_for(inference, call, capability, named)
     if _VERBS[capability] not in resolved.entry.tasks or (capability == "predict" and not classifies(resolved.entry)):

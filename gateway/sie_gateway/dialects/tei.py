@@ -1,6 +1,7 @@
 """Text Embeddings Inference: its routes over the default models, and under /tei/{model} over any (contract 17).
 
-Bodies are bare lists, so timing goes into headers. Errors have a name of TEI's and a status of TEI's; `error` is a string here alone.
+Bodies are bare lists, so timing goes into headers. Errors have a name of TEI's and a status of TEI's; `error` is a
+string here alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
     kind = tei_type(error)
     status = _STATUS.get(kind, error.status)
     if isinstance(error, InvalidInput):
-        status = {"too_many_items": 413, "model_required": 400}.get(error.reason, 424 if kind == "Backend" else _STATUS.get(kind, 422))
+        status = {"too_many_items": 413, "model_required": 400}.get(
+            error.reason, 424 if kind == "Backend" else _STATUS.get(kind, 422)
+        )
     elif error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
         status = 424
     return status, envelope(error, request_id, errors, "tei")
@@ -95,7 +98,9 @@ def _prompt(body: Mapping[str, Any], entry: ModelEntry) -> dict[str, Any]:
         return {}
     if not isinstance(name, str) or name not in entry.prompts:
         known = ", ".join(sorted(entry.prompts)) or "none"
-        raise InvalidInput(f"prompt_name: expected a prompt of {entry.id}: {known}", reason="schema", param="prompt_name")
+        raise InvalidInput(
+            f"prompt_name: expected a prompt of {entry.id}: {known}", reason="schema", param="prompt_name"
+        )
     return {"is_query": True} if name == "query" else {"is_query": False, "doc_template": entry.prompts[name]}
 
 
@@ -117,7 +122,12 @@ Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
 
 
 async def _encode(
-    inference: Inference, call: Call, resolved: Resolved, capability: Capability, items: tuple[Item, ...], params: Mapping[str, Any]
+    inference: Inference,
+    call: Call,
+    resolved: Resolved,
+    capability: Capability,
+    items: tuple[Item, ...],
+    params: Mapping[str, Any],
 ) -> Finished:
     output = "sparse" if capability == "embed_sparse" else "dense"
     merged = {**_parameters(params, resolved.entry), "output_types": [output], "dimensions": params.get("dimensions")}
@@ -134,7 +144,9 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Dense vectors: a list of them, for a single input too."""
     body = _body(raw)
     resolved = able(inference, call, "embed", body.get("model"))
-    finished = await _encode(inference, call, resolved, "embed", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    finished = await _encode(
+        inference, call, resolved, "embed", _inputs(body.get("inputs"), inference.max_items(call)), body
+    )
     return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
 
@@ -142,7 +154,9 @@ async def embed_all(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The states of all tokens, not pooled and not normalised."""
     body = _body(raw)
     resolved = able(inference, call, "embed_all", body.get("model"))
-    finished = await _encode(inference, call, resolved, "embed_all", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    finished = await _encode(
+        inference, call, resolved, "embed_all", _inputs(body.get("inputs"), inference.max_items(call)), body
+    )
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
@@ -150,7 +164,9 @@ async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Sparse vectors: index and weight of each word of the vocabulary that has one."""
     body = _body(raw)
     resolved = able(inference, call, "embed_sparse", body.get("model"))
-    finished = await _encode(inference, call, resolved, "embed_sparse", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    finished = await _encode(
+        inference, call, resolved, "embed_sparse", _inputs(body.get("inputs"), inference.max_items(call)), body
+    )
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
     return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
@@ -190,13 +206,20 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    asked = Asked("score", resolved, items, {"params": _parameters(body, resolved.entry)}, Item(bodies.utf8(query, "query")))
+    asked = Asked(
+        "score", resolved, items, {"params": _parameters(body, resolved.entry)}, Item(bodies.utf8(query, "query"))
+    )
     finished = await scored(inference, call, asked, raw=is_raw)
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-    return _answer(call, finished, [
-        {"index": index, "score": scores[index], **({"text": items[index].text} if with_text else {})} for index in order
-    ])  # fmt: skip
+    return _answer(
+        call,
+        finished,
+        [
+            {"index": index, "score": scores[index], **({"text": items[index].text} if with_text else {})}
+            for index in order
+        ],
+    )
 
 
 async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
@@ -204,7 +227,9 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
     body = _body(raw)
     resolved = able(inference, call, "predict", body.get("model"))
     given = body.get("inputs")
-    is_single = isinstance(given, str) or (isinstance(given, list) and 0 < len(given) <= 2 and all(isinstance(each, str) for each in given))
+    is_single = isinstance(given, str) or (
+        isinstance(given, list) and 0 < len(given) <= 2 and all(isinstance(each, str) for each in given)
+    )
     batch = [[given] if isinstance(given, str) else given] if is_single else given
     items = []
     for index, each in enumerate(_counted(batch, inference.max_items(call), "inputs")):
@@ -214,7 +239,10 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
             raise fields.refused(path, each, "a text, or a list of one text or of two")
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(Item(texts[0], pair=texts[1] if len(texts) == 2 else None))
-    params = {**_parameters(body, resolved.entry), "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)}}
+    params = {
+        **_parameters(body, resolved.entry),
+        "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
+    }
     finished = await inference.run(call, Asked("extract", resolved, tuple(items), {"params": params}))
     found = classes(finished, "inputs")
     return _answer(call, finished, found[0] if is_single else found)
@@ -296,22 +324,48 @@ async def info(inference: Inference, call: Call, raw: bytes) -> Answer:
     resolved = model_for(inference, call, "embed")
     entry, workers = resolved.entry, inference.workers_of(resolved.bundle)
     loaded = (status for beat in workers for status in beat.models if status.model == resolved.residency)
-    served = next((status.precision.served for status in loaded if status.precision is not None), entry.load.precision or "float32")
+    served = next(
+        (status.precision.served for status in loaded if status.precision is not None),
+        entry.load.precision or "float32",
+    )
     kind: dict[str, Any] = {"embedding": {"pooling": entry.run.pooling or "mean"}}
     if "score" in entry.tasks and "encode" not in entry.tasks:
         kind = {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
     elif classifies(entry):
         kind = {"classifier": {"id2label": {}, "label2id": {}}}
-    return Answer(orjson.dumps({
-        "model_id": entry.id, "model_sha": entry.revision, "model_dtype": served, "served_model_name": entry.id,
-        "model_type": kind, "max_concurrent_requests": inference.max_concurrent, "max_input_length": entry.max_tokens,
-        "max_batch_tokens": max((beat.batch_cost for beat in workers), default=0) or entry.max_tokens, "max_batch_requests": None,
-        "max_client_batch_size": inference.max_items(call), "auto_truncate": True, "tokenization_workers": max(1, len(workers)),
-        "version": sie_contracts.__version__, "sha": None, "docker_label": None,
-    }), "application/json", {})  # fmt: skip
+    return Answer(
+        orjson.dumps(
+            {
+                "model_id": entry.id,
+                "model_sha": entry.revision,
+                "model_dtype": served,
+                "served_model_name": entry.id,
+                "model_type": kind,
+                "max_concurrent_requests": inference.max_concurrent,
+                "max_input_length": entry.max_tokens,
+                "max_batch_tokens": max((beat.batch_cost for beat in workers), default=0) or entry.max_tokens,
+                "max_batch_requests": None,
+                "max_client_batch_size": inference.max_items(call),
+                "auto_truncate": True,
+                "tokenization_workers": max(1, len(workers)),
+                "version": sie_contracts.__version__,
+                "sha": None,
+                "docker_label": None,
+            }
+        ),
+        "application/json",
+        {},
+    )
 
 
 HANDLERS: dict[str, Handler] = {
-    "embed": embed, "embed_all": embed_all, "embed_sparse": embed_sparse, "rerank": rerank, "predict": predict, "similarity": similarity,
-    "tokenize": tokenize, "decode": decode, "": main_task,
-}  # fmt: skip
+    "embed": embed,
+    "embed_all": embed_all,
+    "embed_sparse": embed_sparse,
+    "rerank": rerank,
+    "predict": predict,
+    "similarity": similarity,
+    "tokenize": tokenize,
+    "decode": decode,
+    "": main_task,
+}

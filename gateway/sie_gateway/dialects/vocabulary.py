@@ -1,6 +1,8 @@
-"""Token ids of OpenAI's models as text: their vocabularies, from a package that carries them. Only its data is read, never its code.
+"""Token ids of OpenAI's models as text: their vocabularies, from a package that carries them. Only its data is read,
+never its code.
 
-A file has a line for each token: its bytes in base64, its id. Digests and special tokens as in tiktoken (tiktoken_ext/openai_public.py).
+A file has a line for each token: its bytes in base64, its id. Digests and special tokens as in tiktoken
+(tiktoken_ext/openai_public.py).
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ _DIGESTS = {
 }
 _SPECIAL = {
     "cl100k_base": {
-        100257: b"<|endoftext|>", 100258: b"<|fim_prefix|>", 100259: b"<|fim_middle|>", 100260: b"<|fim_suffix|>",
+        100257: b"<|endoftext|>",
+        100258: b"<|fim_prefix|>",
+        100259: b"<|fim_middle|>",
+        100260: b"<|fim_suffix|>",
         100276: b"<|endofprompt|>",
     },
     "o200k_base": {199999: b"<|endoftext|>", 200018: b"<|endofprompt|>"},
-}  # fmt: skip
+}
 NAMES = tuple(_DIGESTS)
 
 
@@ -39,10 +44,14 @@ def path(name: str) -> Path | None:
 
 @functools.cache
 def load(name: str) -> dict[int, bytes]:
-    """The bytes of each token: 0.1 s and some 20 MiB. Raises InvalidInput where they are not installed, or not the ones they should be."""
+    """The bytes of each token: 0.1 s and some 20 MiB. Raises InvalidInput where they are not installed, or not the ones
+    they should be.
+    """
     file = path(name)
     if file is None:
-        message = f"token_encoding: this gateway cannot read {name}: install sie-cluster[openai-tokens] there, or send texts"
+        message = (
+            f"token_encoding: this gateway cannot read {name}: install sie-cluster[openai-tokens] there, or send texts"
+        )
         raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
     data = gzip.decompress(file.read_bytes())
     if hashlib.sha256(data).hexdigest() != _DIGESTS[name]:
@@ -53,7 +62,9 @@ def load(name: str) -> dict[int, bytes]:
 
 
 def decode(name: str, ids: Sequence[int], where: str) -> str:
-    """The text of `ids`. A character that they cut in two becomes U+FFFD. Raises InvalidInput naming the place of an id that is none."""
+    """The text of `ids`. A character that they cut in two becomes U+FFFD. Raises InvalidInput naming the place of an id
+    that is none.
+    """
     table = load(name)
     try:
         return b"".join([table[token] for token in ids]).decode("utf-8", "replace")

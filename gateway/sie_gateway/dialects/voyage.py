@@ -1,4 +1,6 @@
-"""What Voyage has of its own on the routes that it shares with OpenAI and Jina: `truncation`, and errors whose `detail` is a text."""
+"""What Voyage has of its own on the routes that it shares with OpenAI and Jina: `truncation`, and errors whose `detail`
+is a text.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """What `truncation` means in our terms, nothing where `truncate` says it. Its client always sends it: errors have its shape then."""
+    """What `truncation` means in our terms, nothing where `truncate` says it. Its client always sends it: errors have
+    its shape then.
+    """
     if body.get("truncation") is None:
         return {}
     cuts = fields.flag(body, "truncation")

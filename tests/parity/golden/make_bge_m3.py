@@ -2,8 +2,9 @@
 
     python make_bge_m3.py PYTHON ──► the checkpoint, here ──► PYTHON make_bge_m3.py --oracle FOLDER ──► bge_m3.json
 
-PYTHON is the interpreter of an environment with FlagEmbedding 1.3.5, transformers 4.51.3, tokenizers 0.21.4, huggingface_hub 0.36.0,
-datasets 3.6.0, peft 0.15.2, accelerate 1.6.0, and torch 2.13.0; FlagEmbedding does not run with the transformers of this project.
+PYTHON is the interpreter of an environment with FlagEmbedding 1.3.5, transformers 4.51.3, tokenizers 0.21.4,
+huggingface_hub 0.36.0, datasets 3.6.0, peft 0.15.2, accelerate 1.6.0, and torch 2.13.0; FlagEmbedding does not run with
+the transformers of this project.
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ from typing import Any
 TARGET = Path(__file__).with_name("bge_m3.json")
 WEIGHTS = [0.4, 0.2, 0.4]  # dense, sparse, colbert
 TEXTS = [
-    "", "river", "search engine", "naïve, (winter) it's", "river river mountain river", "a query of the worker", "<mask> token <pad>",
-    "kernel planet museum violin bridge contract harvest compiler recipe election harbour protein language physics history",
-    "market signal, winter garden. music", "garden music", "vector " * 100, "東京 😀",
-]  # fmt: skip
+    "",
+    "river",
+    "search engine",
+    "naïve, (winter) it's",
+    "river river mountain river",
+    "a query of the worker",
+    "<mask> token <pad>",
+    (
+        "kernel planet museum violin bridge contract harvest compiler recipe election harbour protein language physics "
+        "history"
+    ),
+    "market signal, winter garden. music",
+    "garden music",
+    "vector " * 100,
+    "東京 😀",
+]
 QUERIES = ["", "river engine", "winter garden music, a mountain", "vector " * 100]
 
 
@@ -32,13 +45,15 @@ def _oracle(folder: str, most: int) -> dict[str, Any]:
     rows = []
     for text in TEXTS:  # one at a time: no padding
         found = model.encode([text], max_length=most, return_dense=True, return_sparse=True, return_colbert_vecs=True)
-        rows.append({
-            "text": text,
-            "ids": model.tokenizer(text, truncation=True, max_length=most)["input_ids"],
-            "dense": _rounded(found["dense_vecs"][0]),
-            "sparse": {key: _rounded(value) for key, value in found["lexical_weights"][0].items()},
-            "multivector": _rounded(found["colbert_vecs"][0]),
-        })  # fmt: skip
+        rows.append(
+            {
+                "text": text,
+                "ids": model.tokenizer(text, truncation=True, max_length=most)["input_ids"],
+                "dense": _rounded(found["dense_vecs"][0]),
+                "sparse": {key: _rounded(value) for key, value in found["lexical_weights"][0].items()},
+                "multivector": _rounded(found["colbert_vecs"][0]),
+            }
+        )
     scores = []
     for query in QUERIES:
         pairs = [(query, text) for text in TEXTS]

@@ -1,10 +1,12 @@
-"""A child process with a hard limit on its memory: adversarial batches through a real engine, and what came of them as JSON.
+"""A child process with a hard limit on its memory: adversarial batches through a real engine, and what came of them as
+JSON.
 
     python allocation_failures.py MODEL_FOLDER CACHE_FOLDER HEADROOM_MIB BATCHES SEED STEP_S
 
-The limit (RLIMIT_DATA) is set once the model is loaded and warm, so every failure is one of the allocator in a pass. Batches mix lengths
-from 2 to 512 tokens up to MOST_TOKENS, so the large ones cannot fit at once and every single item can. The frontier's clock goes STEP_S
-for each batch: with a large step what was learnt is doubted, and fails, again and again.
+The limit (RLIMIT_DATA) is set once the model is loaded and warm, so every failure is one of the allocator in a pass.
+Batches mix lengths from 2 to 512 tokens up to MOST_TOKENS, so the large ones cannot fit at once and every single item
+can. The frontier's clock goes STEP_S for each batch: with a large step what was learnt is doubted, and fails, again and
+again.
 """
 
 from __future__ import annotations
@@ -58,7 +60,13 @@ def run(engine: engines.Engine, lengths: list[int], seed: int) -> tuple[Counter[
     """The codes of the outcomes, and the vectors [items, width]."""
     ids = np.random.default_rng(seed).integers(6, VOCABULARY, sum(lengths), dtype=np.int32)
     message = ipc.RunBatch(
-        "b", "m", "encode", np.array(lengths, "<i4").tobytes(), ids.tobytes(), (ipc.Group(0, len(lengths)),), pooling="mean"
+        "b",
+        "m",
+        "encode",
+        np.array(lengths, "<i4").tobytes(),
+        ids.tobytes(),
+        (ipc.Group(0, len(lengths)),),
+        pooling="mean",
     )
     with torch.inference_mode():
         reply = engine.execute(message)
@@ -74,14 +82,22 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     engines.prepare_process()
     engine = engines.Engine(Settings(device="cpu", local_cache=cache))
     entry = ModelEntry(
-        id="m", weights=Weights(path=folder), family="text-encoder", outputs={"dense": WIDTH}, max_tokens=LONGEST,
+        id="m",
+        weights=Weights(path=folder),
+        family="text-encoder",
+        outputs={"dense": WIDTH},
+        max_tokens=LONGEST,
         load=LoadOptions(precision="float32"),
-    )  # fmt: skip
+    )
     now_s = time.time()
     engine.frontier = Frontier(Path(cache) / "sie" / "frontier.json", lambda: now_s)
     engine.residency.ensure("m", entry, "default", ())
     expected = [run(engine, [length], 7)[1] for length in (8, LONGEST)]
-    held = 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")).split()[1])
+    held = 1024 * int(
+        next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")).split()[
+            1
+        ]
+    )
     limit = held + (int(headroom_mib) << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     devices.keep_freed_memory()  # as a process does that starts under a limit
@@ -94,7 +110,11 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     right = all(np.allclose(one, other, atol=1e-5) for one, other in zip(expected, got, strict=True))
     memory = devices.memory(engine.device)
     engine.stop(5)
-    print(json.dumps({"codes": codes, "failures": failures.count, "right": right, "limit": limit, "total": memory.total_bytes}))
+    print(
+        json.dumps(
+            {"codes": codes, "failures": failures.count, "right": right, "limit": limit, "total": memory.total_bytes}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python load_cycles.py SMALL_FOLDER LARGE_FOLDER CYCLES
 
-The small model is of the same kind and is loaded first, so that imports and what the kernels keep are not taken for the model's.
+The small model is of the same kind and is loaded first, so that imports and what the kernels keep are not taken for the
+model's.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ def main(small: str, large: str, cycles: str) -> None:
     for folder in (small, *[large] * int(cycles)):
         width = json.loads(Path(folder, "config.json").read_text())["hidden_size"]
         entry = ModelEntry(
-            id="m", weights=Weights(path=folder), family="text-encoder", outputs={"dense": width}, max_tokens=64,
+            id="m",
+            weights=Weights(path=folder),
+            family="text-encoder",
+            outputs={"dense": width},
+            max_tokens=64,
             load=LoadOptions(precision="float32"),
-        )  # fmt: skip
+        )
         weights = engine.residency.ensure("m", entry, "default", ())[0].weights.memory_bytes
         engine.residency.release("m")
         resident.append(process.memory_info().rss)

@@ -1,6 +1,7 @@
 """A child process whose main thread oneDNN has given up on: what works there, and what works all the same, as JSON.
 
-The soft limit on data is what is held while a primitive of a new shape is made, so the memory for its code fails; then there is no limit.
+The soft limit on data is what is held while a primitive of a new shape is made, so the memory for its code fails; then
+there is no limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _WIDTH = 2048
 
 def gelu(states: torch.Tensor) -> str:
     try:
-        return "right" if torch.allclose(unspoilt(F.gelu, states), F.gelu(states.double()).float(), atol=1e-6) else "wrong"
+        return (
+            "right" if torch.allclose(unspoilt(F.gelu, states), F.gelu(states.double()).float(), atol=1e-6) else "wrong"
+        )
     except RuntimeError as error:
         return str(error)
 
@@ -71,10 +74,19 @@ def main() -> None:
 
     refused: list[int] = []
     Shortage(torch.device("cpu"), lambda: False).run(work, np.arange(3), refused.append)
-    print(json.dumps({
-        "lane": lane, "refusal": refusal, "spoilt": is_spoilt(), "afresh": afresh(is_spoilt), "here": gelu(torch.randn(1, 30, _WIDTH)),
-        "results": list(results.values()), "refused": refused,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "lane": lane,
+                "refusal": refusal,
+                "spoilt": is_spoilt(),
+                "afresh": afresh(is_spoilt),
+                "here": gelu(torch.randn(1, 30, _WIDTH)),
+                "results": list(results.values()),
+                "refused": refused,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Hidden states of a model folder: by stock transformers one sequence at a time, and by the adapter in one packed pass."""
+"""Hidden states of a model folder: by stock transformers one sequence at a time, and by the adapter in
+one packed pass.
+"""
 
 from __future__ import annotations
 

@@ -35,14 +35,18 @@ def run(encoder: TextEncoder, batch: Items) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "mpnet"])
 def test_filling_that_is_not_attended_to_is_a_masked_part_of_the_stock_model(kind: str, tmp_path: Path) -> None:
-    """Query expansion of late interaction, packed and padded: a packed pass that lets everything attend has a cosine of 0.8."""
+    """Query expansion of late interaction, packed and padded: a packed pass that lets everything attend has a cosine of
+    0.8.
+    """
     folder = toys.save(tmp_path / "toy", kind)
     encoder = toys.load(folder)
     stock = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     sequences = toys.random_ids([3, 9, 9, 12, 30])
     batch = Items(np.array([len(ids) for ids in sequences]), np.concatenate(sequences))
     wanted = np.array([12, 12, 0, 12, 12])
-    for got, ids, length in zip(run(encoder, expanded(batch, wanted, 9, attended=False)), sequences, wanted, strict=True):
+    for got, ids, length in zip(
+        run(encoder, expanded(batch, wanted, 9, attended=False)), sequences, wanted, strict=True
+    ):
         filled = torch.tensor([[*ids, *[9] * (length - len(ids))]])
         mask = (torch.arange(filled.shape[1]) < len(ids)).long()[None]
         with torch.inference_mode():
@@ -67,7 +71,9 @@ def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_loads_give_the_same_bits_whatever_takes_how_long(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_loads_give_the_same_bits_whatever_takes_how_long(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing that changes bits is chosen by a time: a busy machine has every clock say anything."""
     folder, generator = toys.save(tmp_path / "toy", "bert"), np.random.default_rng(0)
     for clock in ("perf_counter", "thread_time", "monotonic"):

@@ -78,12 +78,16 @@ def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.Monke
     monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
     for pattern in PATTERNS.values():
         query, key, value, bounds = tensors(6, 2, torch.float32)
-        got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(Kernel.BLOCKS), 0.25, pattern.left, pattern.right)
+        got = torch.ops.sie.packed_attention(
+            query, key, value, bounds, layout(Kernel.BLOCKS), 0.25, pattern.left, pattern.right
+        )
         torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
-    """torch's own attention with a mask, one sequence after the other: keys from VISIBLE on are padding, queries there are not."""
+    """torch's own attention with a mask, one sequence after the other: keys from VISIBLE on are padding, queries there
+    are not.
+    """
     shared = query.shape[1] // key.shape[1]
     output, start = [], 0
     for length, visible in zip(LENGTHS, VISIBLE, strict=True):
@@ -91,7 +95,9 @@ def padded(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tenso
         distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
         seen = (distance >= -pattern.left) & (distance <= pattern.right) & (torch.arange(length) < visible)
         k, v = (tensor.repeat_interleave(shared, 1) for tensor in (k, v))
-        output.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.25)[0].transpose(0, 1))
+        output.append(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.25)[0].transpose(0, 1)
+        )
         start += length
     return torch.cat(output)
 
@@ -119,7 +125,9 @@ def test_what_is_not_visible_stays_so_in_blocks(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
     query, key, value, bounds = tensors(6, 2, torch.float32)
     pattern = PATTERNS[name]
-    got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(Kernel.BLOCKS, VISIBLE), 0.25, pattern.left, pattern.right)
+    got = torch.ops.sie.packed_attention(
+        query, key, value, bounds, layout(Kernel.BLOCKS, VISIBLE), 0.25, pattern.left, pattern.right
+    )
     torch.testing.assert_close(got, padded(query, key, value, pattern), atol=2e-6, rtol=0)
 
 
@@ -128,7 +136,9 @@ def test_the_operator_is_what_torch_expects_of_one() -> None:
     query, key, value, bounds = tensors(2, 2, torch.float32)
     with torch.inference_mode():
         args = (query, key, value, bounds, layout(Kernel.SDPA), 0.25, FAR, FAR)
-        torch.library.opcheck(torch.ops.sie.packed_attention.default, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.sie.packed_attention.default, args, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.parametrize(
@@ -165,11 +175,21 @@ class Layer(torch.nn.Module):
 
 
 def attend(mask: MaskRequest, trial: Trial | None = None, **changes: Any) -> None:
-    query, key, value, bounds = (tensor[None].transpose(1, 2) if tensor.ndim == 3 else tensor for tensor in tensors(2, 2, torch.float32))
+    query, key, value, bounds = (
+        tensor[None].transpose(1, 2) if tensor.ndim == 3 else tensor for tensor in tensors(2, 2, torch.float32)
+    )
     packed_attention(
-        Layer(), query, key, value, mask, sie_bounds=bounds, sie_layout=layout(Kernel.SDPA), sie_trial=trial or Trial(), scaling=0.25,
+        Layer(),
+        query,
+        key,
+        value,
+        mask,
+        sie_bounds=bounds,
+        sie_layout=layout(Kernel.SDPA),
+        sie_trial=trial or Trial(),
+        scaling=0.25,
         **changes,
-    )  # fmt: skip
+    )
 
 
 def test_keywords_that_would_change_the_numbers_are_refused() -> None:
@@ -190,7 +210,9 @@ def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
 
 
 def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all_do() -> None:
-    """W3: stock attention computes what the mask shows. Bidirectional Mistral: 64 keys on each side for a window of 64."""
+    """W3: stock attention computes what the mask shows. Bidirectional Mistral: 64 keys on each side for
+    a window of 64.
+    """
     trial, window = Trial(), MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7)
     attend(window, trial, sliding_window=7)
     attend(MaskRequest(masks.bidirectional_mask_function, None), trial)

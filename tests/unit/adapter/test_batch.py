@@ -37,7 +37,10 @@ TABLE = torch.arange(100, dtype=torch.float32) / 10
 def weight_layer() -> torch.nn.Linear:
     """The weight of a token is a tenth of its id, and 0.05 for id 0."""
     layer = torch.nn.Linear(4, 1)
-    layer.weight, layer.bias = torch.nn.Parameter(torch.tensor([[0.1, 0, 0, 0]])), torch.nn.Parameter(torch.tensor([0.05]))
+    layer.weight, layer.bias = (
+        torch.nn.Parameter(torch.tensor([[0.1, 0, 0, 0]])),
+        torch.nn.Parameter(torch.tensor([0.05])),
+    )
     return layer.requires_grad_(False)
 
 
@@ -69,9 +72,11 @@ class FakeLoras:
 
 @dataclass
 class FakeEncoder:
-    """The state of a token is its id, 1, 2 and 3. POISON overflows; HEAVY does not fit the device, and `limit` tokens do.
+    """The state of a token is its id, 1, 2 and 3. POISON overflows; HEAVY does not fit the device, and `limit` tokens
+    do.
 
-    With `idf`, sparse queries are looked up in TABLE. With `query_length`, queries are filled up with FILLER, which nobody sees.
+    With `idf`, sparse queries are looked up in TABLE. With `query_length`, queries are filled up with FILLER, which
+    nobody sees.
     """
 
     limit: int = 1 << 30
@@ -79,7 +84,9 @@ class FakeEncoder:
     vocabulary: int = 100
     width: int = 4
     error: type[Exception] = torch.OutOfMemoryError
-    layouts: dict[str, Layout] = field(default_factory=lambda: {"encode": "text", "score": "sides", "extract": "hypotheses"})
+    layouts: dict[str, Layout] = field(
+        default_factory=lambda: {"encode": "text", "score": "sides", "extract": "hypotheses"}
+    )
     heads: Mapping[str, Head] = field(default_factory=heads)
     idf: bool = False
     query_length: int = 0
@@ -96,7 +103,11 @@ class FakeEncoder:
         return ("multivector",) if options.muvera else options.outputs
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        return expanded(batch, np.where(queries, self.query_length, 0), FILLER, attended=False) if self.query_length else batch
+        return (
+            expanded(batch, np.where(queries, self.query_length, 0), FILLER, attended=False)
+            if self.query_length
+            else batch
+        )
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
         return TokenTable(TABLE).row(ids) if self.idf and is_query and head == "sparse" else None
@@ -115,7 +126,12 @@ class FakeEncoder:
         return states
 
     def answer(
-        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: Mapping[str, Sequence[Row]], places: list[int]
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
     ) -> Answers:
         if message.operation == "score":
             return answers.side_scores(group.options, query, rows, per_row=False)
@@ -126,17 +142,22 @@ class FakeEncoder:
 
 def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
     fields: dict[str, Any] = {
-        "batch": "b", "model": "m", "operation": "encode",
+        "batch": "b",
+        "model": "m",
+        "operation": "encode",
         "lengths": np.array([len(ids) for ids in sequences], "<i4").tobytes(),
         "ids": np.array([token for ids in sequences for token in ids], "<i4").tobytes(),
         "groups": (Group(0, len(sequences), RAW),),
         "pooling": "mean",
-    }  # fmt: skip
+    }
     return RunBatch(**{**fields, **changes})
 
 
 def run(
-    sequences: list[list[int]], encoder: FakeEncoder | None = None, make_room: Callable[[], bool] = lambda: False, **changes: Any
+    sequences: list[list[int]],
+    encoder: FakeEncoder | None = None,
+    make_room: Callable[[], bool] = lambda: False,
+    **changes: Any,
 ) -> BatchDone:
     with torch.inference_mode():
         return BatchRun(encoder or FakeEncoder(), CPU, message(sequences, **changes), make_room).run()
@@ -214,8 +235,12 @@ def test_groups_with_different_outputs_share_one_pass() -> None:
     assert encoder.passes == [5]
     got = arrays(done)
     assert [list(found) for found in got] == [
-        ["dense"], ["sparse.indices", "sparse.values"], ["multivector", "dense"], ["dense", "dense.scale"], ["dense"],
-    ]  # fmt: skip
+        ["dense"],
+        ["sparse.indices", "sparse.values"],
+        ["multivector", "dense"],
+        ["dense", "dense.scale"],
+        ["dense"],
+    ]
     assert got[1]["sparse.indices"].tolist() == [0, 5]  # id 1 is special
     np.testing.assert_allclose(got[1]["sparse.values"], [0.05, 0.55], rtol=1e-6)
     assert got[2]["multivector"].tolist() == [[4, 1, 2, 3]]  # of a document the row of id 1 is dropped
@@ -226,7 +251,10 @@ def test_groups_with_different_outputs_share_one_pass() -> None:
 
 
 def test_a_multivector_query_keeps_the_rows_that_a_document_drops() -> None:
-    groups = tuple(Group(row, row + 1, RunOptions(outputs=("multivector",), normalize=False, is_query=row == 0)) for row in range(2))
+    groups = tuple(
+        Group(row, row + 1, RunOptions(outputs=("multivector",), normalize=False, is_query=row == 0))
+        for row in range(2)
+    )
     got = arrays(run([[4, 1], [4, 1]], groups=groups))
     assert [found["multivector"][:, 0].tolist() for found in got] == [[4, 1], [4]]
 
@@ -246,7 +274,9 @@ def test_queries_are_filled_up_and_the_filling_is_not_visible() -> None:
 def test_idf_queries_need_no_pass_beside_documents_that_do() -> None:
     encoder = FakeEncoder(idf=True)
     query, document = RunOptions(outputs=("sparse",), is_query=True), RunOptions(outputs=("sparse",))
-    done = run([[5, 3, 5], [5, 3, 5], []], encoder, groups=(Group(0, 1, query), Group(1, 2, document), Group(2, 3, query)))
+    done = run(
+        [[5, 3, 5], [5, 3, 5], []], encoder, groups=(Group(0, 1, query), Group(1, 2, document), Group(2, 3, query))
+    )
     assert encoder.passes == [1]
     got = arrays(done)
     assert [found["sparse.indices"].tolist() for found in got] == [[3, 5], [3, 5], []]
@@ -290,7 +320,8 @@ def test_the_documents_of_a_group_are_scored_against_its_first_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"), [([100], "token_out_of_range"), ([], "no_tokens"), ([POISON], "non_finite"), ([HEAVY], "out_of_memory")]
+    ("bad", "reason"),
+    [([100], "token_out_of_range"), ([], "no_tokens"), ([POISON], "non_finite"), ([HEAVY], "out_of_memory")],
 )
 def test_a_bad_query_fails_all_documents_of_its_group_and_no_others(bad: list[int], reason: str) -> None:
     done = run([bad, [3], [5], [9], [2]], operation="score", groups=(Group(0, 3), Group(3, 5)))
@@ -317,7 +348,9 @@ def test_other_outputs_score_too(outputs: tuple[str, ...], expected: float) -> N
 
 
 def test_a_hybrid_score_is_the_weighted_mean_of_its_parts() -> None:
-    parts = [run([[3, 0], [5, 0]], operation="score", groups=(Group(0, 2, RunOptions(outputs=(name,))),)) for name in heads()]
+    parts = [
+        run([[3, 0], [5, 0]], operation="score", groups=(Group(0, 2, RunOptions(outputs=(name,))),)) for name in heads()
+    ]
     alone = [outcome.score for done in parts for outcome in done.outcomes if isinstance(outcome, Ok)]
     for weights, share in ((None, (0.4, 0.2, 0.4)), ({"dense": 1.0, "colbert": 3.0}, (0.25, 0.0, 0.75))):
         options = RunOptions(outputs=tuple(heads()), parameters={"score_weights": weights} if weights else {})
@@ -353,7 +386,9 @@ def test_rows_that_do_not_divide_among_their_inputs_are_refused(rows: int, group
 
 def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
     encoder = FakeEncoder(layouts={"score": "pieces", "encode": "text"})
-    encoder.answer = lambda message, group, query, rows, places: answers.answer_scores(group.options, rows["dense"], difference=True)  # type: ignore[method-assign]
+    encoder.answer = lambda message, group, query, rows, places: answers.answer_scores(
+        group.options, rows["dense"], difference=True
+    )  # type: ignore[method-assign]
     done = run([[7], [POISON], [5, 3]], encoder, operation="score", groups=(Group(0, 3),))
     assert reasons(done) == ["", "non_finite", ""]
     assert [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)] == [1 - 7, 1 - 4]
@@ -443,7 +478,9 @@ def test_out_of_memory_splits_by_cost_until_it_fits(error: type[Exception]) -> N
 
 
 def test_room_is_made_before_a_batch_is_split() -> None:
-    """O3: 1. the batch does not fit; 2. an idle model goes and it does; 3. nothing is split, and every answer is right."""
+    """O3: 1. the batch does not fit; 2. an idle model goes and it does; 3. nothing is split, and every
+    answer is right.
+    """
     encoder = FakeEncoder(limit=1)
     calls: list[int] = []
 
@@ -466,7 +503,9 @@ def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
 
 
 def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Path) -> None:
-    """O3: 1. 8 tokens do not fit, 4 do; 2. the next batch of this model is run in fours at once; 3. another model knows nothing of it."""
+    """O3: 1. 8 tokens do not fit, 4 do; 2. the next batch of this model is run in fours at once; 3. another model knows
+    nothing of it.
+    """
     frontier = Frontier(tmp_path / "frontier", lambda: 0.0)
     batch = message([[number] for number in range(8)])
     for key, expected in (("a", [8, 4, 4]), ("a", [4, 4]), ("b", [8, 4, 4])):
@@ -536,7 +575,11 @@ def test_a_head_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> No
 def test_an_output_or_a_width_that_is_not_there_is_an_error_of_those_items() -> None:
     groups = (Group(0, 1, RunOptions(outputs=("colours",))), Group(1, 2, RunOptions(dimensions=5)), Group(2, 3, RAW))
     encoder = FakeEncoder()
-    assert results(run([[1], [2], [3]], encoder, groups=groups)) == ["unsupported_output", "bad_dimensions", [3, 1, 2, 3]]
+    assert results(run([[1], [2], [3]], encoder, groups=groups)) == [
+        "unsupported_output",
+        "bad_dimensions",
+        [3, 1, 2, 3],
+    ]
     assert encoder.passes == [2]
 
 
@@ -554,10 +597,15 @@ def test_the_batch_s_pooling_or_the_model_s(pooling: str, first: float) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ids": b""}, {"groups": ()}, {"groups": (Group(0, 2),)}, {"groups": (Group(1, 1),)}, {"groups": (Group(0, 1), Group(0, 1))},
-        {"groups": (Group(0, 1), Group(1, 0), Group(0, 1))}, {"types": b"\0\0"},
+        {"ids": b""},
+        {"groups": ()},
+        {"groups": (Group(0, 2),)},
+        {"groups": (Group(1, 1),)},
+        {"groups": (Group(0, 1), Group(0, 1))},
+        {"groups": (Group(0, 1), Group(1, 0), Group(0, 1))},
+        {"types": b"\0\0"},
     ],
-)  # fmt: skip
+)
 def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InternalFailure):
         run([[1]], **changes)
@@ -576,7 +624,10 @@ UNIT = np.eye(4, dtype="<f4")
 
 def given_vectors(*rows: np.ndarray | None) -> dict[str, bytes]:
     counts = np.array([-1 if each is None else len(each) for each in rows], "<i4")
-    return {"given": counts.tobytes(), "vectors": b"".join(each.astype("<f4").tobytes() for each in rows if each is not None)}
+    return {
+        "given": counts.tobytes(),
+        "vectors": b"".join(each.astype("<f4").tobytes() for each in rows if each is not None),
+    }
 
 
 def scores(done: BatchDone) -> list[float | str | None]:
@@ -592,7 +643,9 @@ def test_given_vectors_run_no_pass_and_their_mates_one() -> None:
     assert encoder.passes == []
     state = np.array([7.0, 1.0, 2.0, 3.0])
     groups = (Group(0, 2, MAXSIM), Group(2, 4, MAXSIM))
-    mixed = run([[], [7], [7], []], encoder, operation="score", groups=groups, **given_vectors(UNIT[:1], None, None, UNIT[:1]))
+    mixed = run(
+        [[], [7], [7], []], encoder, operation="score", groups=groups, **given_vectors(UNIT[:1], None, None, UNIT[:1])
+    )
     assert scores(mixed) == pytest.approx([state[0] / np.linalg.norm(state)] * 2, rel=1e-6)
     assert encoder.passes == [2]
 

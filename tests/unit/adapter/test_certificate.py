@@ -1,4 +1,6 @@
-"""What is checked before a model serves: each fault refuses the load and is named, on copies of one good model with digests and golden."""
+"""What is checked before a model serves: each fault refuses the load and is named, on copies of one good model with
+digests and golden.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.settings import Settings
 
-TEXTS = [" ".join(f"w{(17 * start + step) % 100 + 6}" for step in range(length)) for start, length in enumerate((1, 5, 5, 20, 64, 150))]
+TEXTS = [
+    " ".join(f"w{(17 * start + step) % 100 + 6}" for step in range(length))
+    for start, length in enumerate((1, 5, 5, 20, 64, 150))
+]
 PROMPT = "w9 w10 "
 FILES = ("model.safetensors", "config.json", "1_Pooling/config.json", "config_sentence_transformers.json")
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
@@ -64,13 +69,19 @@ def oracle(folder: Path, ids: list[int]) -> list[float]:
 
 
 def made(folder: Path) -> ModelEntry:
-    """A folder as sentence-transformers lays it out, with its entry: digests, prompts and golden vectors of the good model."""
+    """A folder as sentence-transformers lays it out, with its entry: digests, prompts and golden vectors of the good
+    model.
+    """
     toys.save(folder, "bert", marked=True)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
-    (folder / "modules.json").write_text(json.dumps([{"type": f"st.models.{kind}", "path": path} for path, kind in kinds.items()]))
-    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": PROMPT, "document": ""}}))
+    (folder / "modules.json").write_text(
+        json.dumps([{"type": f"st.models.{kind}", "path": path} for path, kind in kinds.items()])
+    )
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": PROMPT, "document": ""}})
+    )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     cases: list[dict[str, Any]] = [{"text": text} for text in TEXTS] + [{"text": TEXTS[1], "is_query": True}]
     for case in cases:
@@ -90,7 +101,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
 
 @pytest.fixture
 def copy(good: ModelEntry, tmp_path: Path) -> ModelEntry:
-    """The good model in a folder of the test's own, whose entry knows its digests; the golden vectors stay where they are."""
+    """The good model in a folder of the test's own, whose entry knows its digests; the golden vectors stay where they
+    are.
+    """
     folder = shutil.copytree(good.weights.path, tmp_path / "good")
     return changed(good, weights=Weights(path=str(folder), digests=digests(folder)))
 
@@ -131,7 +144,10 @@ def test_a_corrupt_layer_norm_is_refused(copy: ModelEntry) -> None:
 def test_another_pooling_in_the_entry_is_refused(copy: ModelEntry) -> None:
     """W3."""
     error = refusal(changed(copy, run=msgspec.structs.replace(copy.run, pooling="cls")))
-    assert (error.extras["error_class"], "run.pooling is cls, its 1_Pooling says mean" in error.message) == ("CERTIFICATE", True)
+    assert (error.extras["error_class"], "run.pooling is cls, its 1_Pooling says mean" in error.message) == (
+        "CERTIFICATE",
+        True,
+    )
 
 
 def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
@@ -139,7 +155,11 @@ def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
     (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     bare = without_digests(copy)
     says = changed(bare, run=msgspec.structs.replace(bare.run, pooling="mean"))
-    for entry, text in ((copy, "1_Pooling/config.json has the SHA-256"), (says, "its 1_Pooling says cls"), (bare, "golden vector")):
+    for entry, text in (
+        (copy, "1_Pooling/config.json has the SHA-256"),
+        (says, "its 1_Pooling says cls"),
+        (bare, "golden vector"),
+    ):
         error = refusal(entry)
         assert error.extras["error_class"] == "CERTIFICATE"
         assert text in error.message
@@ -156,7 +176,9 @@ def test_a_prompt_that_the_model_has_and_the_entry_lacks_is_refused(prompts: dic
 
 def test_a_prompt_that_was_changed_in_both_places_is_refused_by_the_golden_vectors(copy: ModelEntry) -> None:
     """W6."""
-    (Path(copy.weights.path) / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "w50 w60 w70 "}}))
+    (Path(copy.weights.path) / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "w50 w60 w70 "}})
+    )
     error = refusal(changed(without_digests(copy), prompts={"query": "w50 w60 w70 {text}"}))
     assert f"golden vector {len(TEXTS)} " in error.message
 
@@ -200,9 +222,15 @@ def test_a_digest_of_a_file_that_is_not_there(copy: ModelEntry) -> None:
 
 @pytest.mark.parametrize(
     ("golden", "text"),
-    [({}, "hold nothing"), ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, its own 32"), (None, "are not there")],
+    [
+        ({}, "hold nothing"),
+        ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, its own 32"),
+        (None, "are not there"),
+    ],
 )
-def test_golden_vectors_that_do_not_fit_are_refused(golden: dict[str, Any] | None, text: str, copy: ModelEntry, tmp_path: Path) -> None:
+def test_golden_vectors_that_do_not_fit_are_refused(
+    golden: dict[str, Any] | None, text: str, copy: ModelEntry, tmp_path: Path
+) -> None:
     file = tmp_path / "golden.json"
     if golden is not None:
         file.write_text(json.dumps(golden))
@@ -223,7 +251,9 @@ def _less_one_key(query: Tensor, key: Tensor, value: Tensor, scale: float, patte
 def test_a_kernel_that_is_wrong_and_not_the_one_that_was_tried_is_refused(
     precision: str, copy: ModelEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W3: the trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights show it."""
+    """W3: the trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights
+    show it.
+    """
     monkeypatch.setitem(attention._GROUPED, Kernel.BLOCKS, _less_one_key)
     tried = backbone.Backbone._choose_kernel
     monkeypatch.setattr(backbone.Backbone, "_choose_kernel", lambda self: (tried(self), Kernel.BLOCKS)[1])
@@ -234,7 +264,9 @@ def test_a_kernel_that_is_wrong_and_not_the_one_that_was_tried_is_refused(
     assert f"bound {0.9999 if precision == 'float32' else 0.999}" in error.message
 
 
-def test_a_wrong_kernel_that_the_trial_meets_costs_speed_and_not_the_model(copy: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_that_the_trial_meets_costs_speed_and_not_the_model(
+    copy: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(attention._GROUPED, Kernel.SDPA, _less_one_key)
     model = loader().load(resolved(copy))
     assert model.attention == "sdpa padded"
@@ -260,10 +292,14 @@ def _turned(rows: list[Tensor], cosine: float) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "cosine", "holds"),
     [
-        (torch.float32, 0.99991, True), (torch.float32, 0.99989, False),
-        (torch.bfloat16, 0.9991, True), (torch.bfloat16, 0.9989, False), (torch.float16, 0.9991, True), (torch.float16, 0.9989, False),
+        (torch.float32, 0.99991, True),
+        (torch.float32, 0.99989, False),
+        (torch.bfloat16, 0.9991, True),
+        (torch.bfloat16, 0.9989, False),
+        (torch.float16, 0.9991, True),
+        (torch.float16, 0.9989, False),
     ],
-)  # fmt: skip
+)
 def test_the_bound_is_that_of_the_precision(dtype: torch.dtype, cosine: float, holds: bool, good: ModelEntry) -> None:
     rows = list(torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     others = [*rows[:4], *_turned(rows[4:], cosine)]
@@ -317,7 +353,9 @@ def test_a_swap_does_not_repeat_the_certificate_and_a_change_does(
     mine = changed(copy, golden=str(golden))
     one.load(resolved(mine))
     assert len(calls) == 2
-    (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True, "note": 1}))
+    (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode_mean_tokens": True, "note": 1})
+    )
     with pytest.raises(ModelLoadFailed, match="1_Pooling"):
         one.load(resolved(copy))
     Path(golden).write_text("{}")
@@ -330,9 +368,14 @@ def test_a_swap_does_not_repeat_the_certificate_and_a_change_does(
 
 # sentence-transformers 6.2, float32: the first three values of each vector
 PUBLISHED = [
-    (0.011573, 0.025136, -0.036702), (-0.077851, -0.033280, 0.019743), (-0.019065, -0.093105, 0.055280), (-0.118838, 0.048299, -0.002548),
-    (-0.037936, 0.048721, -0.009999), (0.073833, 0.040385, 0.088571), (-0.032249, 0.003895, -0.011342),
-]  # fmt: skip
+    (0.011573, 0.025136, -0.036702),
+    (-0.077851, -0.033280, 0.019743),
+    (-0.019065, -0.093105, 0.055280),
+    (-0.118838, 0.048299, -0.002548),
+    (-0.037936, 0.048721, -0.009999),
+    (0.073833, 0.040385, 0.088571),
+    (-0.032249, 0.003895, -0.011342),
+]
 
 
 def test_the_golden_vectors_of_minilm_are_the_published_ones_and_are_checked() -> None:

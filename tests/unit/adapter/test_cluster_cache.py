@@ -77,7 +77,9 @@ def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tm
     assert opened(place).verify(stored, Progress("it")) == []
 
 
-def test_a_bucket_of_google_holds_it_under_the_same_names(google: Google, monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+def test_a_bucket_of_google_holds_it_under_the_same_names(
+    google: Google, monkeypatch: pytest.MonkeyPatch, source: Path
+) -> None:
     """Read back by the JSON interface, which other programs of Google use."""
     place = Place.at(google, monkeypatch)
     push(place, source)
@@ -113,7 +115,9 @@ def test_the_manifest_is_written_last_and_a_second_push_writes_nothing(faulty: P
 def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Path) -> None:
     """Of two objects there the one that another writer left is not trusted, although it has the right size."""
     large = f"{PLACE}/{LARGE}"
-    faulty.server.faults.refuse = lambda asked: ("503 Slow Down", "SlowDown") if asked.method == "PUT" and large in asked.path else None
+    faulty.server.faults.refuse = lambda asked: (
+        ("503 Slow Down", "SlowDown") if asked.method == "PUT" and large in asked.path else None
+    )
     with pytest.raises(FetchFailed, match="SlowDown") as caught:
         push(faulty, source)
     assert caught.value.error_class == "NETWORK"
@@ -134,7 +138,9 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
     less = tmp_path / "less"
     less.mkdir()
     (less / LARGE).write_bytes((source / LARGE).read_bytes())
-    short = Manifest(REPOSITORY, COMMIT, describe(less, REPOSITORY, COMMIT).files, left_out=("config.json", "onnx/model.onnx"))
+    short = Manifest(
+        REPOSITORY, COMMIT, describe(less, REPOSITORY, COMMIT).files, left_out=("config.json", "onnx/model.onnx")
+    )
     with ThreadPoolExecutor(4) as threads:
         pushes = [threads.submit(push, place, source) for _ in range(3)]
         pushes.append(threads.submit(opened(place).push, less, short, Progress("it")))
@@ -148,7 +154,9 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("is_more", [True, False], ids=["before its manifest", "before its last look"])
-def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(faulty: Place, source: Path, tmp_path: Path, is_more: bool) -> None:
+def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
+    faulty: Place, source: Path, tmp_path: Path, is_more: bool
+) -> None:
     """What a push relied on is gone when it ends: it looks again."""
     push(faulty, source)
     other = ClusterCache(faulty.url, LIMITS)
@@ -237,8 +245,14 @@ def escaping(place: Place) -> None:
 
 
 BROKEN = {
-    missing: ("NETWORK", r"org/model@0123.* is damaged there, model\.safetensors: there is no such object: `sie weights push --force`"),
-    shorter: ("NETWORK", r"is damaged there, model\.safetensors(: the object is shorter| has 100 bytes, the manifest says 1000003)"),
+    missing: (
+        "NETWORK",
+        r"org/model@0123.* is damaged there, model\.safetensors: there is no such object: `sie weights push --force`",
+    ),
+    shorter: (
+        "NETWORK",
+        r"is damaged there, model\.safetensors(: the object is shorter| has 100 bytes, the manifest says 1000003)",
+    ),
     longer: ("NETWORK", r"is damaged there, model\.safetensors has 1000004 bytes, the manifest says 1000003"),
     wrong: ("NETWORK", r"is damaged there, model\.safetensors does not have the SHA-256 of the manifest"),
     unreadable: ("INCOMPATIBLE", r"not a manifest of weights: .*`sie weights push --force`"),
@@ -252,7 +266,9 @@ BROKEN = {
 def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     place: Place, source: Path, tmp_path: Path, broken: Callable[[Place], None]
 ) -> None:
-    """A8 4, C13: nothing of it counts as a snapshot; what was right of it is kept for the next try, and `--force` repairs it."""
+    """A8 4, C13: nothing of it counts as a snapshot; what was right of it is kept for the next try, and `--force`
+    repairs it.
+    """
     push(place, source)
     broken(place)
     error_class, message = BROKEN[broken]
@@ -297,7 +313,9 @@ def test_an_object_that_is_replaced_while_it_is_read_is_read_again(faulty: Place
 
 
 def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path, tmp_path: Path) -> None:
-    """Memory is bounded by the parts that are read ahead: never more reads than parts_at_once, each of part_bytes at most."""
+    """Memory is bounded by the parts that are read ahead: never more reads than parts_at_once, each of part_bytes at
+    most.
+    """
     push(faulty, source)
     faulty.server.faults = Faults(before=lambda asked: time.sleep(0.05) if asked.range else None)
     obtained(faulty, tmp_path / "cache")
@@ -442,7 +460,9 @@ def test_a_store_that_is_down_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down", "429 Too Many Requests"])
-def test_an_answer_that_may_be_another_one_later_is_asked_for_again(faulty: Place, source: Path, tmp_path: Path, status: str) -> None:
+def test_an_answer_that_may_be_another_one_later_is_asked_for_again(
+    faulty: Place, source: Path, tmp_path: Path, status: str
+) -> None:
     push(faulty, source)
     refused: set[Request] = set()
 
@@ -469,20 +489,30 @@ def test_credentials_that_expire_in_the_middle_are_a_typed_error(
 ) -> None:
     """Asked once, not again and again; when they are renewed the next try goes on."""
     push(faulty, source)
-    faulty.server.faults = Faults(refuse=lambda asked: (status, code) if len(faulty.server.faults.reads()) > 8 else None)
-    with pytest.raises(FetchFailed, match=rf"access is refused \(status {status[:3]} {code}\): give credentials") as caught:
+    faulty.server.faults = Faults(
+        refuse=lambda asked: (status, code) if len(faulty.server.faults.reads()) > 8 else None
+    )
+    with pytest.raises(
+        FetchFailed, match=rf"access is refused \(status {status[:3]} {code}\): give credentials"
+    ) as caught:
         obtained(faulty, tmp_path / "cache")
     assert caught.value.error_class == "NETWORK"
     assert len(faulty.server.faults.reads()) <= 9 + LIMITS.parts_at_once
     faulty.server.faults = Faults()
     assert files_of(obtained(faulty, tmp_path / "cache")) == files_of(source)
     faulty.server.faults.refuse = lambda _: (status, code)
-    for call in (lambda: opened(faulty).listed(), lambda: push(faulty, source), lambda: opened(faulty).remove(REPOSITORY, COMMIT)):
+    for call in (
+        lambda: opened(faulty).listed(),
+        lambda: push(faulty, source),
+        lambda: opened(faulty).remove(REPOSITORY, COMMIT),
+    ):
         with pytest.raises((FetchFailed, PushRefused), match="access is refused"):
             call()
 
 
-def test_credentials_that_the_store_does_not_know_are_a_typed_error(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_the_store_does_not_know_are_a_typed_error(
+    seaweed: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place.at(seaweed, monkeypatch)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     with pytest.raises(FetchFailed, match=r"access is refused \(status 403 InvalidAccessKeyId\)"):
@@ -496,6 +526,8 @@ def test_credentials_that_the_store_does_not_know_are_a_typed_error(seaweed: S3,
 
 def test_a_bucket_that_is_not_there_is_named(place: Place) -> None:
     elsewhere = Place(f"{place.url.split(':')[0]}://no-such-bucket/x", place.server)
-    with pytest.raises(FetchFailed, match=r"no bucket no-such-bucket: make it, or name another one in SIE_CLUSTER_CACHE") as caught:
+    with pytest.raises(
+        FetchFailed, match=r"no bucket no-such-bucket: make it, or name another one in SIE_CLUSTER_CACHE"
+    ) as caught:
         opened(elsewhere).listed()
     assert caught.value.error_class == "NOT_FOUND"

@@ -25,7 +25,9 @@ TABLE = [
 ]
 TYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 ROWS = hnp.arrays(
-    np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=20), elements=st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
+    np.float32,
+    hnp.array_shapes(min_dims=2, max_dims=2, max_side=20),
+    elements=st.floats(-1e4, 1e4, width=32, allow_subnormal=False),
 )
 
 

@@ -20,7 +20,11 @@ CPU = torch.device("cpu")
 
 
 def test_floats_count_in_the_precision_they_will_have_and_the_rest_as_stored(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7), "c": torch.zeros(4, dtype=torch.int64)}
+    tensors = {
+        "a": torch.zeros(3, 5, dtype=torch.bfloat16),
+        "b": torch.zeros(7),
+        "c": torch.zeros(4, dtype=torch.int64),
+    }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert weight_bytes(tmp_path, 4) == 22 * 4 + 32
     assert weight_bytes(tmp_path, 2) == 22 * 2 + 32
@@ -63,7 +67,9 @@ def test_the_peak_of_a_pass_is_what_it_allocated_at_most() -> None:
 def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:
     now, more = devices.memory(CPU), devices.memory(CPU, 1 << 30)
     assert more.percent > now.percent
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY, "the machine is the limit in this process"
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY, (
+        "the machine is the limit in this process"
+    )
     assert more.used_bytes - now.used_bytes == pytest.approx(1 << 30, rel=0.2)
 
 

@@ -80,7 +80,9 @@ def test_a_restart_knows_the_edge(device: Device) -> None:
 
 
 def test_what_a_neighbour_took_is_used_again_slowly(device: Device) -> None:
-    """O3: 1. a neighbour leaves a quarter of the device; 2. it goes; 3. one step at a time the limit is at the old size again."""
+    """O3: 1. a neighbour leaves a quarter of the device; 2. it goes; 3. one step at a time the limit is at the old size
+    again.
+    """
     device.run(3900)
     device.room = 1000
     device.run(3900)
@@ -226,7 +228,9 @@ def test_threads_leave_one_consistent_edge(device: Device) -> None:
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 2000) | st.none(), st.data())
-def test_parts_hold_every_item_once_and_stay_within_the_limit(lengths: list[int], limit: int | None, data: st.DataObject) -> None:
+def test_parts_hold_every_item_once_and_stay_within_the_limit(
+    lengths: list[int], limit: int | None, data: st.DataObject
+) -> None:
     """O8: exceeded only by an item that is alone."""
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
     tokens, rest, seen = np.array(lengths, np.int64), chosen, []

@@ -59,7 +59,9 @@ def resolved(folder: Path, **changes: Any) -> Resolved:
 
 def load_error(entry: Resolved) -> ModelLoadFailed:
     with pytest.raises(ModelLoadFailed) as raised:
-        Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")).load(entry)
+        Loader(
+            torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")
+        ).load(entry)
     return raised.value
 
 
@@ -83,7 +85,11 @@ def test_weights_that_do_not_fit_the_architecture_fail_the_load(change: str, ber
 
 def test_a_pooler_may_be_absent_because_it_is_never_run(bert: Path, tmp_path: Path) -> None:
     folder = copied(bert, tmp_path / "toy")
-    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.startswith("pooler")}
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not name.startswith("pooler")
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     toys.load(folder)
 
@@ -98,7 +104,11 @@ def test_pickled_weights_are_not_read(bert: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "text"),
-    [({"max_tokens": 301}, "300 positions"), ({"outputs": {"dense": 64}}, "32 wide"), ({"family": "ner"}, "no family ner")],
+    [
+        ({"max_tokens": 301}, "300 positions"),
+        ({"outputs": {"dense": 64}}, "32 wide"),
+        ({"family": "ner"}, "no family ner"),
+    ],
 )
 def test_an_entry_that_does_not_fit_the_model_fails_the_load(changes: dict[str, Any], text: str, bert: Path) -> None:
     error = load_error(resolved(bert, **changes))
@@ -158,10 +168,14 @@ def test_a_bare_model_has_no_head_to_classify_with(bert: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "auto"),
     [
-        ("bert", AutoModelForMaskedLM), ("roberta", AutoModelForMaskedLM), ("distilbert", AutoModelForMaskedLM),
-        ("modernbert", AutoModelForMaskedLM), ("electra", AutoModelForPreTraining), ("qwen2", AutoModelForCausalLM),
+        ("bert", AutoModelForMaskedLM),
+        ("roberta", AutoModelForMaskedLM),
+        ("distilbert", AutoModelForMaskedLM),
+        ("modernbert", AutoModelForMaskedLM),
+        ("electra", AutoModelForPreTraining),
+        ("qwen2", AutoModelForCausalLM),
     ],
-)  # fmt: skip
+)
 def test_a_language_model_may_be_used_without_its_head(kind: str, auto: Any, tmp_path: Path) -> None:
     folder = toys.save(tmp_path / "toy", kind, auto=auto, tie_word_embeddings=False)
     whole, bare = model_of(folder, auto), model_of(folder)
@@ -198,7 +212,9 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "override"), [("qwen2", False), ("qwen2 bidirectional", True), ("llama", False)])
 def test_an_entry_overrides_the_direction_of_attention(kind: str, override: bool, tmp_path: Path) -> None:
-    """W3: with it, the state of the first token does or does not depend on the last token; packed like the reference path."""
+    """W3: with it, the state of the first token does or does not depend on the last token; packed like the reference
+    path.
+    """
     folder = toys.save(tmp_path / "toy", kind)
     for options, causal in ((LoadOptions(), not override), (LoadOptions(causal=override), override)):
         encoder = toys.load(folder, options=options)
@@ -240,7 +256,9 @@ def modules(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) ->
         ({"pooling_mode": "weightedmean"}, "weighted"),
     ],
 )
-def test_the_pooling_of_a_model_is_read_from_its_own_files(config: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_the_pooling_of_a_model_is_read_from_its_own_files(
+    config: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     found = read_modules(modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=config))
     assert (found.pooling, found.normalizes) == (expected, True)
     bare = read_modules(tmp_path / "none")
@@ -258,7 +276,9 @@ def test_the_pooling_of_a_model_is_read_from_its_own_files(config: dict[str, Any
         (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt"),
     ],
 )
-def test_a_module_that_would_be_left_out_fails_the_load(kinds: tuple[str, ...], config: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_a_module_that_would_be_left_out_fails_the_load(
+    kinds: tuple[str, ...], config: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     """W3."""
     with pytest.raises(ModelLoadFailed, match=text):
         read_modules(modules(tmp_path, *kinds, pooling=config))
@@ -268,7 +288,9 @@ def dense(folder: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path
     """A folder of a transformer, a pooling and a Dense."""
     modules(folder, "Transformer", "Pooling", "Dense")
     place = folder / "2_Dense"
-    (place / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 8, "bias": True, **LINEAR, **config}))
+    (place / "config.json").write_text(
+        json.dumps({"in_features": 32, "out_features": 8, "bias": True, **LINEAR, **config})
+    )
     save_file({name.replace("_", "."): tensor for name, tensor in tensors.items()}, place / "model.safetensors")
     return folder
 
@@ -282,15 +304,22 @@ WEIGHT, BIAS = torch.randn(8, 32, generator=torch.Generator().manual_seed(3)), t
     [
         ({}, {"linear_bias": BIAS}, lambda x: x @ WEIGHT.T + BIAS),
         ({"bias": False}, {}, lambda x: x @ WEIGHT.T),
-        ({"activation_function": "torch.nn.modules.activation.Tanh"}, {"linear_bias": BIAS}, lambda x: torch.tanh(x @ WEIGHT.T + BIAS)),
         (
-            {"use_residual": True}, {"linear_bias": BIAS, "residual_weight": WEIGHT.flip(0)},
+            {"activation_function": "torch.nn.modules.activation.Tanh"},
+            {"linear_bias": BIAS},
+            lambda x: torch.tanh(x @ WEIGHT.T + BIAS),
+        ),
+        (
+            {"use_residual": True},
+            {"linear_bias": BIAS, "residual_weight": WEIGHT.flip(0)},
             lambda x: x @ WEIGHT.T + BIAS + x @ WEIGHT.flip(0).T,
         ),
     ],
     ids=["plain", "without bias", "tanh", "residual"],
-)  # fmt: skip
-def test_a_dense_layer_is_part_of_the_model(config: Any, tensors: Any, expected: Any, bert: Path, tmp_path: Path) -> None:
+)
+def test_a_dense_layer_is_part_of_the_model(
+    config: Any, tensors: Any, expected: Any, bert: Path, tmp_path: Path
+) -> None:
     """W3: the vectors of a folder with a Dense are those of the pooled states through it."""
     folder = dense(copied(bert, tmp_path / "toy"), config, linear_weight=WEIGHT, **tensors)
     encoder = toys.load(folder, outputs={"dense": 8})
@@ -313,7 +342,11 @@ def test_a_dense_layer_is_part_of_the_model(config: Any, tensors: Any, expected:
         ({}, {"linear_weight": WEIGHT[:4], "linear_bias": BIAS}, "shape"),
         ({}, {"other_weight": WEIGHT, "linear_bias": BIAS}, "missing"),
         ({"use_residual": True}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "residual"),
-        ({"activation_function": "torch.nn.modules.activation.Mish"}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "Mish"),
+        (
+            {"activation_function": "torch.nn.modules.activation.Mish"},
+            {"linear_weight": WEIGHT, "linear_bias": BIAS},
+            "Mish",
+        ),
     ],
 )
 def test_a_dense_layer_that_is_not_whole_fails_the_load(config: Any, tensors: Any, text: str, tmp_path: Path) -> None:
@@ -409,7 +442,9 @@ def test_a_package_adds_a_family_by_an_entry_point(tmp_path: Path, monkeypatch: 
         family_of("another")
 
 
-def test_a_family_whose_library_is_missing_names_it(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_whose_library_is_missing_names_it(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     installed(tmp_path, "lacking", "lacking_family", "import no_such_library\n")
     error = load_error(resolved(bert, family="lacking"))
@@ -421,7 +456,9 @@ def test_an_unproven_entry_loads_only_if_that_is_accepted(bert: Path) -> None:
     error = load_error(resolved(bert, unproven="its oracle is not at hand"))
     assert error.extras["error_class"] == "CERTIFICATE"
     assert "its oracle is not at hand" in error.message
-    loader = Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32"))
+    loader = Loader(
+        torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32")
+    )
     loader.load(resolved(bert, unproven="so", load=LoadOptions(accept_unproven=True)))
 
 
@@ -448,7 +485,9 @@ def test_bfloat16_is_near_float32_and_keeps_rotary_bases(kind: str, tmp_path: Pa
     folder = toys.save(tmp_path / "toy", kind)
     encoder = toys.load(folder, dtype=torch.bfloat16)
     assert encoder.precision == "bfloat16"
-    assert {buffer.dtype for buffer in encoder.backbone._model.buffers() if buffer.is_floating_point()} <= {torch.float32}
+    assert {buffer.dtype for buffer in encoder.backbone._model.buffers() if buffer.is_floating_point()} <= {
+        torch.float32
+    }
     assert {parameter.dtype for parameter in encoder.backbone._model.parameters()} == {torch.bfloat16}
     sequences = toys.random_ids(LENGTHS)
     for got, expected in zip(states_packed(encoder, sequences), states_one_by_one(folder, sequences), strict=True):

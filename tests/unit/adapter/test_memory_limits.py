@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from unit.adapter import toys
 
-# Memory that is free in another arena would count as held; the capacity is what the process takes where it starts under a limit.
+# Memory that is free in another arena would count as held; the capacity is what the process takes where it starts under
+# a limit.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 _HEADROOM_MIB = 120
 
@@ -20,9 +21,13 @@ _HEADROOM_MIB = 120
 def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
     """What a script beside this file printed last."""
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s,
-        env={**os.environ, **_ENVIRONMENT}, check=False,
-    )  # fmt: skip
+        [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **_ENVIRONMENT},
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -31,13 +36,21 @@ def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one layer whose activations are large beside its weights."""
     return toys.save(
-        tmp_path_factory.mktemp("wide") / "bert", "bert", vocab_size=500, hidden_size=64, intermediate_size=2048, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("wide") / "bert",
+        "bert",
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=2048,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+    )
 
 
 def fail_and_learn(folder: Path, cache: Path, batches: int, timeout_s: float) -> None:
-    """1. What was learnt is doubted at every batch: real failures, no client sees one; 2. after a restart it is believed: hardly any."""
+    """1. What was learnt is doubted at every batch: real failures, no client sees one; 2. after a restart it is
+    believed: hardly any.
+    """
     doubting = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, batches, 1, 3000, timeout_s=timeout_s)
     assert list(doubting["codes"]) == ["ok"]
     assert doubting["failures"] >= 20
@@ -64,7 +77,9 @@ def test_ten_thousand_adversarial_batches_at_the_limit(wide: Path, tmp_path: Pat
 
 
 def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
-    """1. The code of a new primitive finds no memory; 2. with all of it free again, oneDNN still refuses that thread, and we do not."""
+    """1. The code of a new primitive finds no memory; 2. with all of it free again, oneDNN still refuses that thread,
+    and we do not.
+    """
     told = child("spoilt_thread.py", timeout_s=60)
     assert told["refusal"] == "could not create a primitive"
     assert told["spoilt"]
@@ -72,7 +87,10 @@ def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
     assert told["here"] == "right"
     assert told["results"] == ["right"] * 3
     assert told["refused"] == []
-    assert told["lane"] == {"told": [["could not create a primitive", False], ["right", False], ["right", False]], "ended": True}
+    assert told["lane"] == {
+        "told": [["could not create a primitive", False], ["right", False], ["right", False]],
+        "ended": True,
+    }
 
 
 def cycle(folder: Path, cycles: int, timeout_s: float) -> None:

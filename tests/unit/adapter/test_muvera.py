@@ -34,14 +34,17 @@ def changed(**changes: object) -> Muvera:
     return Muvera(**{**{name: getattr(PLAIN, name) for name in Muvera.__struct_fields__}, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("parameters", "is_query", "expected"), [
-    (PLAIN, True, [0.5, 0.5, 1.5, 0.5, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
-    (PLAIN, False, [0.25, 0.25, 0.75, 0.25, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
-    (changed(fill_empty_partitions=True), False, [0.25, 0.25, 0.75, 0.25, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
-    (changed(fill_empty_partitions=True), True, [0.5, 0.5, 1.5, 0.5, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
-    (changed(projection_dim=2), True, [0, -1, 0, 0, 0, 1, -1, 0]),
-    (changed(final_projection_dim=8), True, [1.5, 0, 0, -0.5, 0, 2.5, -0.5, 0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parameters", "is_query", "expected"),
+    [
+        (PLAIN, True, [0.5, 0.5, 1.5, 0.5, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+        (PLAIN, False, [0.25, 0.25, 0.75, 0.25, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+        (changed(fill_empty_partitions=True), False, [0.25, 0.25, 0.75, 0.25, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+        (changed(fill_empty_partitions=True), True, [0.5, 0.5, 1.5, 0.5, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+        (changed(projection_dim=2), True, [0, -1, 0, 0, 0, 1, -1, 0]),
+        (changed(final_projection_dim=8), True, [1.5, 0, 0, -0.5, 0, 2.5, -0.5, 0]),
+    ],
+)
 def test_the_small_values_of_the_contract(parameters: Muvera, is_query: bool, expected: list[float]) -> None:
     assert one(TOKENS, parameters, is_query=is_query).tolist() == expected
 
@@ -60,10 +63,14 @@ def test_the_values_of_the_contract_for_the_defaults() -> None:
 
 PARAMETERS = st.builds(
     Muvera,
-    num_repetitions=st.integers(1, 5), num_simhash_projections=st.integers(0, 5), projection_dim=st.none() | st.integers(1, 20),
-    final_projection_dim=st.none() | st.integers(1, 300), seed=st.integers(0, 2**40), normalize=st.booleans(),
+    num_repetitions=st.integers(1, 5),
+    num_simhash_projections=st.integers(0, 5),
+    projection_dim=st.none() | st.integers(1, 20),
+    final_projection_dim=st.none() | st.integers(1, 300),
+    seed=st.integers(0, 2**40),
+    normalize=st.booleans(),
     fill_empty_partitions=st.booleans(),
-)  # fmt: skip
+)
 
 
 @given(
@@ -73,7 +80,9 @@ PARAMETERS = st.builds(
     st.booleans(),
     st.sampled_from([1 << 8, 1 << 12, 1 << 21]),
 )
-def test_a_ragged_batch_equals_the_steps_written_out(parameters: Muvera, lengths: list[int], dim: int, is_query: bool, budget: int) -> None:
+def test_a_ragged_batch_equals_the_steps_written_out(
+    parameters: Muvera, lengths: list[int], dim: int, is_query: bool, budget: int
+) -> None:
     """Whatever the blocks: the smallest budget holds one item and one repetition."""
     rows = [unit_rows(seed, count, dim) if count else torch.zeros(0, dim) for seed, count in enumerate(lengths)]
     with pytest.MonkeyPatch.context() as patch:
@@ -84,9 +93,15 @@ def test_a_ragged_batch_equals_the_steps_written_out(parameters: Muvera, lengths
     np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("parameters", [
-    Muvera(), Muvera(fill_empty_partitions=True), Muvera(projection_dim=16, final_projection_dim=None), Muvera(normalize=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        Muvera(),
+        Muvera(fill_empty_partitions=True),
+        Muvera(projection_dim=16, final_projection_dim=None),
+        Muvera(normalize=True),
+    ],
+)
 @pytest.mark.parametrize("is_query", [True, False])
 def test_an_item_does_not_depend_on_its_batch_mates(parameters: Muvera, is_query: bool) -> None:
     """To the bit, and the items themselves stay as they are."""
@@ -147,7 +162,9 @@ def test_normalised_results_have_length_one_and_the_same_direction() -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_inner_products_rank_like_maxsim(fill: bool) -> None:
-    """Documents hold tokens near those of a query in numbers of 0 to 16: the order of MaxSim and that of inner products agree."""
+    """Documents hold tokens near those of a query in numbers of 0 to 16: the order of MaxSim and that of inner products
+    agree.
+    """
     rng = np.random.default_rng(11)
     parameters = Muvera(fill_empty_partitions=fill)
     taus = []
@@ -155,8 +172,12 @@ def test_inner_products_rank_like_maxsim(fill: bool) -> None:
         query = unit_rows(100 + seed, 16, 64)
         documents = []
         for near in range(0, 17, 2):
-            noisy = query[rng.permutation(16)[:near]] + 0.08 * torch.from_numpy(rng.normal(size=(near, 64)).astype(np.float32))
-            documents.append(torch.nn.functional.normalize(torch.cat([noisy, unit_rows(1000 * seed + near, 40 - near, 64)]), dim=1))
+            noisy = query[rng.permutation(16)[:near]] + 0.08 * torch.from_numpy(
+                rng.normal(size=(near, 64)).astype(np.float32)
+            )
+            documents.append(
+                torch.nn.functional.normalize(torch.cat([noisy, unit_rows(1000 * seed + near, 40 - near, 64)]), dim=1)
+            )
         exact = torch.stack([(query @ document.T).amax(1).sum() for document in documents])
         close = muvera.encode(documents, parameters, is_query=False) @ one(query, parameters, is_query=True)
         pairs = [(i, j) for i in range(9) for j in range(i)]
@@ -190,7 +211,9 @@ def test_two_threads_at_once_get_what_one_gets() -> None:
 def test_matrices_are_drawn_once_and_the_longest_unused_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     draw = muvera._draw
-    monkeypatch.setattr(muvera, "_draw", lambda parameters, *rest: (drawn.append(parameters.seed), draw(parameters, *rest))[1])
+    monkeypatch.setattr(
+        muvera, "_draw", lambda parameters, *rest: (drawn.append(parameters.seed), draw(parameters, *rest))[1]
+    )
     monkeypatch.setattr(muvera, "_MATRICES", muvera._Cache(1 << 30, 2))
     tokens = [unit_rows(0, 3, 8)]
     for seed in (1, 1, 2, 1, 3, 1, 2):
@@ -222,13 +245,19 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("parameters", [
-    Muvera(), Muvera(num_repetitions=2, num_simhash_projections=10),
-    Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        Muvera(),
+        Muvera(num_repetitions=2, num_simhash_projections=10),
+        Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True),
+    ],
+)
 @pytest.mark.parametrize("budget", [muvera.CPU_BLOCK_BYTES, muvera.BLOCK_BYTES])
 @pytest.mark.parametrize("tokens", [8, 512])
-def test_no_intermediate_grows_with_the_batch(parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_intermediate_grows_with_the_batch(
+    parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """96 items: all their cells would be 96 MiB, and projected tokens of 512 each 768 MiB."""
     monkeypatch.setattr(muvera, "CPU_BLOCK_BYTES", budget)
     rows = list(unit_rows(0, 24 * tokens, 128).view(24, tokens, 128)) * 4

@@ -33,7 +33,10 @@ def test_groups_cover_all_tokens_once_and_hold_equal_lengths(lengths: list[int])
     packed = pack(as_items([[7] * length for length in lengths]), np.arange(len(lengths)), Positions())
     covered = [length for _, sequences, length, _ in packed.groups for _ in range(sequences)]
     assert covered == sorted(lengths)
-    assert [first for first, *_ in packed.groups] == [0, *np.cumsum([n * length for _, n, length, _ in packed.groups])[:-1]]
+    assert [first for first, *_ in packed.groups] == [
+        0,
+        *np.cumsum([n * length for _, n, length, _ in packed.groups])[:-1],
+    ]
     assert packed.groups[:, 3].tolist() == packed.groups[:, 2].tolist()
     assert packed.visible is None
 
@@ -65,7 +68,9 @@ def test_a_batch_in_which_nothing_is_filled_up_keeps_the_kernels_for_all_sequenc
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=30))
 def test_a_group_has_one_length_and_one_visible_part(sizes: list[tuple[int, int]]) -> None:
-    batch = expanded(as_items([[7] * length for length, _ in sizes]), np.array([wanted for _, wanted in sizes]), 9, attended=False)
+    batch = expanded(
+        as_items([[7] * length for length, _ in sizes]), np.array([wanted for _, wanted in sizes]), 9, attended=False
+    )
     packed = pack(batch, np.arange(len(sizes)), Positions())
     covered = [(length, visible) for _, sequences, length, visible in packed.groups.tolist() for _ in range(sequences)]
     assert covered == sorted((max(size), size[0]) for size in sizes)
@@ -93,11 +98,18 @@ def test_a_pad_id_inside_a_text_has_the_position_that_roberta_gives_it() -> None
 @pytest.mark.parametrize(
     ("lengths", "ids", "types"),
     [
-        (b"\1\0\0", b"", b""), (b"\1\0\0\0", b"", b""), (b"\1\0\0\0", b"\0\0\0\0\0\0\0\0", b""),
-        (b"\xff\xff\xff\xff\1\0\0\0", b"", b""), (b"", b"\0", b""), (b"\1\0\0\0", b"\5\0\0\0", b"\0\0"), (b"", b"", b"\0"),
+        (b"\1\0\0", b"", b""),
+        (b"\1\0\0\0", b"", b""),
+        (b"\1\0\0\0", b"\0\0\0\0\0\0\0\0", b""),
+        (b"\xff\xff\xff\xff\1\0\0\0", b"", b""),
+        (b"", b"\0", b""),
+        (b"\1\0\0\0", b"\5\0\0\0", b"\0\0"),
+        (b"", b"", b"\0"),
     ],
-)  # fmt: skip
-def test_lengths_ids_and_types_that_do_not_belong_together_are_refused(lengths: bytes, ids: bytes, types: bytes) -> None:
+)
+def test_lengths_ids_and_types_that_do_not_belong_together_are_refused(
+    lengths: bytes, ids: bytes, types: bytes
+) -> None:
     with pytest.raises(MalformedBatch):
         items(lengths, ids, types)
 
@@ -111,8 +123,10 @@ def test_extremes_name_the_item_even_beside_empty_ones() -> None:
 def test_a_layout_names_the_kernel_of_each_group_or_one_for_all_sequences() -> None:
     packed = pack(as_items([[1] * 8, [1] * 9, [1] * 9, [1] * 600]), np.arange(4), Positions())
     assert layout_of(Kernel.BLOCKS, packed).tolist() == [
-        [0, 1, 8, 8, Kernel.BLOCKS], [8, 2, 9, 9, Kernel.BLOCKS], [26, 1, 600, 600, Kernel.BLOCKS],
-    ]  # fmt: skip
+        [0, 1, 8, 8, Kernel.BLOCKS],
+        [8, 2, 9, 9, Kernel.BLOCKS],
+        [26, 1, 600, 600, Kernel.BLOCKS],
+    ]
     assert layout_of(Kernel.VARLEN, packed).tolist() == [[0, 4, 600, 600, Kernel.VARLEN]]
 
 

@@ -56,7 +56,9 @@ def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -
     found = vectors(options, {"dense": list(pooled)})
     cut = pooled[:, : dimensions or 16].double().numpy()
     expected = cut / np.linalg.norm(cut, axis=1, keepdims=True) if normalize else cut
-    np.testing.assert_allclose([answer.arrays["dense"] for answer in found if isinstance(answer, Answer)], expected, atol=1e-6)
+    np.testing.assert_allclose(
+        [answer.arrays["dense"] for answer in found if isinstance(answer, Answer)], expected, atol=1e-6
+    )
 
 
 def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() -> None:
@@ -71,7 +73,9 @@ def states(queries: list[bool] | None = None, pooling: str = "") -> States:
     hidden, bounds, groups = packed(torch.float32)
     rows = np.array([[*group, group[2]] for group in groups])
     nothing = np.zeros(0, np.int64)
-    return States(hidden, Packed(nothing, nothing, bounds.numpy(), rows, np.arange(6)), np.array(queries or [False] * 6), pooling)
+    return States(
+        hidden, Packed(nothing, nothing, bounds.numpy(), rows, np.arange(6)), np.array(queries or [False] * 6), pooling
+    )
 
 
 def test_a_dense_head_pools_what_is_asked_for_and_then_applies_its_layers() -> None:
@@ -90,7 +94,14 @@ def test_a_dense_head_pools_what_is_asked_for_and_then_applies_its_layers() -> N
 def test_a_head_says_where_its_vectors_are_not_finite() -> None:
     given = states()
     given.hidden[5] = torch.inf  # the last token of the third sequence
-    assert DenseHead("mean", None, torch.device("cpu")).reduce(given, np.arange(6)).usable.tolist() == [True, True, False, True, True, True]
+    assert DenseHead("mean", None, torch.device("cpu")).reduce(given, np.arange(6)).usable.tolist() == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert DenseHead("cls", None, torch.device("cpu")).reduce(given, np.arange(6)).usable.all()
 
 

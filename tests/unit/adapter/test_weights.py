@@ -20,7 +20,9 @@ EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 
 
 def entry(**sources: str) -> ModelEntry:
-    return ModelEntry(id="a/b", weights=Weights(**sources), family="text-encoder", outputs={"dense": 384}, max_tokens=256)
+    return ModelEntry(
+        id="a/b", weights=Weights(**sources), family="text-encoder", outputs={"dense": 384}, max_tokens=256
+    )
 
 
 def model_in(folder: Path) -> Path:
@@ -37,7 +39,10 @@ def cached(cache: Path, commit: str = COMMIT) -> Path:
 def test_a_path_wins(tmp_path: Path) -> None:
     folder = model_in(tmp_path / "model")
     cached(tmp_path)
-    assert WeightSources(tmp_path, False).folder(entry(path=str(folder), hub=HUB, revision=COMMIT, package=PACKAGE)) == folder
+    assert (
+        WeightSources(tmp_path, False).folder(entry(path=str(folder), hub=HUB, revision=COMMIT, package=PACKAGE))
+        == folder
+    )
 
 
 def test_a_snapshot_of_the_pinned_commit_wins_over_the_package(tmp_path: Path) -> None:
@@ -71,7 +76,9 @@ def _header(data: bytes) -> bytes:
         ("model.safetensors", _header(b'{"a": ' + b"[" * 100_000), "RecursionError"),
     ],
 )
-def test_a_damaged_file_counts_as_missing(name: str, data: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_counts_as_missing(
+    name: str, data: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is downloaded, as if nothing were there; where that is off the message names the file."""
     (cached(tmp_path) / name).write_bytes(data)
     with pytest.raises(ModelLoadFailed, match=rf"is not complete: {name} is not .*{kind}") as raised:
@@ -86,7 +93,9 @@ def test_a_damaged_file_counts_as_missing(name: str, data: bytes, kind: str, tmp
 
 def test_a_miss_names_every_place_and_the_settings_that_would_help(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadFailed) as raised:
-        WeightSources(tmp_path, False).folder(entry(path="/nowhere", hub=HUB, revision=COMMIT, package="no-such-package"))
+        WeightSources(tmp_path, False).folder(
+            entry(path="/nowhere", hub=HUB, revision=COMMIT, package="no-such-package")
+        )
     message = raised.value.message
     assert raised.value.extras == {"error_class": "NOT_FOUND"}
     for part in ("/nowhere", str(tmp_path), "SIE_LOCAL_CACHE", "no-such-package", "SIE_HF_FALLBACK"):

@@ -128,7 +128,9 @@ class MemoryBroker:
 
     async def reach(self, timeout_s: float) -> float:
         """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
-        await asyncio.sleep(0)  # a round trip lets others run: a caller that asks again and again must not stop the loop
+        await asyncio.sleep(
+            0
+        )  # a round trip lets others run: a caller that asks again and again must not stop the loop
         if self._live:
             return timeout_s
         start_s = time.monotonic()
@@ -144,7 +146,9 @@ class MemoryBroker:
     def require(self) -> None:
         """Raises BrokerUnavailable without a connection."""
         if not self._live:
-            raise BrokerUnavailable(f"{self.name}: {'the connection to the broker is closed' if self._closed else 'no connection'}")
+            raise BrokerUnavailable(
+                f"{self.name}: {'the connection to the broker is closed' if self._closed else 'no connection'}"
+            )
 
     def acknowledge(self, delivery: MemoryDelivery) -> None:
         """Unlike the rest, an ack is kept while there is no connection: it is right whenever it arrives."""
@@ -156,7 +160,9 @@ class MemoryBroker:
             self._late_acks.append(delivery)
 
     def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection: kept, cancelled at close. If it crashes, the connection counts as not connected."""
+        """Run `work` as a task of this connection: kept, cancelled at close. If it crashes, the connection counts as
+        not connected.
+        """
         return self._tasks.start(work, what)
 
     # ---- core messages
@@ -170,9 +176,15 @@ class MemoryBroker:
         self._server.route(CoreMessage(subject, data, reply))
 
     async def subscribe(
-        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "", *, held_messages: int | None = None,
-        held_bytes: int | None = None, on_dropped: Callable[[str], None] | None = None,
-    ) -> Subscription:  # fmt: skip
+        self,
+        subject: str,
+        handler: Callable[[CoreMessage], Awaitable[None]],
+        queue: str = "",
+        *,
+        held_messages: int | None = None,
+        held_bytes: int | None = None,
+        on_dropped: Callable[[str], None] | None = None,
+    ) -> Subscription:
         await self.reach(API_TIMEOUT_S)
         limits = held_messages or HELD_MESSAGES, held_bytes or HELD_BYTES
         listener = Listener(self, self._server, subject, handler, queue, self._listeners, limits, on_dropped)
@@ -257,7 +269,9 @@ class MemoryBroker:
             self._server.advise(spec.stream, spec.name, exists=True)
             return
         found = consumer.spec
-        field = next((field for field in ("subject", "ack_wait_s") if getattr(found, field) != getattr(spec, field)), None)
+        field = next(
+            (field for field in ("subject", "ack_wait_s") if getattr(found, field) != getattr(spec, field)), None
+        )
         if found.version < spec.version and field not in _NEVER_UPDATED:
             consumer.spec = spec
         elif field is not None:
@@ -329,7 +343,9 @@ class MemoryBroker:
     def forget(self, pulls: MemoryPulls) -> None:
         self._pulls.discard(pulls)
 
-    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0) -> KeyValue:
+    async def key_value(
+        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+    ) -> KeyValue:
         await self.reach(API_TIMEOUT_S)
         held = self._server.buckets.get(bucket)
         if held is None:

@@ -83,7 +83,9 @@ class MemoryKeyValue:
         await self._broker.reach(API_TIMEOUT_S)
         self._bucket.age()
         below = f"{within}." if within else ""
-        found = (entry for entry in self._bucket.entries.values() if entry.value is not None and entry.key.startswith(below))
+        found = (
+            entry for entry in self._bucket.entries.values() if entry.value is not None and entry.key.startswith(below)
+        )
         return sorted(found, key=lambda entry: entry.key)
 
     async def since(self, revision: int) -> list[Entry]:
@@ -106,7 +108,9 @@ class MemoryKeyValue:
 
 
 class Watch:
-    """Entries wait in order for one task, which runs only while there are some. What a lost connection missed is read on its return."""
+    """Entries wait in order for one task, which runs only while there are some. What a lost connection missed is read
+    on its return.
+    """
 
     def __init__(
         self,

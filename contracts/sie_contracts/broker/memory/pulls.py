@@ -19,7 +19,18 @@ log = logging.getLogger("sie.broker")
 class MemoryDelivery:
     """A leased message. Whoever settles it, also after its lease went to somebody else, settles it for good."""
 
-    __slots__ = ("_broker", "_consumer", "consumer", "data", "delivered", "pending", "reply", "sent_s", "sequence", "subject")
+    __slots__ = (
+        "_broker",
+        "_consumer",
+        "consumer",
+        "data",
+        "delivered",
+        "pending",
+        "reply",
+        "sent_s",
+        "sequence",
+        "subject",
+    )
 
     def __init__(self, broker: MemoryBroker, consumer: Consumer, message: Message) -> None:
         self._broker = broker
@@ -84,7 +95,9 @@ class Credit:
 
 
 class MemoryPulls:
-    def __init__(self, broker: MemoryBroker, server: MemoryServer, stream: str, handler: Callable[[Delivery], None]) -> None:
+    def __init__(
+        self, broker: MemoryBroker, server: MemoryServer, stream: str, handler: Callable[[Delivery], None]
+    ) -> None:
         self.broker = broker
         self._server = server
         self._stream = stream

@@ -1,4 +1,6 @@
-"""The state that connections share: it finds the stream of a subject, serves consumers in turns and routes core messages."""
+"""The state that connections share: it finds the stream of a subject, serves consumers in turns and routes core
+messages.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ _DELIVERIES_A_TURN = 64
 class MemoryServer:
     """The state that connections share.
 
-    `clock` drives ack waits, delays, ages and windows; with a clock of one's own, `run_due` must be called after it was moved.
-    `lose_answers` is the number of coming publishes that are stored while their publisher sees BrokerUnavailable.
+    `clock` drives ack waits, delays, ages and windows; with a clock of one's own, `run_due` must be called after it was
+    moved. `lose_answers` is the number of coming publishes that are stored while their publisher sees
+    BrokerUnavailable.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class MemoryServer:
         return broker
 
     def disconnect(self) -> None:
-        """Every connection is lost, as when the broker dies: what waits for an answer fails, open pulls are gone, leases go on."""
+        """Every connection is lost, as when the broker dies: what waits for an answer fails, open pulls are gone,
+        leases go on.
+        """
         for broker in list(self._connections):
             broker.disconnect()
 
@@ -99,7 +104,10 @@ class MemoryServer:
     def stream_of(self, subject: str) -> Stream:
         stream = self._by_subject.get(subject)
         if stream is None:
-            stream = next((one for one in self.streams.values() if any(matches(each, subject) for each in one.spec.subjects)), None)
+            stream = next(
+                (one for one in self.streams.values() if any(matches(each, subject) for each in one.spec.subjects)),
+                None,
+            )
             if stream is None:
                 raise BrokerUnavailable(f"no stream takes {subject}")
             if len(self._by_subject) < 100_000:

@@ -86,7 +86,9 @@ class Message:
 
 
 class Consumer:
-    """Each message of the filter is in one place: waiting, leased, or due again. Credits are open pulls, served in turns."""
+    """Each message of the filter is in one place: waiting, leased, or due again. Credits are open pulls, served in
+    turns.
+    """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
         self.spec = spec
@@ -102,7 +104,9 @@ class Consumer:
 
     def state(self) -> ConsumerState:
         spec, waiting = self.spec, len(self.waiting) + len(self.again)
-        return ConsumerState(spec.name, spec.subject, spec.ack_wait_s, spec.version, self._deliveries, waiting, len(self.leases))
+        return ConsumerState(
+            spec.name, spec.subject, spec.ack_wait_s, spec.version, self._deliveries, waiting, len(self.leases)
+        )
 
     def drop(self, sequence: int) -> None:
         """The message has left the stream."""
@@ -221,7 +225,9 @@ class Stream:
         return True
 
     def consumer_of(self, subject: str) -> Consumer | None:
-        return self._exact.get(subject) or next((each for each in self._wide if matches(each.spec.subject, subject)), None)
+        return self._exact.get(subject) or next(
+            (each for each in self._wide if matches(each.spec.subject, subject)), None
+        )
 
     def add_consumer(self, spec: ConsumerSpec) -> Consumer:
         if not any(overlap(spec.subject, subject) for subject in self.spec.subjects):
@@ -236,7 +242,9 @@ class Stream:
             self._exact[spec.subject] = consumer
         subjects = {subject for subject in self.counts if matches(spec.subject, subject)}
         if subjects:
-            consumer.waiting.update((number, None) for number, message in self.messages.items() if message.subject in subjects)
+            consumer.waiting.update(
+                (number, None) for number, message in self.messages.items() if message.subject in subjects
+            )
         return consumer
 
     def remove_consumer(self, name: str) -> bool:

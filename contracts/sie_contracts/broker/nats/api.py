@@ -1,4 +1,6 @@
-"""The JetStream API: what goes over the wire, what an error code means, how a spec is written as a configuration and compared with one."""
+"""The JetStream API: what goes over the wire, what an error code means, how a spec is written as a configuration and
+compared with one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,19 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts.broker import BrokerError, BrokerUnavailable, ConsumerState, StreamFull, StreamState, TopologyMismatch, WrongRevision
+from sie_contracts.broker import (
+    BrokerError,
+    BrokerUnavailable,
+    ConsumerState,
+    StreamFull,
+    StreamState,
+    TopologyMismatch,
+    WrongRevision,
+)
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 
-# Top-ups are pulls of their own: a few dozen per busy worker and consumer. The broker's default of 512 refuses the rest of a large pool.
+# Top-ups are pulls of their own: a few dozen per busy worker and consumer. The broker's default of 512 refuses the rest
+# of a large pool.
 _MAX_WAITING_PULLS = 8192
 
 _VERSION_KEY = "sie.topology"
@@ -27,7 +38,10 @@ _SPEC_FIELDS = {
     "filter_subject": "subject",
 }
 _NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is given up
-NEVER_UPDATED = {"filter_subject", "ack_policy"}  # a changed filter may overlap, which some server versions accept on update
+NEVER_UPDATED = {
+    "filter_subject",
+    "ack_policy",
+}  # a changed filter may overlap, which some server versions accept on update
 
 
 class ApiError(msgspec.Struct):
@@ -173,8 +187,9 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # What it keeps are leases. In files each busy consumer writes them ten times a second, which costs the broker 10 times the CPU of
-        # the work itself at 200 consumers (bench/broker.py); without, a broker that dies delivers again what was leased.
+        # What it keeps are leases. In files each busy consumer writes them ten times a second, which costs the broker
+        # 10 times the CPU of the work itself at 200 consumers (bench/broker.py); without, a broker that dies delivers
+        # again what was leased.
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
@@ -205,7 +220,11 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """The settings of `wanted` that the broker holds otherwise. The broker leaves out what is zero."""
-    return [name for name, value in wanted.items() if name not in _NEVER_COMPARED and found.get(name, type(value)()) != value]
+    return [
+        name
+        for name, value in wanted.items()
+        if name not in _NEVER_COMPARED and found.get(name, type(value)()) != value
+    ]
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
@@ -231,6 +250,11 @@ def state_of(info: StreamInfo) -> StreamState:
 def consumer_state_of(info: ConsumerInfo) -> ConsumerState:
     config = info.config
     return ConsumerState(
-        info.name, config.get("filter_subject", ""), config.get("ack_wait", 0) / 1e9, version_of(config), info.delivered.consumer_seq,
-        info.num_pending, info.num_ack_pending,
-    )  # fmt: skip
+        info.name,
+        config.get("filter_subject", ""),
+        config.get("ack_wait", 0) / 1e9,
+        version_of(config),
+        info.delivered.consumer_seq,
+        info.num_pending,
+        info.num_ack_pending,
+    )

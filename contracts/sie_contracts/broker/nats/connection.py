@@ -1,4 +1,6 @@
-"""One connection to a NATS server or cluster: how it is kept, what is asked over it and how an answer finds its question."""
+"""One connection to a NATS server or cluster: how it is kept, what is asked over it and how an answer finds its
+question.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,14 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 async def connect(url: str, *, name: str, timeout_s: float = 10.0, password: Secret | None = None) -> Broker:
-    """Connect to `url` (several servers of a cluster: joined by commas), under `name` in the server's list of connections.
+    """Connect to `url` (several servers of a cluster: joined by commas), under `name` in the server's list of
+    connections.
 
     `password` is that of a user whom `url` names without one.
 
-    Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever: a lost one is noticed within 15 s
-    at a silent peer, at once otherwise, and tried again every 0.1 to 1 s. The credentials of `url` appear in no log and no error.
+    Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever: a lost one is
+    noticed within 15 s at a silent peer, at once otherwise, and tried again every 0.1 to 1 s. The credentials of `url`
+    appear in no log and no error.
     """
     broker = NatsBroker(name)
     await broker.open(url, timeout_s, password)
@@ -132,7 +136,9 @@ class NatsBroker:
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
                     where = ", ".join(servers)
-                    raise BrokerUnavailable(f"{self.name}: no broker at {where} within {timeout_s} s: {reason!r}") from None
+                    raise BrokerUnavailable(
+                        f"{self.name}: no broker at {where} within {timeout_s} s: {reason!r}"
+                    ) from None
             except asyncio.CancelledError:
                 await self._hang_up()
                 raise
@@ -144,7 +150,9 @@ class NatsBroker:
         self.own(self._run_reconnect_handlers(), "reconnect handlers")
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try each server once or twice. The client's own loop would go on for ever, also after a cancellation (nats-py 2.16)."""
+        """Try each server once or twice. The client's own loop would go on for ever, also after a cancellation (nats-py
+        2.16).
+        """
         self._client = Client()
         self._client._transport = self._transport = Transport()
         await self._client.connect(
@@ -195,7 +203,9 @@ class NatsBroker:
         return str(info.get("version", "")), bool(info.get("jetstream"))
 
     async def close(self) -> None:
-        """Send what is buffered, then end the connection and every task of it. Open pulls and watches just end: `stop` them before."""
+        """Send what is buffered, then end the connection and every task of it. Open pulls and watches just end: `stop`
+        them before.
+        """
         if self._live:
             try:
                 await self.flush(_CLOSE_TIMEOUT_S)
@@ -224,7 +234,12 @@ class NatsBroker:
         if isinstance(error, SlowConsumerError):
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
-                log.error("%s: %d messages dropped, the last on %s: its handler is too slow", self.name, self._dropped, error.subject)
+                log.error(
+                    "%s: %d messages dropped, the last on %s: its handler is too slow",
+                    self.name,
+                    self._dropped,
+                    error.subject,
+                )
             dropper = self._droppers.get(error.sub)
             if dropper is not None:
                 dropper(error.subject)
@@ -284,7 +299,9 @@ class NatsBroker:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection: kept, cancelled at close. If it crashes, the connection counts as not connected."""
+        """Run `work` as a task of this connection: kept, cancelled at close. If it crashes, the connection counts as
+        not connected.
+        """
         return self._tasks.start(work, what)
 
     # ---- messages and answers
@@ -318,9 +335,15 @@ class NatsBroker:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def subscribe(
-        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "", *, held_messages: int | None = None,
-        held_bytes: int | None = None, on_dropped: Callable[[str], None] | None = None,
-    ) -> Subscription:  # fmt: skip
+        self,
+        subject: str,
+        handler: Callable[[CoreMessage], Awaitable[None]],
+        queue: str = "",
+        *,
+        held_messages: int | None = None,
+        held_bytes: int | None = None,
+        on_dropped: Callable[[str], None] | None = None,
+    ) -> Subscription:
         what = f"{self.name}: the handler of {subject}"
 
         async def arrived(message: Any) -> None:
@@ -329,7 +352,11 @@ class NatsBroker:
         await self.reach(API_TIMEOUT_S)
         try:
             subscription = await self._client.subscribe(
-                subject, queue, cb=arrived, pending_msgs_limit=held_messages or HELD_MESSAGES, pending_bytes_limit=held_bytes or HELD_BYTES
+                subject,
+                queue,
+                cb=arrived,
+                pending_msgs_limit=held_messages or HELD_MESSAGES,
+                pending_bytes_limit=held_bytes or HELD_BYTES,
             )
         except BadSubjectError:
             raise ValueError(f"{subject!r} is not a subject") from None
@@ -350,8 +377,12 @@ class NatsBroker:
             raise NoResponder(f"nobody listens on {subject}")
         return bytes(answer.data)
 
-    async def roundtrip(self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Any:
-        """Send with a reply address and return the first message that comes back, which may be a status. Raises BrokerUnavailable."""
+    async def roundtrip(
+        self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> Any:
+        """Send with a reply address and return the first message that comes back, which may be a status. Raises
+        BrokerUnavailable.
+        """
         if not self._live:
             timeout_s = await self.reach(timeout_s)
         loop = asyncio.get_running_loop()
@@ -384,7 +415,9 @@ class NatsBroker:
             raise PayloadTooBig(f"a message of {size} bytes passes the broker's limit of {self.max_payload}")
 
     async def drain(self, subscription: Any) -> None:
-        """End a subscription. What the broker sent before it heard of this is handled first, for at most STOP_TIMEOUT_S."""
+        """End a subscription. What the broker sent before it heard of this is handled first, for at most
+        STOP_TIMEOUT_S.
+        """
         # The task is left alone at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
         self._droppers.pop(subscription, None)
         task = self.own(self._drained(subscription), "drain")
@@ -393,8 +426,9 @@ class NatsBroker:
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain lets its PING overtake its UNSUB and drops what comes between, under load 4 messages of a credit of 16
-        # (nats-py 2.16). So ours goes before: the echo comes back behind everything that was sent on the subscription.
+        # The client's own drain lets its PING overtake its UNSUB and drops what comes between, under load 4 messages of
+        # a credit of 16 (nats-py 2.16). So ours goes before: the echo comes back behind everything that was sent on the
+        # subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()
@@ -440,7 +474,9 @@ class NatsBroker:
         field = difference(info.config, wanted)
         if owner and version_of(info.config) < spec.version:
             if spec.max_per_subject > 0:
-                check_room(spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">"))
+                check_room(
+                    spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">")
+                )
             return state_of(await self._update_stream(spec.name, info.config, wanted, field))
         if field is not None:
             raise mismatch(spec.name, field, info.config, wanted)
@@ -451,7 +487,9 @@ class NatsBroker:
         info = await self._stream(name) or await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
         return info or await self._stream(name)
 
-    async def _update_stream(self, name: str, found: dict[str, Any], wanted: dict[str, Any], field: str | None) -> StreamInfo:
+    async def _update_stream(
+        self, name: str, found: dict[str, Any], wanted: dict[str, Any], field: str | None
+    ) -> StreamInfo:
         try:
             return await self.api(f"STREAM.UPDATE.{name}", update_of(found, wanted), StreamInfo)
         except Refusal as refusal:
@@ -477,7 +515,9 @@ class NatsBroker:
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
         while True:
-            page = await self.api(f"STREAM.INFO.{stream}", {"subjects_filter": subject_filter, "offset": len(counts)}, StreamInfo)
+            page = await self.api(
+                f"STREAM.INFO.{stream}", {"subjects_filter": subject_filter, "offset": len(counts)}, StreamInfo
+            )
             counts.update(page.state.subjects)
             if not page.state.subjects or len(counts) >= page.total:
                 return counts
@@ -546,7 +586,10 @@ class NatsBroker:
         return Published(ack.seq, ack.duplicate)
 
     async def delete(self, stream: str, sequence: int) -> bool:
-        return await self.find(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True}, Answer, *NO_MESSAGE) is not None
+        return (
+            await self.find(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True}, Answer, *NO_MESSAGE)
+            is not None
+        )
 
     async def release(self, reply: str) -> None:
         parse_reply(reply)
@@ -563,7 +606,9 @@ class NatsBroker:
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
         return self.open_pulls(stream, handler)
 
-    def open_pulls(self, stream: str, handler: Callable[[NatsDelivery], None], on_break: Callable[[], None] | None = None) -> NatsPulls:
+    def open_pulls(
+        self, stream: str, handler: Callable[[NatsDelivery], None], on_break: Callable[[], None] | None = None
+    ) -> NatsPulls:
         pulls = NatsPulls(self, self._client, stream, handler, on_break)
         self._pulls.add(pulls)
         return pulls
@@ -571,13 +616,18 @@ class NatsBroker:
     def forget(self, pulls: NatsPulls) -> None:
         self._pulls.discard(pulls)
 
-    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0) -> KeyValue:
+    async def key_value(
+        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+    ) -> KeyValue:
         name = f"KV_{bucket}"
         wanted = bucket_config(name, bucket)
         window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
         chosen = {
-            "storage": storage, "num_replicas": replicas, "duplicate_window": nanoseconds(window_s), "max_age": nanoseconds(max_age_s),
-        }  # fmt: skip
+            "storage": storage,
+            "num_replicas": replicas,
+            "duplicate_window": nanoseconds(window_s),
+            "max_age": nanoseconds(max_age_s),
+        }
         info = await self._made(name, {**wanted, **chosen})
         if info is None:
             raise BrokerUnavailable(f"{name} was removed while it was opened")

@@ -151,14 +151,22 @@ class NatsKeyValue:
             "inactive_threshold": nanoseconds(_WATCH_KEPT_S),
         }
         verb = f"CONSUMER.CREATE.{self._stream}.{name}"
-        info = await self._broker.api(verb, {"stream_name": self._stream, "action": "create", "config": config}, ConsumerInfo)
+        info = await self._broker.api(
+            verb, {"stream_name": self._stream, "action": "create", "config": config}, ConsumerInfo
+        )
         return name, info.num_pending
 
     async def close_reader(self, name: str) -> None:
         try:
             await self._broker.delete_consumer(self._stream, name)
         except BrokerError as error:
-            log.info("%s: reader %s is left to the broker, which drops it after %s s: %s", self._stream, name, _WATCH_KEPT_S, error)
+            log.info(
+                "%s: reader %s is left to the broker, which drops it after %s s: %s",
+                self._stream,
+                name,
+                _WATCH_KEPT_S,
+                error,
+            )
 
     def entry(self, delivery: NatsDelivery) -> Entry:
         removed = delivery.headers is not None and "KV-Operation" in delivery.headers
@@ -166,10 +174,17 @@ class NatsKeyValue:
 
 
 class _Watch:
-    """Reads a bucket in order. Whenever something may have been missed, a new reader starts after the last revision handled."""
+    """Reads a bucket in order. Whenever something may have been missed, a new reader starts after the last revision
+    handled.
+    """
 
     def __init__(
-        self, broker: NatsBroker, bucket: NatsKeyValue, stream: str, handler: Callable[[Entry], Awaitable[None]], after: int
+        self,
+        broker: NatsBroker,
+        bucket: NatsKeyValue,
+        stream: str,
+        handler: Callable[[Entry], Awaitable[None]],
+        after: int,
     ) -> None:
         self._broker = broker
         self._bucket = bucket
@@ -251,7 +266,9 @@ class _Watch:
         return True
 
     async def _check(self) -> None:
-        """The net under a reader that lives and brings nothing: a broker that was killed may hold pulls that it never fills."""
+        """The net under a reader that lives and brings nothing: a broker that was killed may hold pulls that it never
+        fills.
+        """
         try:
             state = await self._broker.stream_state(self._stream)
         except BrokerError as error:

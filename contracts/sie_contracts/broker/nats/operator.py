@@ -1,4 +1,5 @@
-"""What an operator asks of the broker: streams and consumers as they are, how they differ from what is wanted, and what changes it.
+"""What an operator asks of the broker: streams and consumers as they are, how they differ from what is wanted, and what
+changes it.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
@@ -13,12 +14,25 @@ from typing import Any, Literal
 
 from sie_contracts.broker import BrokerError
 from sie_contracts.broker.limits import check_room
-from sie_contracts.broker.nats.api import ConsumerInfo, StreamInfo, consumer_config, differences, stream_config, update_of, version_of
+from sie_contracts.broker.nats.api import (
+    ConsumerInfo,
+    StreamInfo,
+    consumer_config,
+    differences,
+    stream_config,
+    update_of,
+    version_of,
+)
 from sie_contracts.broker.nats.connection import NatsBroker
 from sie_contracts.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSpec, consumer_of
 
-_FIXED = {"storage": "the storage of a stream", "retention": "the retention of a stream", "subjects": "the subjects of a stream",
-          "filter_subject": "the filter of a consumer", "ack_policy": "the ack policy of a consumer"}  # fmt: skip
+_FIXED = {
+    "storage": "the storage of a stream",
+    "retention": "the retention of a stream",
+    "subjects": "the subjects of a stream",
+    "filter_subject": "the filter of a consumer",
+    "ack_policy": "the ack policy of a consumer",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,9 @@ def _stream_step(facts: Facts, info: StreamInfo, spec: StreamSpec) -> Iterable[S
     found, wanted = info.config, stream_config(spec)
     changes = _changes(found, wanted)
     reason = _newer(found) or _fixed(changes)
-    lower_age = any(change.field == "max_age" and 0 < change.wanted < (change.found or float("inf")) for change in changes)
+    lower_age = any(
+        change.field == "max_age" and 0 < change.wanted < (change.found or float("inf")) for change in changes
+    )
     if not reason and lower_age and info.state.messages:
         reason = "a shorter age would drop messages: let the queue run empty first"
     if not reason:
@@ -93,7 +109,13 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
     found = info.config
     spec = served_by(found.get("filter_subject", ""), ack_wait_s)
     if spec is None or spec.name != info.name:
-        yield Step("refuse", "consumer", info.name, stream, reason="not made by SIE: it takes work that no worker then gets; delete it")
+        yield Step(
+            "refuse",
+            "consumer",
+            info.name,
+            stream,
+            reason="not made by SIE: it takes work that no worker then gets; delete it",
+        )
         return
     wanted = consumer_config(spec)
     changes = _changes(found, wanted)
@@ -113,7 +135,9 @@ def _missing(facts: Facts, ack_wait_s: float) -> Iterable[Step]:
     specs = {spec.name: spec for subject in facts.counts if (spec := served_by(subject, ack_wait_s)) is not None}
     for name in sorted(specs.keys() - names):
         spec = specs[name]
-        yield Step("create", "consumer", name, spec.stream, reason="its subject holds messages", config=consumer_config(spec))
+        yield Step(
+            "create", "consumer", name, spec.stream, reason="its subject holds messages", config=consumer_config(spec)
+        )
 
 
 def _step(
@@ -138,12 +162,20 @@ def _changes(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[Change, ...
 
 def _newer(found: dict[str, Any]) -> str:
     version = version_of(found)
-    return f"topology {version} is newer than this version's {TOPOLOGY_VERSION}: use the newer `sie`" if version > TOPOLOGY_VERSION else ""
+    return (
+        f"topology {version} is newer than this version's {TOPOLOGY_VERSION}: use the newer `sie`"
+        if version > TOPOLOGY_VERSION
+        else ""
+    )
 
 
 def _fixed(changes: tuple[Change, ...]) -> str:
     fixed = next((_FIXED[change.field] for change in changes if change.field in _FIXED), "")
-    return f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which makes it anew" if fixed else ""
+    return (
+        f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which makes it anew"
+        if fixed
+        else ""
+    )
 
 
 async def apply(broker: NatsBroker, step: Step) -> None:

@@ -1,4 +1,6 @@
-"""Deliveries of a stream, and the pulls that ask for them: how many are open at each consumer, and which of them were lost."""
+"""Deliveries of a stream, and the pulls that ask for them: how many are open at each consumer, and which of them were
+lost.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # at most
-# Pulls expire at whole ticks, so that those of many consumers are renewed in one turn of the loop: 200 that each woke it cost 1.5 % of a
-# core, together 0.1 % (nats-server 2.15, 2 cores).
+# Pulls expire at whole ticks, so that those of many consumers are renewed in one turn of the loop: 200 that each woke
+# it cost 1.5 % of a core, together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 _PULL_LATE_S = 1.0  # the broker answers an expired pull within milliseconds: a silent one is lost
 _TOLD_S = 10.0  # one line for all consumers that a restarted broker does not have yet
@@ -29,8 +31,10 @@ _SWEEP_S = 0.25  # how far apart late pulls are looked for under load, so that t
 
 
 def parse_reply(reply: str) -> list[str]:
-    """Consumer, deliveries, sequence, consumer sequence, time and pending of `$JS.ACK[.domain.account].stream.consumer.…`, which has 9 or
-    from 11 tokens. Raises ValueError for what is no ack subject."""
+    """Consumer, deliveries, sequence, consumer sequence, time and pending of
+    `$JS.ACK[.domain.account].stream.consumer.…`, which has 9 or from 11 tokens. Raises ValueError for what is no ack
+    subject.
+    """
     tokens = reply.split(".")
     at = 3 if len(tokens) == 9 else 5
     if tokens[:2] != ["$JS", "ACK"] or len(tokens) < at + 6:
@@ -42,8 +46,18 @@ class NatsDelivery:
     """A leased message. Its facts are read from the ack subject."""
 
     __slots__ = (
-        "_broker", "consumer", "consumer_sequence", "data", "delivered", "headers", "pending", "reply", "sent_s", "sequence", "subject",
-    )  # fmt: skip
+        "_broker",
+        "consumer",
+        "consumer_sequence",
+        "data",
+        "delivered",
+        "headers",
+        "pending",
+        "reply",
+        "sent_s",
+        "sequence",
+        "subject",
+    )
 
     def __init__(self, broker: NatsBroker, message: Any) -> None:
         """Raises ValueError for a message that no consumer sent."""
@@ -72,8 +86,9 @@ class NatsDelivery:
 class _Credit:
     """What is open at one consumer.
 
-    `issued` counts every delivery ever asked for, `settled` those that came or that the broker gave back; the difference may still come.
-    Several pulls of a consumer are filled in turns, so a delivery cannot be told to belong to one of them; the sums can.
+    `issued` counts every delivery ever asked for, `settled` those that came or that the broker gave back; the
+    difference may still come. Several pulls of a consumer are filled in turns, so a delivery cannot be told to belong
+    to one of them; the sums can.
     """
 
     __slots__ = ("consumer", "index", "issued", "retry", "retry_s", "settled", "wanted", "written_off")
@@ -101,9 +116,11 @@ class _Credit:
 
 
 class NatsPulls:
-    """Open pulls of one connection on the consumers of a stream. One task issues them, one timer looks for those without an end.
+    """Open pulls of one connection on the consumers of a stream. One task issues them, one timer looks for those
+    without an end.
 
-    `on_break` is called when deliveries may have been lost on the way or a consumer is gone; a queue does not care, a watch does.
+    `on_break` is called when deliveries may have been lost on the way or a consumer is gone; a queue does not care, a
+    watch does.
     """
 
     def __init__(
@@ -174,7 +191,9 @@ class NatsPulls:
         self._broker.forget(self)
 
     async def retire(self) -> None:
-        """Leave the inbox: nothing asked for on it may come any more. What has arrived on it is handled before this returns."""
+        """Leave the inbox: nothing asked for on it may come any more. What has arrived on it is handled before this
+        returns.
+        """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
@@ -205,8 +224,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _Credit) -> None:
-        # The many small pulls that top-ups leave become one again. Renewed each for itself, those of 200 consumers with a credit of 16 cost
-        # 5 % of an idle core.
+        # The many small pulls that top-ups leave become one again. Renewed each for itself, those of 200 consumers with
+        # a credit of 16 cost 5 % of an idle core.
         if entry.open * 2 < entry.wanted or not entry.open:
             self._consider(entry)
 
@@ -304,7 +323,9 @@ class NatsPulls:
             log.exception("pulls on %s: the handler failed", self._stream)
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
-        """A pull ended: 408 expired, 404 nothing there, 409 the consumer is gone or moves, 503 nobody serves it. 100 is a heartbeat."""
+        """A pull ended: 408 expired, 404 nothing there, 409 the consumer is gone or moves, 503 nobody serves it. 100 is
+        a heartbeat.
+        """
         parts = token.split("_")
         status = headers.get("Status", "")
         if len(parts) != 3 or status == "100":

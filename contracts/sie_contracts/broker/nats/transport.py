@@ -49,7 +49,8 @@ class Transport(TcpTransport):  # type: ignore[misc]
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Server addresses without credentials, and the credentials for all of them (discovered servers are announced without).
+    """Server addresses without credentials, and the credentials for all of them (discovered servers are announced
+    without).
 
     `password` is that of a user whom the URL names without one. Without it a lone name is a token.
     """
@@ -77,7 +78,8 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
 def inbox_prefix(credentials: Mapping[str, str]) -> str:
     """Where the answers to a user arrive: below its name, so that a server's permissions can keep other users out.
 
-    Bytes of the name that do not stand in one token of a subject become `-`; without a user it is the client's own prefix.
+    Bytes of the name that do not stand in one token of a subject become `-`; without a user it is the client's own
+    prefix.
     """
     user = _NO_TOKEN.sub("-", credentials.get("user", ""))
     return f"_INBOX.{user}" if user else "_INBOX"
