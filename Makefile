@@ -1,6 +1,5 @@
 # make serve   the whole cluster on this machine        make test         what CI runs first
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
-# make test-precision  the part of it that depends on the CPU, as with AVX2 alone; `make test` ends with it
 # make docs    the site in build/site
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
@@ -9,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
 
-.PHONY: install serve test test-precision test-system test-long lint audit docs bench bench-queue chaos clean
+.PHONY: install serve test test-system test-long lint audit docs bench bench-queue chaos clean
 
 install: $(VENV)/.installed
 
@@ -24,22 +23,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 serve: install
 	exec $(BIN)/sie serve --exit-with-parent $(ARGS)
 
-AGAIN := --reruns 1 --reruns-delay 2 -rR
-FOLDERS := tests/system tests/contract tests/unit tests/simulation tests/parity tests/chart
-
-# three at a time, since most wait for something, each worker taking from another what that has not begun; then what must have the machine to itself.
-# What fails is tried once more and named in the summary: a machine that is busy elsewhere for seconds breaks the time that a test has
-test: install lint
-	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist worksteal $(AGAIN) $(FOLDERS) -m 'not serial and not debian and not long' $(ARGS)
-	$(PYTEST) $(AGAIN) $(FOLDERS) -m 'serial and not debian and not long' $(ARGS)
-	$(MAKE) test-precision
-
-# what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
-test-precision: install
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(AGAIN) $(FOLDERS) -m 'precision and not debian and not long'
+# in lanes, with lint beside them; of one part: make test ARGS="-k name", make test ARGS=tests/unit
+test: install
+	$(BIN)/python tests/lanes.py $(ARGS)
 
 test-system: install
-	$(PYTEST) $(AGAIN) tests -m debian $(ARGS)
+	$(PYTEST) tests -m debian $(ARGS)
 
 # public clients of 500 MB that only long tests run, apart from all that is ours
 $(CLIENTS)/.installed: tests/clients.txt

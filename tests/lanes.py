@@ -1,0 +1,100 @@
+"""Runs the tests in lanes, one after another, and lint beside them.
+
+    python tests/lanes.py                  everything that `make test` promises
+    python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
+    python tests/lanes.py tests/unit/test_quantum.py
+
+A lane is a set of markers with its own environment. What a lane prints, the 80 slowest tests included, is kept in
+build/tests/LANE.log. All lanes run, also after one that failed. Exit status: 0, or that of the first lane that failed;
+5 if no lane selected a test, as pytest has it.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "build" / "tests"
+NO_TESTS = 5  # pytest's exit status when it selects none
+
+
+@dataclass(frozen=True)
+class Lane:
+    name: str
+    markers: str
+    options: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+LANES = (
+    # three at a time, since most wait for something; each worker takes from another what that has not begun
+    Lane(
+        "parallel",
+        "not serial and not debian and not long",
+        ("-n", "3", "--dist", "worksteal"),
+        {"OMP_NUM_THREADS": "1"},
+    ),
+    Lane("serial", "serial and not debian and not long"),
+    # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
+    Lane(
+        "precision",
+        "precision and not debian and not long",
+        (),
+        {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    ),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    LOGS.mkdir(parents=True, exist_ok=True)
+    lint_log = LOGS / "lint.log"
+    lint = None
+    if not arguments:
+        with lint_log.open("wb") as log:
+            command = ["nice", "make", "--no-print-directory", "lint"]
+            lint = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    statuses = {lane.name: run(lane, arguments) for lane in LANES}
+    if lint is not None:
+        statuses["lint"] = lint.wait()
+        if statuses["lint"]:
+            print(lint_log.read_text(), flush=True)
+    failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
+    if failed:
+        print("failed:", ", ".join(failed), flush=True)
+        return next(iter(failed.values()))
+    return 0 if 0 in statuses.values() else NO_TESTS
+
+
+def run(lane: Lane, arguments: Sequence[str]) -> int:
+    """The exit status of pytest. Its output goes to the terminal and to the lane's log."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", lane.markers, *lane.options]
+    command += ["--durations=80", "--durations-min=1"]
+    command += ["--color=yes"] if sys.stdout.isatty() else []
+    command += arguments
+    print(f"{lane.name}: {shlex.join(command)}", flush=True)
+    began_s = time.monotonic()
+    environ = os.environ | lane.environ
+    with (LOGS / f"{lane.name}.log").open("wb") as log:
+        child = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert child.stdout is not None
+        try:
+            while chunk := os.read(child.stdout.fileno(), 65536):
+                log.write(chunk)
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+        finally:
+            child.wait()  # after Ctrl-C pytest, which had it too, takes its clusters down first
+    print(f"{lane.name}: {time.monotonic() - began_s:.0f} s", flush=True)
+    return child.returncode
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
