@@ -46,7 +46,7 @@ def _row(error: SIEError) -> str:
     status, body = tei.shape(error, "", None)
     retry = f"{error.retry_after_s}" if error.retryable else "–"
     kind = envelope(error, "")["error"]["type"]
-    when = (type(error).__doc__ or "").partition("\n")[0]
+    when = " ".join((type(error).__doc__ or "").partition("\n\n")[0].split())
     when = f"{when} Of the config service alone." if error.code in CONFIG_ONLY else when
     tei_cell = f"{status} `{body['error_type']}`"
     return (
