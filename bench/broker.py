@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from nats_server import NatsServer
 
+from sie_broker import CoreMessage, Delivery
+from sie_broker.nats import connect
 from sie_contracts import topology
-from sie_contracts.broker import CoreMessage, Delivery
-from sie_contracts.broker.nats import connect
 from sie_contracts.topology import Lane
 
 LANE = Lane("_default", "cpu", "default")

@@ -29,9 +29,9 @@ from cluster import until
 from report import Report
 from stack import Part, Plan, Stack
 
-from sie_contracts.runtime.feed import HttpConfigSource, snapshot
-from sie_contracts.runtime.process import GC_THRESHOLDS
 from sie_contracts.settings import Secret
+from sie_runtime.feed import HttpConfigSource, snapshot
+from sie_runtime.process import GC_THRESHOLDS
 
 ADMIN, READ = "admin", "read"
 WRITES = 20

@@ -35,8 +35,8 @@ import wrk
 from report import Report, add_options
 from stack import Device, Plan, Stack
 
+from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.broker.nats import connect
 from sie_contracts.messages import Heartbeat, ModelStatus
 
 BEAT_S = 5.0

@@ -44,8 +44,8 @@ from sie_adapter.engine import Engine, prepare_process
 from sie_adapter.lanes import Job
 from sie_cli.embedded import free_port
 from sie_contracts import ipc
-from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.settings import load
+from sie_runtime.feed import packaged_catalogue
 from sie_sidecar.tokens import ModelTokenizer
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"

@@ -28,12 +28,12 @@ from fake_adapter import TOKENIZER, vector_of
 from stack import Device, Part, Plan, Role, Stack
 from tokenizers import Tokenizer
 
+from sie_broker import Broker
+from sie_broker.nats import connect
 from sie_contracts import ipc, topology
-from sie_contracts.broker import Broker
-from sie_contracts.broker.nats import connect
 from sie_contracts.errors import SIEError
-from sie_contracts.runtime.failpoints import CRASHED
 from sie_contracts.topology import Lane
+from sie_runtime.failpoints import CRASHED
 
 T = TypeVar("T")
 Action = Literal["crash", "error", "stop"]

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import sie_contracts
+import sie_broker
 from sie_contracts.settings import BY_NAME, ROWS
 
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
@@ -23,7 +23,7 @@ TABLE = CHART / "files" / "settings.json"
 KEYS = CHART / "files" / "keys.json"
 SCHEMA = CHART / "values.schema.json"
 USERS = CHART / "files" / "nats-users.conf"
-USERS_SOURCE = Path(sie_contracts.__file__).parent / "broker" / "nats" / "users.conf"
+USERS_SOURCE = Path(sie_broker.__file__).parent / "nats" / "users.conf"
 
 # What templates write themselves, from keys of their own in values.yaml or because the chart alone can know it.
 OWN = frozenset(

@@ -13,10 +13,10 @@ import time
 
 from inprocess import settings_of
 
-from sie_contracts.broker.nats import connect
-from sie_contracts.payloads import open_store
-from sie_contracts.runtime import failpoints
+from sie_broker.nats import connect
 from sie_gateway.consumers import Consumers
+from sie_runtime import failpoints
+from sie_runtime.payloads import open_store
 
 OLD_S = 3600.0
 

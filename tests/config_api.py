@@ -9,11 +9,11 @@ from typing import Any, Self
 import httpx
 from inprocess import settings_of
 
+from sie_broker import CoreMessage
+from sie_broker.memory import MemoryServer
 from sie_config.app import ConfigService, create_app
 from sie_config.store import CatalogueStore, open_store
 from sie_contracts import messages
-from sie_contracts.broker import CoreMessage
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.messages import ConfigDelta
 from sie_contracts.trust import Allowed, Trust

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from inprocess import settings_of
 
+from sie_broker import Broker, BrokerError, Delivery
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, Delivery
 from sie_contracts.messages import Input, RunOptions, WorkItem
-from sie_contracts.runtime.process import Stop
 from sie_contracts.topology import Lane
 from sie_gateway.consumers import Consumers
 from sie_gateway.metrics import Metrics
 from sie_gateway.queue import WorkQueue
+from sie_runtime.process import Stop
 
 LANE = Lane("_default", "cpu", "default")
 MODELS = [f"toy/{number}" for number in range(400)]  # so many that no later publish of a model rescues the one before

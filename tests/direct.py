@@ -17,8 +17,8 @@ from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
 from inprocess import WAIT_S, InProcess, until
 from numpy.typing import NDArray
 
+from sie_broker import Broker, CoreMessage
 from sie_contracts import ipc, messages, topology
-from sie_contracts.broker import Broker, CoreMessage
 from sie_contracts.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
 from sie_sidecar import assignment

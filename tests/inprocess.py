@@ -21,15 +21,15 @@ import msgspec
 from fake_adapter import FakeAdapter, toy_entry
 from prometheus_client.parser import text_string_to_metric_families
 
+from sie_broker import CoreMessage, Entry
+from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.embedded import free_port
 from sie_contracts import messages, topology
-from sie_contracts.broker import CoreMessage, Entry
-from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.messages import ConfigEpoch, ConfigExport, ConfigModel, Heartbeat
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Mode, Settings, load
 from sie_gateway.process import serve as serve_gateway
+from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar
 
 WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test

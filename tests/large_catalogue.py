@@ -12,15 +12,15 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from sie_broker.nats import connect
 from sie_config.mirror import Held
 from sie_config.store import SEED_BATCH, Change, normalised, open_store
 from sie_contracts import messages
-from sie_contracts.broker.nats import connect
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document
 from sie_contracts.errors import ModelNotFound
 from sie_contracts.messages import ConfigDelta, ConfigExport, ConfigModel
-from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.settings import load
+from sie_runtime.feed import packaged_catalogue
 
 
 def entries(count: int) -> dict[str, ModelEntry]:

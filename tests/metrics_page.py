@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from sie_contracts.runtime.metrics_table import LABELS, MOST_SERIES, TABLE, Metric
+from sie_runtime.metrics_table import LABELS, MOST_SERIES, TABLE, Metric
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "metrics.md"

@@ -325,7 +325,7 @@ class Stack:
             **self.plan.environ,
         }
         if self.plan.code is not None:
-            names = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli")
+            names = ("contracts", "broker", "runtime", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli")
             environ["PYTHONPATH"] = os.pathsep.join(str(self.plan.code / name) for name in names)
         return environ
 

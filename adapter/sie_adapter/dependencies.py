@@ -12,8 +12,8 @@ from yaml import YAMLError
 
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import packaged_folder
-from sie_contracts.runtime.feed import read_bundles
 from sie_contracts.settings import SettingError, Settings
+from sie_runtime.feed import read_bundles
 
 _logger = logging.getLogger("sie.adapter")
 

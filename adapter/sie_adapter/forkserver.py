@@ -19,8 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from sie_contracts.runtime import failpoints
-from sie_contracts.runtime.process import EXIT_BAD_SETTING, end_signals
+from sie_runtime import failpoints
+from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # a child that lived this long is replaced without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0

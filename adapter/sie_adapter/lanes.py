@@ -20,7 +20,7 @@ import torch
 from sie_adapter.spoilt import is_spoilt
 from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
-from sie_contracts.runtime.failpoints import failpoint
+from sie_runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 from sie_adapter import dependencies, forkserver, spans
-from sie_contracts.runtime import tracing
-from sie_contracts.runtime.folder import examined, worker_trust
-from sie_contracts.runtime.process import end_signals
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Allowed
+from sie_runtime import tracing
+from sie_runtime.folder import examined, worker_trust
+from sie_runtime.process import end_signals
 
 _logger = logging.getLogger("sie.adapter")
 

@@ -25,8 +25,8 @@ from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.ipc import FrameError, Refused, Reply, Request
 from sie_contracts.places import public
-from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.trust import Trust
+from sie_runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")
 

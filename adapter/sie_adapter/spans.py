@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sie_contracts.ipc import BatchDone, Refused, Reply
-from sie_contracts.runtime.tracing import STAGE
 from sie_contracts.trace_context import Context
+from sie_runtime.tracing import STAGE
 
 if TYPE_CHECKING:
     from sie_adapter.lanes import Job
-    from sie_contracts.runtime.spans import Tracer
+    from sie_runtime.spans import Tracer
 
 
 def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 import msgspec
 
+from sie_broker import Broker, Write
 from sie_cli import display
 from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, url_option
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, Write
 from sie_contracts.messages import DeadLetter, Failed, WorkItem, WorkResult
 from sie_contracts.settings import Settings
 
 if TYPE_CHECKING:
-    from sie_contracts.broker.nats import NatsBroker
+    from sie_broker.nats import NatsBroker
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

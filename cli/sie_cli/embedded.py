@@ -95,4 +95,4 @@ class EmbeddedBroker:
 
 def users() -> str:
     """Who may say and hear what, the same as in the Helm chart, as a part of the server's configuration."""
-    return files("sie_contracts").joinpath("broker/nats/users.conf").read_text()
+    return files("sie_broker").joinpath("nats/users.conf").read_text()

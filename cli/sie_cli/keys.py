@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from sie_broker import Broker, Entry, Write, WrongRevision
 from sie_cli import display
 from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, named_options, url_option
-from sie_contracts.broker import Broker, Entry, Write, WrongRevision
-from sie_contracts.runtime import keys as records
-from sie_contracts.runtime.keys import Key, Limits
-from sie_contracts.runtime.routes import SCOPES
 from sie_contracts.settings import Settings
+from sie_runtime import keys as records
+from sie_runtime.keys import Key, Limits
+from sie_runtime.routes import SCOPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"

@@ -27,9 +27,9 @@ from sie_cli.top import top
 from sie_cli.topology import topology
 from sie_cli.weights import weights
 from sie_contracts.errors import SIEError
-from sie_contracts.runtime.process import Stop, own_stderr
-from sie_contracts.runtime.process import run as run_process
 from sie_contracts.settings import ROWS, SettingError, shown
+from sie_runtime.process import Stop, own_stderr
+from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):

@@ -22,9 +22,9 @@ from sie_cli.options import AnyPosition, loaded
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.runtime.feed import read_folder
 from sie_contracts.settings import Settings
 from sie_contracts.trust import USUAL
+from sie_runtime.feed import read_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 

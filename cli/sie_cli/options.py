@@ -13,12 +13,12 @@ import click
 
 from sie_cli.access import with_access
 from sie_cli.data_dir import default_data_dir
-from sie_contracts.runtime import failpoints
-from sie_contracts.runtime.process import EXIT_BAD_SETTING, own_stderr
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, Secret, SettingError, Settings, load, shown
+from sie_runtime import failpoints
+from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
 
 if TYPE_CHECKING:
-    from sie_contracts.broker.nats import NatsBroker
+    from sie_broker.nats import NatsBroker
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -175,8 +175,8 @@ def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaita
     """The outcome of `work` at the broker of these settings; ends the process with status 2 where it
     cannot be asked.
     """
-    from sie_contracts.broker import BrokerError
-    from sie_contracts.broker.nats import NatsBroker
+    from sie_broker import BrokerError
+    from sie_broker.nats import NatsBroker
 
     async def run() -> T:
         if settings.nats_url is None:

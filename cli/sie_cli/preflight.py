@@ -18,8 +18,8 @@ from pathlib import Path
 
 from sie_cli.display import size
 from sie_contracts import topology
-from sie_contracts.runtime.descriptors import SPARE_FILES, raise_limit
 from sie_contracts.settings import Settings
+from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
 # of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2 cores, more with more

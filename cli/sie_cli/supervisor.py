@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sie_contracts.runtime.process import EXIT_BAD_SETTING
+from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 MAX_FIRST_FAILURES = 5  # in a row, of a child that was never up: its cause will not go away by itself

@@ -17,9 +17,9 @@ from sie_contracts import topology as names
 from sie_contracts.settings import Settings
 
 if TYPE_CHECKING:
-    from sie_contracts.broker.nats import NatsBroker
-    from sie_contracts.broker.nats.api import ConsumerInfo, StreamInfo
-    from sie_contracts.broker.nats.operator import Step
+    from sie_broker.nats import NatsBroker
+    from sie_broker.nats.api import ConsumerInfo, StreamInfo
+    from sie_broker.nats.operator import Step
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORK = "WORK_"
@@ -128,7 +128,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     """What differs in all streams of work and of dead letters that are there, and in those that the settings want.
     Raises BrokerError.
     """
-    from sie_contracts.broker.nats.operator import look, plan, streams
+    from sie_broker.nats.operator import look, plan, streams
     from sie_gateway.queue import work_spec
 
     found = {str(info.config["name"]) for info in await streams(broker)}
@@ -151,7 +151,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
     """Do what is not refused. Returns what is still to be done then."""
-    from sie_contracts.broker.nats.operator import apply
+    from sie_broker.nats.operator import apply
 
     for step in steps:
         if step.action != "refuse":
@@ -183,7 +183,7 @@ def _plain(step: Step) -> dict[str, Any]:
 
 
 async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
-    from sie_contracts.broker.nats.operator import streams
+    from sie_broker.nats.operator import streams
 
     found = []
     for info in await streams(broker):
@@ -194,7 +194,7 @@ async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
 
 
 def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[str, Any]:
-    from sie_contracts.broker.nats.api import consumer_state_of, version_of
+    from sie_broker.nats.api import consumer_state_of, version_of
 
     by_lane: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for each in consumers:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from starlette.exceptions import HTTPException
 
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
-from sie_contracts.runtime.keys import Key, Keys
-from sie_contracts.runtime.routes import CONFIG_ROUTES, Row, Table, bearer, row_of
 from sie_contracts.settings import Settings
+from sie_runtime.keys import Key, Keys
+from sie_runtime.routes import CONFIG_ROUTES, Row, Table, bearer, row_of
 
 _TABLE = Table(
     (*CONFIG_ROUTES, *(Row("GET", path, "read") for path in ("/docs", "/docs/oauth2-redirect", "/openapi.json")))

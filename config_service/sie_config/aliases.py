@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sie_broker import Write
 from sie_contracts.aliases import Alias, changes_vectors, check, is_alias, model_of
-from sie_contracts.broker import Write
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document
 from sie_contracts.errors import ContentConflict, ValidationFailed
 

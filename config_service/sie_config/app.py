@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
+from sie_broker import BrokerError
 from sie_config.access import Gate
 from sie_config.documents import Document, difference, read
 from sie_config.metrics import Metrics
@@ -28,7 +29,6 @@ from sie_config.workers import Workers
 from sie_config.writes import Asked, Edit, Edits, Writer, profiles_of
 from sie_contracts import configs
 from sie_contracts.aliases import is_alias
-from sie_contracts.broker import BrokerError
 from sie_contracts.errors import (
     GatewayTimeout,
     InternalFailure,
@@ -40,13 +40,13 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.names import did_you_mean
-from sie_contracts.runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
-from sie_contracts.runtime.tracing import begin_request, end_request
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Trust
+from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
+from sie_runtime.tracing import begin_request, end_request
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Tracer
+    from sie_runtime.spans import Tracer
 
 CLIENT_GONE = 499  # in metrics only, as at a gateway
 MOST_BODY_BYTES = 1 << 20

@@ -9,9 +9,9 @@ from prometheus_client.registry import Collector
 
 import sie_contracts
 from sie_config.mirror import Snapshot
-from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number
-from sie_contracts.runtime.metrics_table import OTHER
-from sie_contracts.runtime.refusals import REFUSED
+from sie_runtime.metrics import Maker, Scrape, epoch_number
+from sie_runtime.metrics_table import OTHER
+from sie_runtime.refusals import REFUSED
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 _PREFIX = "/v1/configs/"

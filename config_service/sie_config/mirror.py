@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sie_broker import BrokerUnavailable, Entry, KeyValue, Write
 from sie_contracts import configs, topology
 from sie_contracts.aliases import is_alias
-from sie_contracts.broker import BrokerUnavailable, Entry, KeyValue, Write
 from sie_contracts.bundles import DEFAULT, Bundle, serving
 from sie_contracts.errors import NotReady
 from sie_contracts.messages import ConfigEpoch

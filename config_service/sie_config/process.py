@@ -7,18 +7,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sie_broker import Broker, BrokerError
 from sie_config.app import ConfigService, create_app
 from sie_config.overlay import Overlay, Signature
 from sie_config.reload import Reload, tell_broken, warn_of_others
 from sie_config.store import CatalogueStore, open_store
-from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.errors import NotReady, ValidationFailed
-from sie_contracts.runtime import tracing
-from sie_contracts.runtime.connection import connected
-from sie_contracts.runtime.http import HttpServer
-from sie_contracts.runtime.keys import Keys
-from sie_contracts.runtime.process import Stop, Tasks, retry
 from sie_contracts.settings import SettingError, Settings
+from sie_runtime import tracing
+from sie_runtime.connection import connected
+from sie_runtime.http import HttpServer
+from sie_runtime.keys import Keys
+from sie_runtime.process import Stop, Tasks, retry
 
 _logger = logging.getLogger("sie.config")
 

@@ -16,16 +16,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from sie_broker import BrokerError
 from sie_config.aliases import Index, broken_by
 from sie_config.mirror import Held, Snapshot
 from sie_config.overlay import Folders, Overlay, Signature
 from sie_config.store import CatalogueStore, Change, normalised
 from sie_config.workers import Workers
 from sie_contracts import configs
-from sie_contracts.broker import BrokerError
 from sie_contracts.errors import SIEError
-from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.settings import SettingError
+from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5
 BUCKET_LOOK_S = 30.0  # of s3:// and gs://: each look is a list of all objects

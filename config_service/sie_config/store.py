@@ -29,19 +29,19 @@ from typing import Any
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, KeyValue, Write, WrongRevision
 from sie_config.aliases import INDEX_KEY, Index, index_of
 from sie_config.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias, is_alias
-from sie_contracts.broker import Broker, BrokerError, KeyValue, Write, WrongRevision
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue, ModelEntry
 from sie_contracts.errors import ModelNotFound
 from sie_contracts.messages import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.names import Names
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.feed import snapshot
 from sie_contracts.settings import Settings
+from sie_runtime.failpoints import failpoint
+from sie_runtime.feed import snapshot
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from sie_broker import Broker, CoreMessage
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, CoreMessage
 from sie_contracts.messages import GatewayBeat, Heartbeat
 
 _logger = logging.getLogger("sie.config")

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sie_broker import WrongRevision
 from sie_config.aliases import Guarded, guard
 from sie_config.documents import Document, checked, difference, invalid, merged
 from sie_config.mirror import Held, bundles_of
 from sie_config.store import CatalogueStore, Change, digest_of, normalised, reply_of
 from sie_contracts.aliases import Alias
-from sie_contracts.broker import WrongRevision
 from sie_contracts.bundles import Bundle, lacking, serving
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotFound, PermissionDenied, QueueUnavailable

@@ -19,10 +19,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from sie_contracts.broker import Broker
+from sie_broker import Broker
 from sie_contracts.errors import QueueFull
 from sie_contracts.messages import PRIORITIES, GatewayBeat, Heartbeat, Priority, QueuedWork, WorkResult
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
@@ -31,6 +30,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.place import Entered, Place, Refusal
 from sie_gateway.window import Host, Shares, Ticket, Window, bound
+from sie_runtime.process import Stop
 
 MAX_WAITING_BYTES = 256 << 20  # of inputs that wait in this gateway for their turn; one request always may
 COLD_CHUNKS = 2  # of a model that no worker has loaded, in the queue: what makes one load it, and its first batch

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
-from sie_contracts.broker import Broker
+from sie_broker import Broker
 from sie_contracts.configs import config_shape
 from sie_contracts.errors import (
     GatewayTimeout,
@@ -31,9 +31,6 @@ from sie_contracts.errors import (
     ShuttingDown,
     SIEError,
 )
-from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
-from sie_contracts.runtime.keys import Keys
 from sie_contracts.settings import Settings
 from sie_gateway import openapi, spans
 from sie_gateway.admission import Admission
@@ -57,9 +54,12 @@ from sie_gateway.request_log import RequestLog
 from sie_gateway.reserving import pool_routes
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import CONSOLE_POLICY, Status, console
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
+from sie_runtime.keys import Keys
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Tracer
+    from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
 _SCALING = "/v1/scaling/"

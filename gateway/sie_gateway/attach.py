@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from sie_contracts.errors import GatewayTimeout, ShuttingDown
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.http import Receive
-from sie_contracts.runtime.process import Tasks
+from sie_runtime.failpoints import failpoint
+from sie_runtime.http import Receive
+from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # contract 2.7
 WATCH_AFTER_S = 1.0

@@ -17,11 +17,11 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.runtime.http import Send
-from sie_contracts.runtime.keys import NO_LIMITS, Keys, Limits
-from sie_contracts.runtime.routes import CONFIG_ROUTES, OPEN, SCOPES, Row, Table, bearer, row_of
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission import key_of
+from sie_runtime.http import Send
+from sie_runtime.keys import NO_LIMITS, Keys, Limits
+from sie_runtime.routes import CONFIG_ROUTES, OPEN, SCOPES, Row, Table, bearer, row_of
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # RFC 6455

@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from sie_broker import Broker, BrokerError, BrokerUnavailable
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable
 from sie_contracts.messages import Priority
-from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.topology import Lane
 from sie_gateway.shared import Shared
+from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
 UNKNOWN_S = 5.0  # figures older than this count no longer

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from sie_contracts.catalogue import ModelEntry, Resolved
 from sie_contracts.errors import SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
-from sie_contracts.runtime.http import Body, Receive
 from sie_contracts.trace_context import NONE, Context
 from sie_gateway.auth import ANYBODY, Grant
 from sie_gateway.body import Item
 from sie_gateway.quota import Charge
+from sie_runtime.http import Body, Receive
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Span
     from sie_gateway.finished import Finished
+    from sie_runtime.spans import Span
 
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
 """The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family

@@ -20,15 +20,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from sie_broker import Broker, BrokerError, ConsumerState, KeyValue, Subscription
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, ConsumerState, KeyValue, Subscription
 from sie_contracts.errors import PoolNotFound
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.settings import Settings
 from sie_contracts.topology import ConsumerSpec, Lane
 from sie_gateway.duty import Duty
 from sie_gateway.shared import Shared
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Stop, Trouble
 
 ROUND_S = 10.0
 SWEEP_S = 60.0

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, KeyValue, Write
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, KeyValue, Write
 from sie_contracts.messages import Demand
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop
 from sie_contracts.topology import Lane
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Stop
 
 DEMAND_LIFE_S = 60.0
 AGAIN_S = 5.0  # a record that is younger is not written again

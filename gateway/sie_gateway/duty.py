@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from sie_contracts.broker import KeyValue, Write, WrongRevision
+from sie_broker import KeyValue, Write, WrongRevision
 
 LAPSE_S = 30.0  # three rounds of a holder that asks every ten seconds
 

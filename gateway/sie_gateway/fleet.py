@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_broker import Broker, CoreMessage
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, CoreMessage
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type

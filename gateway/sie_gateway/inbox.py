@@ -20,14 +20,14 @@ from typing import Literal
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, CoreMessage, Subscription
 from sie_contracts import messages
-from sie_contracts.broker import Broker, BrokerError, CoreMessage, Subscription
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
 from sie_contracts.messages import Confirmation, Fragment, WorkResult
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Tasks
 from sie_gateway.fragments import Assembly, Fragments, NoRoom
 from sie_gateway.metrics import Metrics
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Tasks
 
 HELD_MESSAGES = 1 << 16  # between the connection and this loop: more than ten seconds of results at 5,000 a second
 HELD_BYTES = 256 << 20

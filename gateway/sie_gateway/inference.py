@@ -41,7 +41,6 @@ from sie_contracts.messages import (
     WorkResult,
 )
 from sie_contracts.options import TOKEN_STATES, RequestOptions, describe, run_options
-from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies
@@ -61,6 +60,7 @@ from sie_gateway.queue import WorkQueue
 from sie_gateway.sending import Sending
 from sie_gateway.shadow import Shadows
 from sie_gateway.turns import Pace
+from sie_runtime.feed import CatalogueFeed
 
 if TYPE_CHECKING:
     from sie_gateway.dialects import Route

@@ -12,8 +12,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
-from sie_contracts.runtime.http import Receive
 from sie_gateway.attach import ClientGone
+from sie_runtime.http import Receive
 
 MAX_HELD_BYTES = 1 << 30
 FREE_BYTES = 256 << 10  # of each body; SIE_MAX_CONCURRENT_REQUESTS of them at most

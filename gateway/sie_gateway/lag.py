@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, BrokerUnavailable, Stored
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, Stored
 from sie_contracts.messages import PRIORITIES
-from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.planner import Waiting
+from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
 MOST_LANES = 16  # that are told of, those with the most work first

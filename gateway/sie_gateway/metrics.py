@@ -10,8 +10,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
-from sie_contracts.runtime.refusals import REFUSED
+from sie_runtime.metrics import Maker, Scrape, epoch_number, exemplar
+from sie_runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway

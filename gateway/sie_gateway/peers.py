@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, CoreMessage
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, CoreMessage
 from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority, QueuedWork
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import default_worker_id
 from sie_contracts.topology import Lane
+from sie_runtime.process import Stop
 
 EVERY_S = 1.0
 BUSY_S = 0.2  # while others need to know what is in the queue

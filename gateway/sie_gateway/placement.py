@@ -17,16 +17,16 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, Entry, KeyValue, WrongRevision
+from sie_broker.tables import Change, StoredTable
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, Entry, KeyValue, WrongRevision
 from sie_contracts.messages import Heartbeat, ModelStatus, Placement, WorkItem
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop, Trouble
-from sie_contracts.tables import Change, StoredTable
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.fleet import Fleet
 from sie_gateway.planner import Planner, Slices, Waiting
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
 COLD_GAP_S = 0.02  # between two looks for cold models: a burst of them is placed together

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import messages, topology
-from sie_contracts.broker import (
+from sie_broker import (
     Broker,
     BrokerError,
     Entry,
@@ -32,11 +31,9 @@ from sie_contracts.broker import (
     Write,
     WrongRevision,
 )
+from sie_contracts import messages, topology
 from sie_contracts.errors import NotReady, PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import Assigned, Heartbeat, PoolSpec, Reservation, Reservations
-from sie_contracts.runtime.clock import BrokerClock
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.settings import Settings
 from sie_gateway import assignments
 from sie_gateway.assignments import Candidate
@@ -45,6 +42,9 @@ from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
 from sie_gateway.metrics import Metrics
 from sie_gateway.queue import WorkQueue
+from sie_runtime.clock import BrokerClock
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Stop, Trouble
 
 MOST_RESERVATIONS = 64
 EVERY_S = 1.0

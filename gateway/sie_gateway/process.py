@@ -12,18 +12,9 @@ import functools
 import logging
 from collections.abc import Callable
 
+from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
-from sie_contracts.payloads import open_store
-from sie_contracts.runtime import tracing
-from sie_contracts.runtime.clock import BrokerClock
-from sie_contracts.runtime.connection import connected
-from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
-from sie_contracts.runtime.http import STOP_S, HttpServer
-from sie_contracts.runtime.keys import Keys
-from sie_contracts.runtime.process import Stop, Tasks, retry
-from sie_contracts.runtime.websocket import WebSocketProtocol
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
 from sie_gateway.app import Gateway, create_app, metrics_app
@@ -41,6 +32,15 @@ from sie_gateway.pools import Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
+from sie_runtime import tracing
+from sie_runtime.clock import BrokerClock
+from sie_runtime.connection import connected
+from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
+from sie_runtime.http import STOP_S, HttpServer
+from sie_runtime.keys import Keys
+from sie_runtime.payloads import open_store
+from sie_runtime.process import Stop, Tasks, retry
+from sie_runtime.websocket import WebSocketProtocol
 
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0

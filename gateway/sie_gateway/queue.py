@@ -12,18 +12,18 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from sie_broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.messages import Cancel, WorkItem
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Tasks
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.topology import ConsumerSpec, Lane
 from sie_gateway.consumers import Consumers
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import PUT_TIMEOUT_S, Offload
 from sie_gateway.shared import Shared
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Tasks
 
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64

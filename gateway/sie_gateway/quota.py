@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sie_contracts.errors import PayloadTooLarge, RateLimited
-from sie_contracts.runtime.keys import Limits
+from sie_runtime.keys import Limits
 
 MINUTE_S = 60.0
 _MOST_IDLE = 4096  # buckets that are kept; a full one says nothing that a new one does not say

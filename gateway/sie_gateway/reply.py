@@ -16,8 +16,8 @@ from sie_contracts import arrays
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import AllItemsFailed, ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
-from sie_contracts.runtime.http import Body
 from sie_gateway.body import Item
+from sie_runtime.http import Body
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype

@@ -10,9 +10,9 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from sie_broker import BrokerError
 from sie_contracts import plain, topology
 from sie_contracts.aliases import resolve_all
-from sie_contracts.broker import BrokerError
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import PoolSpec

@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from sie_broker import Broker, BrokerError
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.messages import PRIORITIES
-from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
@@ -20,6 +19,7 @@ from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet, worker_rate
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.pools import Pools
+from sie_runtime.feed import CatalogueFeed
 
 USED = 0.7  # of a worker's rate is planned with: the rest absorbs bursts
 DRAIN_S = 30.0  # a backlog is to be gone after this

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.messages import Priority, WorkItem
-from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Permits
 from sie_gateway.inbox import Collector
 from sie_gateway.peers import Peers
 from sie_gateway.queue import Stored, WorkQueue
+from sie_runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.gateway.sending")
 

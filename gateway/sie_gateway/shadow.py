@@ -25,7 +25,6 @@ from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SIEError
 from sie_contracts.messages import PRIORITIES, Failed, Heartbeat, Ok
-from sie_contracts.runtime.http import uuid7
 from sie_contracts.topology import Lane
 from sie_gateway import reply
 from sie_gateway.admission import Admission
@@ -34,6 +33,7 @@ from sie_gateway.call import Asked, Call
 from sie_gateway.finished import Finished
 from sie_gateway.fleet import Fleet
 from sie_gateway.metrics import Metrics
+from sie_runtime.http import uuid7
 
 MOST_IN_FLIGHT = 4  # of a gateway
 MOST_ITEMS = 64  # of a request; the others of its inputs are not copied

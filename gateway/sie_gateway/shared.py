@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from sie_contracts.broker import BrokerUnavailable
+from sie_broker import BrokerUnavailable
 
 
 class Shared:

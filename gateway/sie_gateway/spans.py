@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sie_contracts.messages import WorkResult
-from sie_contracts.runtime import tracing
 from sie_gateway.call import Call
 from sie_gateway.reply import STAGES
+from sie_runtime import tracing
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Tracer
+    from sie_runtime.spans import Tracer
 
 _POLLED = ("/health", "/v1/scaling/")  # by machines, every few seconds
 _TOLD = (*STAGES, "total_time")

@@ -21,14 +21,10 @@ from urllib.parse import parse_qs
 import msgspec
 
 import sie_contracts
+from sie_broker import Broker, BrokerError
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.messages import Heartbeat
-from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.http import Receive, Scope, Send
-from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.websocket import Frames, Seats
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet
@@ -36,6 +32,10 @@ from sie_gateway.lag import Labels, Lag
 from sie_gateway.peers import Peers
 from sie_gateway.planner import Waiting
 from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http import Receive, Scope, Send
+from sie_runtime.process import Stop
+from sie_runtime.websocket import Frames, Seats
 
 CLUSTER_EVERY_S = 1.0
 WORKER_EVERY_S = 0.1  # a worker makes five frames a second, at times of its own

@@ -22,8 +22,8 @@ import msgspec
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
-from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.settings import Secret, SettingError, Settings, public_url
+from sie_runtime.process import Stop, Trouble
 
 RETRY_S = 1.0
 OPEN_S = 2.0

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import httpx
 import msgspec
 
-from sie_contracts.broker import CoreMessage
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import START_S, Stop, Trouble
+from sie_broker import CoreMessage
 from sie_contracts.settings import Secret
 from sie_contracts.topology import pool_name
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import START_S, Stop, Trouble
 
 ASK_S = 5.0
 ANSWER_WITHIN_S = 5.0

@@ -18,10 +18,10 @@ from typing import Literal, get_args
 
 import msgspec
 
+from sie_broker import Broker, Entry, Subscription
+from sie_broker.tables import StoredTable
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, Entry, Subscription
 from sie_contracts.messages import Placement
-from sie_contracts.tables import StoredTable
 from sie_contracts.topology import Lane
 
 FIRST_S = 5.0

@@ -9,11 +9,11 @@ import hashlib
 import logging
 from collections.abc import Callable
 
+from sie_broker import Broker, BrokerError, Delivery
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, Delivery
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import DeadLetter
-from sie_contracts.runtime.failpoints import failpoint
+from sie_runtime.failpoints import failpoint
 from sie_sidecar.metrics import Metrics
 
 ATTEMPTS = 3

@@ -11,13 +11,13 @@ import logging
 import msgspec
 
 import sie_contracts
+from sie_broker import Broker, BrokerError
 from sie_contracts import ipc, messages, topology
-from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.errors import SIEError
 from sie_contracts.messages import Heartbeat
-from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
+from sie_runtime.feed import CatalogueFeed
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Remedies
 from sie_sidecar.worker import Worker

@@ -21,7 +21,7 @@ from sie_sidecar.poison import Mark
 from sie_sidecar.rows import Row
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Span
+    from sie_runtime.spans import Span
 
 
 @dataclass(eq=False)

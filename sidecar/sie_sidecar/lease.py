@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from sie_contracts.broker import Broker, BrokerError, Delivery
-from sie_contracts.runtime.failpoints import failpoint
+from sie_broker import Broker, BrokerError, Delivery
+from sie_runtime.failpoints import failpoint
 from sie_sidecar.ledger import Ledger
 
 FENCE = 0.8  # share of ack_wait after which an unrenewed lease counts as lost

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge, SIEError
 from sie_contracts.messages import Fetched
-from sie_contracts.runtime.process import START_S, Stop, Trouble
+from sie_runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05

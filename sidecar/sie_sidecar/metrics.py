@@ -17,9 +17,9 @@ import sie_contracts
 from sie_contracts.errors import SIEError
 from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, WorkResult
-from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
-from sie_contracts.runtime.metrics_table import OOM, OTHER
-from sie_contracts.runtime.refusals import REFUSED
+from sie_runtime.metrics import Maker, Scrape, epoch_number, exemplar
+from sie_runtime.metrics_table import OOM, OTHER
+from sie_runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
     from sie_sidecar.health import Health

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.messages import WorkItem
-from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
+from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
 MOST_MARKS = 1 << 16  # beyond it the oldest is forgotten, which costs one more death

@@ -20,10 +20,10 @@ from typing import Protocol
 from sie_contracts import ipc
 from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, ModelLoading, NotReady, SIEError
 from sie_contracts.messages import BatchNote, Outcome
-from sie_contracts.payloads import PayloadStore
-from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.process import Tasks
 from sie_contracts.settings import Settings
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.payloads import PayloadStore
+from sie_runtime.process import Tasks
 from sie_sidecar import rows as rowing
 from sie_sidecar import tokenise
 from sie_sidecar.batch import Limits

@@ -11,20 +11,20 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from sie_broker import Broker, BrokerError
 from sie_contracts import topology
 from sie_contracts.aliases import resolve_all
-from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
-from sie_contracts.payloads import open_store
-from sie_contracts.runtime import tracing
-from sie_contracts.runtime.connection import connected
-from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
-from sie_contracts.runtime.http import HttpServer
-from sie_contracts.runtime.process import Stop, Tasks, Trouble, retry
-from sie_contracts.runtime.websocket import WebSocketProtocol
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
 from sie_contracts.topology import Lane
+from sie_runtime import tracing
+from sie_runtime.connection import connected
+from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
+from sie_runtime.http import HttpServer
+from sie_runtime.payloads import open_store
+from sie_runtime.process import Stop, Tasks, Trouble, retry
+from sie_runtime.websocket import WebSocketProtocol
 from sie_sidecar.admission import Admission
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health

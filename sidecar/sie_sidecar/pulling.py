@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from sie_broker import Broker, BrokerError, Delivery, Pulls, Subscription
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, Delivery, Pulls, Subscription
 from sie_contracts.topology import Lane
 from sie_sidecar import batch
 from sie_sidecar.assignment import Role

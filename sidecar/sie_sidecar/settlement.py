@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from sie_broker import Broker, BrokerUnavailable, NoResponder, PayloadTooBig
 from sie_contracts import messages
-from sie_contracts.broker import Broker, BrokerUnavailable, NoResponder, PayloadTooBig
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.messages import Failed, Fragment, WorkItem, WorkResult
-from sie_contracts.runtime.failpoints import failpoint
+from sie_runtime.failpoints import failpoint
 from sie_sidecar.lease import Lease, Leases
 from sie_sidecar.metrics import Metrics
 

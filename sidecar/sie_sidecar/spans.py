@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sie_contracts.broker import Delivery
+from sie_broker import Delivery
 from sie_contracts.errors import SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, Stages, WorkItem
 from sie_contracts.trace_context import NONE, Context
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Span, Tracer
+    from sie_runtime.spans import Span, Tracer
     from sie_sidecar.held import Held
 
 # the spans of a work item in their order, with the stage of a reply's timing that each counts for

@@ -19,11 +19,11 @@ import msgspec
 import sie_contracts
 from sie_contracts.catalogue import ModelEntry, RunDefaults, listed_outputs, widths
 from sie_contracts.errors import NotFound, SIEError, Unauthenticated
-from sie_contracts.runtime.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
-from sie_contracts.runtime.http import probes
-from sie_contracts.runtime.websocket import Frames, Seats
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
+from sie_runtime.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
+from sie_runtime.http import probes
+from sie_runtime.websocket import Frames, Seats
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
 from sie_sidecar.hosting import Hosted

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sie_contracts import ipc
 from sie_contracts.errors import GatewayTimeout, InternalFailure, LoraLoading, ModelLoading, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome
-from sie_contracts.runtime.failpoints import failpoint
+from sie_runtime.failpoints import failpoint
 from sie_sidecar.held import Held, joined, merge, only, runnable
 from sie_sidecar.hosting import Hosted
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.poison import Marks, content_keys, refusal
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Span
+    from sie_runtime.spans import Span
 
 TRIAL_SLICE_S = 0.05
 BATCH_BETWEEN_S = 1.0  # at most, for the batch that goes first

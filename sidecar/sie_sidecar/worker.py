@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sie_broker import Broker, BrokerError, CoreMessage, Delivery, Subscription
 from sie_contracts import costs, ipc, messages, topology
-from sie_contracts.broker import Broker, BrokerError, CoreMessage, Delivery, Subscription
 from sie_contracts.errors import BundleConflict, GatewayTimeout, InternalFailure, ModelNotFound, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, WorkItem, WorkResult
-from sie_contracts.payloads import PayloadStore
-from sie_contracts.runtime.clock import BrokerClock
-from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.process import Tasks
-from sie_contracts.runtime.tracing import set_current
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_contracts.trace_context import Context
+from sie_runtime.clock import BrokerClock
+from sie_runtime.failpoints import failpoint
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.payloads import PayloadStore
+from sie_runtime.process import Tasks
+from sie_runtime.tracing import set_current
 from sie_sidecar import batch as batches
 from sie_sidecar import recording, spans
 from sie_sidecar import rows as rowing
@@ -64,7 +64,7 @@ from sie_sidecar.sizing import Ahead
 from sie_sidecar.trial import Trials
 
 if TYPE_CHECKING:
-    from sie_contracts.runtime.spans import Span, Tracer
+    from sie_runtime.spans import Span, Tracer
 
 HAND_BACK_DELAY_S = 0.5
 LATE_S = 0.25  # beyond what is known of the broker's clock

@@ -36,7 +36,7 @@ PROCESSES = {
     "adapter": "sie_adapter.process",
 }
 MOST_BYTES = {"gateway": 150_000_000, "config": 150_000_000, "sidecar": 170_000_000}
-OWN = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli", "catalog")
+OWN = ("contracts", "broker", "runtime", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli", "catalog")
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
     "packages"
 ]
@@ -324,7 +324,7 @@ def test_the_install_steps_work_in_an_empty_environment(image: str, tmp_path: Pa
     imported = [
         opt / "bin" / "python",
         "-c",
-        f"import {PROCESSES[image.partition('-')[0]]}, sie_contracts.runtime.spans",
+        f"import {PROCESSES[image.partition('-')[0]]}, sie_runtime.spans",
     ]
     done = subprocess.run(imported, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

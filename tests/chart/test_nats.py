@@ -23,15 +23,15 @@ from helm import CHOSEN, container, objects, of_kind, rendered, template, variab
 from inprocess import settings_of, until
 from nats_server import NatsServer, binary
 
+from sie_broker import Broker, BrokerError, CoreMessage, Write
+from sie_broker.nats import connect, connection, transport
 from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL, free_port
 from sie_config.process import run as run_config
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, CoreMessage, Write
-from sie_contracts.broker.nats import connect, connection, transport
-from sie_contracts.runtime import keys as records
-from sie_contracts.runtime.feed import config_source
-from sie_contracts.runtime.process import Stop
 from sie_gateway.process import serve as serve_gateway
+from sie_runtime import keys as records
+from sie_runtime.feed import config_source
+from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar
 
 # Values that a server would take for something else if they stood there bare, or a URL.

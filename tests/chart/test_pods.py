@@ -302,7 +302,7 @@ def test_tokens_are_there_where_the_mode_wants_them(mode: str, expected: bool | 
 
 
 def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -> None:
-    from sie_contracts.broker.nats.transport import split
+    from sie_broker.nats.transport import split
 
     values = {**CHOSEN, "nats": {"enabled": False, "url": "tls://one:4222,tls://two:4223"}, "stream": {"replicas": 3}}
     found = objects(template(values=values))

@@ -18,7 +18,7 @@ import pytest
 from inprocess import until
 from nats_server import NatsServer, free_port
 
-from sie_contracts.broker import (
+from sie_broker import (
     Broker,
     BrokerError,
     BrokerUnavailable,
@@ -34,9 +34,9 @@ from sie_contracts.broker import (
     Write,
     WrongRevision,
 )
-from sie_contracts.broker.memory import MemoryServer, matches, overlap
-from sie_contracts.broker.nats import PULL_EXPIRES_S, NatsBroker, NatsDelivery, connect
-from sie_contracts.broker.nats.api import ConsumerInfo, consumer_config, version_of
+from sie_broker.memory import MemoryServer, matches, overlap
+from sie_broker.nats import PULL_EXPIRES_S, NatsBroker, NatsDelivery, connect
+from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
 from sie_contracts.topology import (
     TOPOLOGY_VERSION,
     ConsumerSpec,

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from sie_contracts.broker import BrokerUnavailable
-from sie_contracts.broker.nats import NatsBroker
+from sie_broker import BrokerUnavailable
+from sie_broker.nats import NatsBroker
 
 INFO = {
     "server_id": "a",

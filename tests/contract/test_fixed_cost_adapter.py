@@ -23,7 +23,7 @@ from stack import Part, listens
 from sie_contracts import ipc
 from sie_contracts.errors import ModelLoading
 from sie_contracts.messages import Ok
-from sie_contracts.runtime.process import Stop
+from sie_runtime.process import Stop
 from sie_sidecar.link import AdapterGone, AdapterLink
 
 NUMBERS = itertools.count()

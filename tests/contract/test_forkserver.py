@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sie_contracts.runtime.failpoints import CRASHED
-from sie_contracts.runtime.process import EXIT_BAD_SETTING
+from sie_runtime.failpoints import CRASHED
+from sie_runtime.process import EXIT_BAD_SETTING
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process"
@@ -24,7 +24,7 @@ PROGRAM = """
 import ctypes, logging, os, signal, sys, threading, time
 import psutil
 from sie_adapter import forkserver
-from sie_contracts.runtime import failpoints
+from sie_runtime import failpoints
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)

@@ -17,7 +17,7 @@ from parity.score_checkpoints import ScoringEngine, scoring_engine
 from parity.table import ParityTable
 
 from sie_contracts.catalogue import Precision
-from sie_contracts.runtime.feed import packaged_catalogue
+from sie_runtime.feed import packaged_catalogue
 
 Folders = Callable[[str], Path]
 Serve = Callable[..., Served]

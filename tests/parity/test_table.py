@@ -8,7 +8,7 @@ import pytest
 from parity.checkpoints import ARCHITECTURES
 from parity.table import ORACLES, Agreement, ParityTable, Scores
 
-from sie_contracts.runtime.feed import packaged_catalogue
+from sie_runtime.feed import packaged_catalogue
 
 
 @pytest.fixture

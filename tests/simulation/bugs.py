@@ -23,8 +23,8 @@ import sie_sidecar.lease
 import sie_sidecar.process
 import sie_sidecar.settlement
 import sie_sidecar.worker
+from sie_broker import BrokerError
 from sie_contracts import messages
-from sie_contracts.broker import BrokerError
 
 
 class Bug(NamedTuple):

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 from simulation.virtual import Scope, VirtualLoop
 
+from sie_broker import BrokerError, BrokerUnavailable, CoreMessage, Delivery, Published, Pulls, Subscription
+from sie_broker.memory import MemoryBroker, MemoryServer
+from sie_broker.memory.pulls import MemoryDelivery, MemoryPulls
 from sie_contracts import messages
-from sie_contracts.broker import BrokerError, BrokerUnavailable, CoreMessage, Delivery, Published, Pulls, Subscription
-from sie_contracts.broker.memory import MemoryBroker, MemoryServer
-from sie_contracts.broker.memory.pulls import MemoryDelivery, MemoryPulls
 from sie_contracts.messages import Failed, WorkItem, WorkResult
 
 LATE_S = 0.6  # at most; less than a fence leaves of the ack wait

@@ -37,11 +37,11 @@ from tokenizers import Tokenizer
 
 import sie_gateway.process
 import sie_sidecar.process
-from sie_contracts.broker.memory import MemoryServer
-from sie_contracts.broker.memory.keyvalue import Watch
-from sie_contracts.runtime import http
-from sie_contracts.runtime.process import Stop
+from sie_broker.memory import MemoryServer
+from sie_broker.memory.keyvalue import Watch
 from sie_contracts.settings import Settings
+from sie_runtime import http
+from sie_runtime.process import Stop
 
 MODELS = ("toy/a", "toy/b", "toy/c")
 LORAS = ("org/x", "org/y", "org/z")

@@ -22,13 +22,13 @@ from inprocess import until
 from nats_server import NatsServer
 from tcp_proxy import TcpProxy
 
+from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
+from sie_broker.nats import connect
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
-from sie_contracts.broker.nats import connect
 from sie_contracts.errors import QueueUnavailable
-from sie_contracts.runtime.process import Stop, retry
 from sie_gateway import queue as gateway_queue
 from sie_gateway.queue import WorkQueue
+from sie_runtime.process import Stop, retry
 
 SIE = str(Path(sys.executable).with_name("sie"))
 STREAM = topology.stream_name(LANE.pool)

@@ -26,9 +26,9 @@ from cluster import scraped, until
 from fake_adapter import ids_of, toy_entry, vector_of
 from stack import Device, Part, Plan, Stack
 
+from sie_broker import CoreMessage
+from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.broker import CoreMessage
-from sie_contracts.broker.nats import connect
 from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
 

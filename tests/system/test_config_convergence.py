@@ -16,8 +16,8 @@ import pytest
 from cluster import MODEL, scraped, until
 from stack import Device, Part, Plan, Stack
 
+from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.broker.nats import connect
 from sie_contracts.messages import ConfigDelta
 
 pytestmark = pytest.mark.serial

@@ -21,15 +21,15 @@ from inprocess import until as eventually
 from nats_server import NatsServer
 from stack import Part
 
+from sie_broker import Write
+from sie_broker.nats import connect
 from sie_cli.embedded import free_port
 from sie_config.mirror import Snapshot
 from sie_config.store import model_key, open_store
 from sie_contracts import topology
-from sie_contracts.broker import Write
-from sie_contracts.broker.nats import connect
-from sie_contracts.runtime.feed import CatalogueFeed, HttpConfigSource
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Secret, load
+from sie_runtime.feed import CatalogueFeed, HttpConfigSource
+from sie_runtime.process import Stop
 
 pytestmark = pytest.mark.serial
 

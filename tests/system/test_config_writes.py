@@ -21,7 +21,7 @@ from nats_server import NatsServer
 from stack import Part
 
 from sie_cli.embedded import free_port
-from sie_contracts.runtime.failpoints import CRASHED
+from sie_runtime.failpoints import CRASHED
 
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}

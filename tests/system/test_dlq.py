@@ -15,13 +15,13 @@ from direct import ENTRY, DeadlyAdapter, is_right, reasons
 from inprocess import Source, free_port, settings_of, until
 from nats_server import NatsServer
 
+from sie_broker import Broker, CoreMessage
+from sie_broker.nats import connect
 from sie_cli.dlq import Letters, replayed
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, CoreMessage
-from sie_contracts.broker.nats import connect
 from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem, WorkResult
-from sie_contracts.runtime.process import Stop
 from sie_contracts.topology import Lane
+from sie_runtime.process import Stop
 from sie_sidecar.process import serve
 
 LANE = Lane("_default", "_default", "default")

@@ -26,11 +26,11 @@ from inprocess import settings_of
 from nats_server import NatsServer
 from stack import Part, Plan, Stack
 
+from sie_broker.nats import NatsBroker
+from sie_broker.nats.api import StreamInfo, stream_config
 from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_contracts import topology
-from sie_contracts.broker.nats import NatsBroker
-from sie_contracts.broker.nats.api import StreamInfo, stream_config
 from sie_contracts.topology import Lane
 from sie_gateway.queue import work_spec
 

@@ -25,10 +25,10 @@ from cluster import SIE, Cluster, free_ports, until
 from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, environ_of, templates
 from stack import Part, Plan, Stack
 
+from sie_broker.nats import NatsBroker
+from sie_broker.nats.api import StreamInfo
 from sie_cli import access
 from sie_cli.doctor import checks, look
-from sie_contracts.broker.nats import NatsBroker
-from sie_contracts.broker.nats.api import StreamInfo
 
 PLAN = Plan(
     models=(),

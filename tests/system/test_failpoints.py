@@ -35,9 +35,9 @@ from armed import (
 )
 from cluster import MODEL, until
 
+from sie_broker import Broker, Write
 from sie_contracts import topology
-from sie_contracts.broker import Broker, Write
-from sie_contracts.runtime.failpoints import CRASHED
+from sie_runtime.failpoints import CRASHED
 
 CHORE = Path(__file__).parents[1] / "chore.py"
 

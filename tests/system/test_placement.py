@@ -26,18 +26,18 @@ import pytest
 from stack import Device, Plan, Stack, Worker
 from unit.adapter import toys
 
+from sie_broker import Broker, CoreMessage, Write
+from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, CoreMessage, Write
-from sie_contracts.broker.nats import connect
 from sie_contracts.catalogue import parse_entry
 from sie_contracts.messages import Confirmation, Heartbeat, Input, Placement, RunOptions, WorkItem
-from sie_contracts.runtime.clock import BrokerClock
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.fleet import Fleet
 from sie_gateway.placement import Ages, Placer
+from sie_runtime.clock import BrokerClock
+from sie_runtime.process import Stop
 
 LANE = Lane("_default", "cpu", "default")
 SLOTS = 8

@@ -28,7 +28,7 @@ import pytest
 from cluster import MODEL, Cluster, running, until
 from websockets.sync.client import connect
 
-from sie_contracts.runtime.http import HEAD_S
+from sie_runtime.http import HEAD_S
 
 ADMIN, USER = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(2))
 MARK = f"canary{secrets.token_hex(6)}"  # in everything that is nobody's business

@@ -63,10 +63,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(number: str) -> None:
     """As under nohup."""
-    code = (
-        "import signal; from sie_contracts.runtime.process import end_signals; print(*(each.name for each in "
-        "end_signals()))"
-    )
+    code = "import signal; from sie_runtime.process import end_signals; print(*(each.name for each in end_signals()))"
 
     def names(ignored: bool) -> list[str]:
         before = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_{'IGN' if ignored else 'DFL'}); "

@@ -16,10 +16,10 @@ from consumer_race import LANE, item, work_queue
 from inprocess import settings_of
 from nats_server import NatsServer
 
+from sie_broker.nats import NatsBroker
+from sie_broker.nats.api import ConsumerInfo, StreamInfo, consumer_config, stream_config
 from sie_cli.main import main
 from sie_contracts import topology
-from sie_contracts.broker.nats import NatsBroker
-from sie_contracts.broker.nats.api import ConsumerInfo, StreamInfo, consumer_config, stream_config
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 from sie_gateway.queue import work_spec
 

@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from inprocess import GatewayProcess, InProcess, placing, settings_of, until
 from msgspec.structs import replace
 
+from sie_broker import BrokerError
+from sie_broker.memory import MemoryServer
 from sie_contracts import ipc, messages, topology
-from sie_contracts.broker import BrokerError
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import QueueFull
 from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, WorkResult
-from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
@@ -42,6 +40,8 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.queue import WorkQueue
 from sie_gateway.scaling import wanted_replicas
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.process import Stop
 
 STREAM = "WORK__default"
 LANE = Lane("_default", "_default", "default")

@@ -17,10 +17,10 @@ from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from nats_server import NatsServer
 
+from sie_broker import CoreMessage
+from sie_broker.memory import MemoryServer
+from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.broker import CoreMessage
-from sie_contracts.broker.memory import MemoryServer
-from sie_contracts.broker.nats import connect
 from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
 from sie_contracts.messages import Cancel, Input, RunOptions, WorkItem
 from sie_gateway import attach, reply

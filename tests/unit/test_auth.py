@@ -15,16 +15,16 @@ from inprocess import GatewayProcess, InProcess, settings_of, until
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 
+from sie_broker import Write
+from sie_broker.memory import MemoryServer
 from sie_cli.standalone import standalone
-from sie_contracts.broker import Write
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.runtime import keys as records
-from sie_contracts.runtime.keys import Keys, Limits
-from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.routes import OPEN, SCOPES, Row, Table
 from sie_contracts.settings import SettingError
 from sie_gateway.auth import ROUTES, USER_SCOPES, Gate, Grant
+from sie_runtime import keys as records
+from sie_runtime.keys import Keys, Limits
+from sie_runtime.process import Stop
+from sie_runtime.routes import OPEN, SCOPES, Row, Table
 
 ADMIN, READER, USER = "admin-token-of-a-test", "reader-token-of-a-test", "user-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER, "SIE_AUTH_TOKEN": USER}

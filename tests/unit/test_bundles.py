@@ -10,7 +10,7 @@ import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
 
-from sie_contracts.broker.memory import MemoryServer
+from sie_broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle, lacking, parse_bundle, serving
 from sie_contracts.catalogue import Catalogue, ModelEntry
 from sie_contracts.errors import BundleConflict, ValidationFailed

@@ -22,8 +22,8 @@ from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_entry, widths
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
 from sie_contracts.options import run_options
-from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.settings import Settings
+from sie_runtime.feed import packaged_catalogue
 
 MODELS = packaged_folder() / "models"
 CATALOGUE = packaged_catalogue()

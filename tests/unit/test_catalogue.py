@@ -34,7 +34,7 @@ from sie_contracts.options import (
     run_options,
     tokenizing,
 )
-from sie_contracts.runtime.feed import packaged_catalogue, read_folder
+from sie_runtime.feed import packaged_catalogue, read_folder
 
 
 def entry(model: str = "org/Model", **changes: Any) -> ModelEntry:

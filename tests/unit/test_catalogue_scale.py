@@ -16,8 +16,8 @@ import pytest
 
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.names import ALL_COMPARED, Names
-from sie_contracts.runtime import feed
-from sie_contracts.runtime.feed import packaged_catalogue, snapshot
+from sie_runtime import feed
+from sie_runtime.feed import packaged_catalogue, snapshot
 
 COUNT = 10_000
 MARGIN = 3

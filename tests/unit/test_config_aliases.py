@@ -13,13 +13,13 @@ import pytest
 from config_api import ADMIN
 from inprocess import until
 
+from sie_broker.memory import MemoryServer
 from sie_config.aliases import ALIAS_BROKEN, VECTORS_CHANGED
 from sie_config.store import Change
 from sie_contracts import topology
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import parse_document
-from sie_contracts.runtime.feed import snapshot
+from sie_runtime.feed import snapshot
 
 MODELS = "/v1/configs/models"
 SEARCH = f"{MODELS}/search"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from inprocess import settings_of, until
 
+from sie_broker import CoreMessage, Write
+from sie_broker.memory import MemoryServer
 from sie_config.app import ConfigService
 from sie_config.mirror import Held, bundle_key
 from sie_config.store import Change, model_key, open_store, reply_of
 from sie_contracts import configs, messages, topology
-from sie_contracts.broker import CoreMessage, Write
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.errors import NotReady
 from sie_contracts.messages import ConfigDelta, GatewayBeat, Heartbeat

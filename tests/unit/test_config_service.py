@@ -13,6 +13,8 @@ import yaml
 from config_api import ADMIN
 from inprocess import settings_of, until
 
+from sie_broker import BrokerUnavailable, Write
+from sie_broker.memory import MemoryServer
 from sie_config import access
 from sie_config.app import MOST_BODY_BYTES
 from sie_config.store import (
@@ -26,16 +28,14 @@ from sie_config.store import (
     normalised,
 )
 from sie_contracts import topology
-from sie_contracts.broker import BrokerUnavailable, Write
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import parse_entry
 from sie_contracts.messages import Heartbeat
-from sie_contracts.runtime import keys as records
-from sie_contracts.runtime.failpoints import arm
-from sie_contracts.runtime.feed import snapshot
-from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.routes import CONFIG_ROUTES
+from sie_runtime import keys as records
+from sie_runtime.failpoints import arm
+from sie_runtime.feed import snapshot
+from sie_runtime.process import Stop
+from sie_runtime.routes import CONFIG_ROUTES
 
 READER = "reader-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import settings_of, until
 
+from sie_broker import Broker, ConsumerState, Delivery
+from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import topology
-from sie_contracts.broker import Broker, ConsumerState, Delivery
-from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.errors import QueueFull
-from sie_contracts.runtime import failpoints
-from sie_contracts.runtime.failpoints import FailpointError
 from sie_contracts.settings import SettingError
 from sie_gateway import consumers as life
 from sie_gateway.consumers import Consumers, Rest, given_up, rests
 from sie_gateway.duty import Duty
+from sie_runtime import failpoints
+from sie_runtime.failpoints import FailpointError
 
 STREAM = topology.stream_name(LANE.pool)
 SPEC = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)

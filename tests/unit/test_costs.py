@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sie_contracts.broker.memory import MemoryServer
+from sie_broker.memory import MemoryServer
 from sie_contracts.costs import CROSSOVER_WIDTHS, crossover_tokens, text_cost
 from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
 from sie_contracts.settings import load

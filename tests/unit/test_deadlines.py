@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import until
 
+from sie_broker import BrokerError, Delivery
+from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
-from sie_contracts.broker import BrokerError, Delivery
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.messages import Cancel
-from sie_contracts.runtime.clock import SAMPLES, BrokerClock, Sample, estimate
 from sie_contracts.topology import work_stream
+from sie_runtime.clock import SAMPLES, BrokerClock, Sample, estimate
 from sie_sidecar.worker import LATE_S
 
 STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)

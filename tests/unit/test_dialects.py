@@ -24,10 +24,10 @@ from sie_adapter.epilogues import dtypes
 from sie_contracts import __version__
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import ConfigExport, RunOptions
-from sie_contracts.runtime.feed import ConfigUnavailable
 from sie_gateway import reply
 from sie_gateway.app import ClientVersions
 from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
+from sie_runtime.feed import ConfigUnavailable
 
 STREAM = "WORK__default"
 ONE = "toy/one"

@@ -25,13 +25,13 @@ from errors_page import CONFIG_ONLY, ROOT
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, Source, until
 
-from sie_contracts.broker import Write
+from sie_broker import Write
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
 from sie_contracts.messages import ConfigExport
-from sie_contracts.runtime import keys
-from sie_contracts.runtime.keys import Limits
 from sie_gateway import app, queue
 from sie_gateway.auth import OPEN, ROUTES
+from sie_runtime import keys
+from sie_runtime.keys import Limits
 from sie_sdk import SIEAsyncClient
 from sie_sdk import errors as client_errors
 from sie_sdk.core import Received, failure_of

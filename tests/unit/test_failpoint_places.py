@@ -11,6 +11,8 @@ from armed import PLACES
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "contracts/sie_contracts": "contracts",
+    "broker/sie_broker": "broker",
+    "runtime/sie_runtime": "runtime",
     "gateway/sie_gateway": "gateway",
     "sidecar/sie_sidecar": "sidecar",
     "adapter/sie_adapter": "adapter",

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from sie_cli.main import main
-from sie_contracts.runtime.failpoints import CRASHED, FailpointError, arm, failpoint
+from sie_runtime.failpoints import CRASHED, FailpointError, arm, failpoint
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_an_armed_place_fails_as_often_as_it_was_armed_for_and_others_pass() -> 
 
 @pytest.mark.parametrize(("action", "status"), [("crash", CRASHED), ("stop", -signal.SIGKILL)])
 def test_a_process_dies_or_stands_still_there(action: str, status: int) -> None:
-    code = f"from sie_contracts.runtime.failpoints import *; arm('a.b={action}'); failpoint('a.b'); print('passed')"
+    code = f"from sie_runtime.failpoints import *; arm('a.b={action}'); failpoint('a.b'); print('passed')"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if action == "stop":
         _, state = os.waitpid(process.pid, os.WUNTRACED)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from inprocess import until
 
+from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.messages import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
-from sie_contracts.runtime.feed import CatalogueFeed, ConfigUnavailable, snapshot
-from sie_contracts.runtime.process import Stop
+from sie_runtime.feed import CatalogueFeed, ConfigUnavailable, snapshot
+from sie_runtime.process import Stop
 
 BUNDLES = ({"id": "default"}, {"id": "vision"})
 

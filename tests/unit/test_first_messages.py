@@ -23,9 +23,9 @@ from sie_cli.main import main
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.catalogue import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError
-from sie_contracts.runtime.process import QUIET_S, START_S, Trouble
 from sie_contracts.settings import load
 from sie_gateway.auth import Gate
+from sie_runtime.process import QUIET_S, START_S, Trouble
 from sie_sdk import SIEAsyncClient, SIEClient
 
 

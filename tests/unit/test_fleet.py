@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_contracts.broker.memory import MemoryServer
+from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Resolved
 from sie_contracts.messages import Heartbeat, ModelStatus
 from sie_contracts.settings import load

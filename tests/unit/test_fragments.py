@@ -21,16 +21,16 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import InProcess, until
 from nats_server import NatsServer
 
+from sie_broker import Broker, CoreMessage
+from sie_broker.memory import MemoryServer
+from sie_broker.nats import connect
 from sie_contracts import arrays, ipc, messages
-from sie_contracts.broker import Broker, CoreMessage
-from sie_contracts.broker.memory import MemoryServer
-from sie_contracts.broker.nats import connect
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
 from sie_contracts.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_contracts.runtime import failpoints
 from sie_gateway.fragments import Fragments, NoRoom
 from sie_gateway.inbox import Inbox
 from sie_gateway.metrics import Metrics as GatewayMetrics
+from sie_runtime import failpoints
 from sie_sidecar.lease import Leases
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.settlement import Settlement, failed, part_bytes

@@ -6,7 +6,7 @@ import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
 
-from sie_contracts.broker.memory import MemoryServer
+from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import NotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from sie_contracts.runtime import protocol
-from sie_contracts.runtime.asgi import Receive, Scope, Send, headers_of, reply
-from sie_contracts.runtime.http import HttpServer
-from sie_contracts.runtime.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from sie_runtime import protocol
+from sie_runtime.asgi import Receive, Scope, Send, headers_of, reply
+from sie_runtime.http import HttpServer
+from sie_runtime.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 
 END_S = 30.0
 Run = Callable[[Coroutine[Any, Any, None]], None]

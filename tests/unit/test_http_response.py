@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sie_contracts.runtime import protocol
-from sie_contracts.runtime.http import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
+from sie_runtime import protocol
+from sie_runtime.http import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
 
 STREAMED = b"x" * 40_000
 LARGE = 16 << 20  # more than sockets hold

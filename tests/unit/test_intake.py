@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
-from sie_contracts.runtime.http import Receive
 from sie_gateway.attach import ClientGone
 from sie_gateway.intake import FREE_BYTES, Intake, bounded, check_length
+from sie_runtime.http import Receive
 
 MIB = 1 << 20
 

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from sie_broker import Entry, KeyValue, Subscription, Write
+from sie_broker.memory import MemoryServer
 from sie_contracts import topology
-from sie_contracts.broker import Entry, KeyValue, Subscription, Write
-from sie_contracts.broker.memory import MemoryServer
-from sie_contracts.runtime import keys as records
-from sie_contracts.runtime.keys import Key, Keys, Limits
-from sie_contracts.runtime.process import Stop
+from sie_runtime import keys as records
+from sie_runtime.keys import Key, Keys, Limits
+from sie_runtime.process import Stop
 
 REVOKED_WITHIN_S = 1.0
 

@@ -18,7 +18,7 @@ from inprocess import until
 import sie_sidecar.link as links
 from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge
-from sie_contracts.runtime.process import Stop
+from sie_runtime.process import Stop
 from sie_sidecar.link import AdapterGone, AdapterLink
 
 Linked = tuple[AdapterLink, FakeAdapter]

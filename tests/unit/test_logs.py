@@ -20,13 +20,13 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.runtime.process import configure_logging
-from sie_contracts.runtime.tracing import set_current
 from sie_contracts.trace_context import Context
 from sie_gateway import request_log
 from sie_gateway.call import Call
 from sie_gateway.reply import STAGES
 from sie_gateway.request_log import RequestLog, log_request
+from sie_runtime.process import configure_logging
+from sie_runtime.tracing import set_current
 
 Lines = Callable[[], list[dict[str, Any]]]
 TOKEN = "token-7d31"

@@ -23,11 +23,11 @@ from sie_contracts import messages, topology
 from sie_contracts.errors import InternalFailure, QueueFull
 from sie_contracts.ipc import BatchDone, Description, Shortages
 from sie_contracts.messages import BatchNote, ConfigDelta, Failed, Ok, WorkResult
-from sie_contracts.runtime import metrics as runtime_metrics
-from sie_contracts.runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
-from sie_contracts.runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric
-from sie_contracts.runtime.metrics_table import Process as Kind
 from sie_gateway.metrics import Metrics as GatewayMetrics
+from sie_runtime import metrics as runtime_metrics
+from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
+from sie_runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric
+from sie_runtime.metrics_table import Process as Kind
 from sie_sidecar.metrics import Metrics, Remedies, of_models
 
 CANARY = "ZyKanarienvogel"

@@ -17,22 +17,22 @@ from inprocess import GatewayProcess, InProcess
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from sie_broker import BrokerError
+from sie_broker.memory import MemoryServer
 from sie_config.app import create_app
 from sie_config.metrics import route_of
 from sie_contracts import topology
-from sie_contracts.broker import BrokerError
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
-from sie_contracts.runtime.metrics_table import TABLE
 from sie_contracts.topology import Lane
 from sie_gateway import lag
 from sie_gateway.admission import key_of
 from sie_gateway.auth import Gate
 from sie_gateway.backlog import Backlog
 from sie_gateway.finished import Finished
+from sie_runtime.metrics_table import TABLE
 from sie_sidecar.metrics import Metrics
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -8,7 +8,7 @@ import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
 
-from sie_contracts.broker.memory import MemoryServer
+from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.messages import Heartbeat, ModelStatus, ServedPrecision
 from sie_gateway.fleet import Fleet

@@ -12,17 +12,17 @@ from inprocess import settings_of, until
 from object_stores import S3, Faults, Moto, Place, Request, aws_environ
 from overlays import wanted_models
 
+from sie_broker.memory import MemoryServer
 from sie_config import reload
 from sie_config.overlay import Overlay
 from sie_config.process import prepare
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.runtime.bucket import BucketFolder
-from sie_contracts.runtime.folder import MAX_FILE_BYTES, SUFFIXES
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import SettingError
 from sie_contracts.stores import Patience
+from sie_runtime.bucket import BucketFolder
+from sie_runtime.folder import MAX_FILE_BYTES, SUFFIXES
+from sie_runtime.process import Stop
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
 QUICK = Patience(stall_s=0.3, tries=2, pause_s=0.01)

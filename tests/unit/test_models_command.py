@@ -25,6 +25,7 @@ from inprocess import settings_of
 from overlays import wanted_models
 
 from sie_adapter import dependencies
+from sie_broker.memory import MemoryServer
 from sie_cli import models_service
 from sie_cli.embedded import free_port
 from sie_cli.main import main
@@ -32,12 +33,11 @@ from sie_cli.models_commands import patch_of
 from sie_cli.models_service import Service
 from sie_config.app import ConfigService, create_app
 from sie_config.store import open_store
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue, packaged_folder, parse_entry
-from sie_contracts.runtime.feed import read_bundles
-from sie_contracts.runtime.http import HttpServer
 from sie_contracts.settings import SettingError
+from sie_runtime.feed import read_bundles
+from sie_runtime.http import HttpServer
 from sie_sidecar.process import _known
 
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"

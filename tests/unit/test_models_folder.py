@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from inprocess import settings_of, until
 
+from sie_broker import BrokerUnavailable
+from sie_broker.memory import MemoryServer
 from sie_config import reload
 from sie_config.overlay import Overlay
 from sie_config.process import Prepared, prepare
@@ -20,13 +22,11 @@ from sie_config.reload import Reload
 from sie_config.store import CatalogueStore, normalised
 from sie_config.workers import Workers
 from sie_contracts.aliases import Alias, Target
-from sie_contracts.broker import BrokerUnavailable
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.messages import Heartbeat
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import SettingError
+from sie_runtime.process import Stop
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
 BUNDLE = "id: eyes\npriority: 3\nfamilies: [eye]\nrequires: [pillow]\nimage: registry/eyes:1\n"

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import sie_config.process
 from sie_contracts.errors import PermissionDenied
-from sie_contracts.runtime.origins import Names
-from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.refusals import REFUSED
 from sie_contracts.settings import SettingError
+from sie_runtime.origins import Names
+from sie_runtime.process import Stop
+from sie_runtime.refusals import REFUSED
 
 LOOPBACK, CLUSTER = "127.0.0.1", "0.0.0.0"
 LISTED = ("sie.example.com", "*.example.org", "port.example.com:8443")

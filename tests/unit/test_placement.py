@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from layouts import place
 from placement_simulation import Case, Simulation, cases, large
 
+from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import topology
-from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.hosts import Holdings
 from sie_contracts.layout import HOT

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import InProcess, free_port, placing, until
 
+from sie_broker import CoreMessage, Write
+from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
-from sie_contracts.broker import CoreMessage, Write
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import ModelEntry, RunDefaults
 from sie_contracts.errors import ModelLoadFailed, PoolNotFound
 from sie_contracts.messages import Heartbeat, Placement

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from sie_broker.memory import MemoryServer
 from sie_contracts import topology
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import until
 
+from sie_broker import Write
+from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
-from sie_contracts.broker import Write
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.messages import Input, RunOptions, WorkItem
 from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_sidecar.poison import MOST_MARKS, Mark, Marks, after_death, content_keys

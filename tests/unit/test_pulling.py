@@ -14,9 +14,9 @@ import pytest
 from direct import ENTRY, Direct, is_right, reasons
 from inprocess import until
 
+from sie_broker import Delivery
+from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import messages, topology
-from sie_contracts.broker import Delivery
-from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.topology import Lane
 from sie_sidecar.batch import Limits, Load
 from sie_sidecar.pulling import Pulling

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from sie_contracts.errors import PayloadTooLarge, RateLimited
-from sie_contracts.runtime.keys import Limits
 from sie_gateway.quota import Charge, Quotas
+from sie_runtime.keys import Limits
 
 
 class Clock:

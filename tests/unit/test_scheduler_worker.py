@@ -15,10 +15,10 @@ import pytest
 from fake_adapter import SPECIAL, toy_entry
 from inprocess import InProcess, until
 
+from sie_broker import Delivery, Pulls
+from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.replay import Machine, plan_of, replay
 from sie_cli.trace import read
-from sie_contracts.broker import Delivery, Pulls
-from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.messages import Heartbeat
 from sie_sidecar import recording
 

@@ -24,12 +24,12 @@ from nats_server import NatsServer
 import sie_config.process
 import sie_gateway.process
 import sie_sidecar.process
+from sie_broker.nats import transport
 from sie_cli.main import main
-from sie_contracts.broker.nats import transport
 from sie_contracts.catalogue import packaged_folder
-from sie_contracts.runtime.feed import read_folder
-from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Secret, SettingError
+from sie_runtime.feed import read_folder
+from sie_runtime.process import Stop
 
 READ_TOKEN = "reader"
 READY_S = 40.0  # a group of brokers elects its leader first

@@ -15,9 +15,9 @@ from sie_config import access
 from sie_config.app import ConfigService, create_app
 from sie_contracts.catalogue import ModelEntry, packaged_folder
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.runtime.feed import read_folder
 from sie_contracts.settings import SettingError
 from sie_gateway.auth import Gate
+from sie_runtime.feed import read_folder
 
 PACKAGED = set(read_folder(packaged_folder() / "models"))
 

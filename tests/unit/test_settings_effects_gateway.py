@@ -14,17 +14,17 @@ from inprocess import GatewayProcess, InProcess, settings_of, until
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 
+from sie_broker import Delivery
+from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
-from sie_contracts.broker import Delivery
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.messages import ConfigDelta, Heartbeat, ModelStatus
-from sie_contracts.runtime.routes import Table, row_of
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
 from sie_gateway.auth import ROUTES, Gate
 from sie_gateway.fleet import Fleet
+from sie_runtime.routes import Table, row_of
 from sie_sidecar.lease import Leases
 
 STREAM = "WORK__default"

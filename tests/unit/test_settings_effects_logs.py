@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from inprocess import InProcess
 
-from sie_contracts.runtime.process import configure_logging
+from sie_runtime.process import configure_logging
 
 SIE = str(Path(sys.executable).with_name("sie"))
 CANARY = "canary-5c1e"
@@ -88,7 +88,7 @@ async def test_what_python_itself_writes_is_a_line_too_and_quotes_nobody() -> No
     """SIE_LOG_JSON, X4: warnings, exceptions that nobody catches, and names that are no text."""
     code = f"""
 import logging, threading, warnings
-from sie_contracts.runtime.process import own_stderr
+from sie_runtime.process import own_stderr
 own_stderr(json=True)
 warnings.warn("something is old")
 logging.getLogger("sie.x").info("the file %s", "a" + chr(0xdc80))

@@ -165,7 +165,7 @@ async def test_the_sidecar_speaks_on_its_socket_path_and_its_log_names_it_while_
     cluster: InProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_IPC_SOCKET_PATH. Whoever reaches the port of the probes is told of no path."""
-    monkeypatch.setattr("sie_contracts.runtime.process.QUIET_S", 0.0)
+    monkeypatch.setattr("sie_runtime.process.QUIET_S", 0.0)
     caplog.set_level(logging.INFO, "sie")
     gateway = await cluster.gateway()
     path = str(cluster.folder / "elsewhere.sock")

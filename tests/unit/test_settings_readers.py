@@ -25,6 +25,8 @@ PACKAGES = {
     "sidecar": "sidecar/sie_sidecar",
     "adapter": "adapter/sie_adapter",
     "contracts": "contracts/sie_contracts",
+    "broker": "broker/sie_broker",
+    "runtime": "runtime/sie_runtime",
     "sdk": "sdk/sie_sdk",
     "cli": "cli/sie_cli",
 }
@@ -199,7 +201,7 @@ READS_ENVIRON = {
     ),
     "cli/sie_cli/doctor/checks.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
-    "contracts/sie_contracts/runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
+    "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
@@ -207,14 +209,14 @@ WRITES_ENVIRON = {
     "adapter/sie_adapter/engine.py": (
         "ORT_DISABLE_TELEMETRY: nothing else keeps onnxruntime from reporting as it is imported"
     ),
-    "contracts/sie_contracts/runtime/tracing.py": "takes out OTEL_* that are empty, which OpenTelemetry's SDK refuses",
+    "runtime/sie_runtime/tracing.py": "takes out OTEL_* that are empty, which OpenTelemetry's SDK refuses",
 }
 READS_HOME = {
     "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
     "adapter/sie_adapter/weights/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",
-    "contracts/sie_contracts/runtime/folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
+    "runtime/sie_runtime/folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/models.py": "~ in a folder that is named on the command line",

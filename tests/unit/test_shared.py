@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from sie_contracts.broker import BrokerUnavailable
-from sie_contracts.runtime.process import Stop
+from sie_broker import BrokerUnavailable
 from sie_gateway.shared import Shared
+from sie_runtime.process import Stop
 
 
 class Work:

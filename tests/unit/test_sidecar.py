@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from sie_broker import BrokerUnavailable
 from sie_contracts import ipc
-from sie_contracts.broker import BrokerUnavailable
 from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_sidecar.batch import BatchKey, Job, Waiting

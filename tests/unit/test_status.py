@@ -27,15 +27,15 @@ from sie_contracts import messages, topology
 from sie_contracts.errors import ModelLoadFailed, ResourceExhausted
 from sie_contracts.ipc import RanBatch
 from sie_contracts.messages import GatewayBeat, Heartbeat, ModelStatus
-from sie_contracts.runtime.http import HttpServer, Receive, Scope, Send
-from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.websocket import Frames, Seats, WebSocketProtocol
 from sie_contracts.settings import SettingError
 from sie_gateway import status as statuses
 from sie_gateway import workers
 from sie_gateway.peers import Peers
 from sie_gateway.status import CONSOLE, of_heartbeat, of_socket, summaries
 from sie_gateway.workers import Endpoints, Workers, WorkerStatus
+from sie_runtime.http import HttpServer, Receive, Scope, Send
+from sie_runtime.process import Stop
+from sie_runtime.websocket import Frames, Seats, WebSocketProtocol
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 TOKEN = "read-token"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from inprocess import InProcess
 
-from sie_contracts.runtime.feed import packaged_catalogue
+from sie_runtime.feed import packaged_catalogue
 
 NAMED: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "a"},

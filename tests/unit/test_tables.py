@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from inprocess import until
 from nats_server import NatsServer
 
+from sie_broker import Broker, Entry, PayloadTooBig
+from sie_broker.memory import MemoryServer
+from sie_broker.nats import connect
+from sie_broker.tables import PART_BYTES, WHOLE_BYTES, StoredTable
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, Entry, PayloadTooBig
-from sie_contracts.broker.memory import MemoryServer
-from sie_contracts.broker.nats import connect
 from sie_contracts.messages import Heartbeat, Placement
 from sie_contracts.settings import load
-from sie_contracts.tables import PART_BYTES, WHOLE_BYTES, StoredTable
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet
 from sie_gateway.placement import Placer

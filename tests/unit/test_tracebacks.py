@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sie_contracts.runtime.process import configure_logging, traceback_of
+from sie_runtime.process import configure_logging, traceback_of
 
 SECRET = "what a client sent"
 FAULTS: list[Callable[[str], object]] = [

@@ -21,10 +21,10 @@ from inprocess import GatewayProcess, InProcess
 from otlp import Collector, HttpCollector, Seen
 
 from sie_cli.embedded import free_port
-from sie_contracts.runtime import tracing
 from sie_contracts.settings import SettingError, load
 from sie_gateway.call import Call
 from sie_gateway.finished import Finished
+from sie_runtime import tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = CLIENT.split("-")[1]
@@ -300,7 +300,7 @@ def test_what_the_specification_allows_is_taken_without_a_word(
 
 def test_a_variable_that_the_sdk_reads_as_it_is_imported_ends_no_process() -> None:
     program = (
-        "import logging; logging.basicConfig(); from sie_contracts import settings; from sie_contracts.runtime import "
+        "import logging; logging.basicConfig(); from sie_contracts import settings; from sie_runtime import "
         "tracing; assert tracing.start(settings.load().settings.tracing, 'gateway') is None"
     )
     environ = {**os.environ, "SIE_TRACING_ENABLED": "true", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "x"}
@@ -317,8 +317,8 @@ def test_defaults_are_those_of_the_document() -> None:
 
 def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.delitem(sys.modules, "sie_contracts.runtime.spans", raising=False)
-    monkeypatch.delattr("sie_contracts.runtime.spans", raising=False)
+    monkeypatch.delitem(sys.modules, "sie_runtime.spans", raising=False)
+    monkeypatch.delattr("sie_runtime.spans", raising=False)
     with pytest.raises(SettingError, match=r"SIE_TRACING_ENABLED: .*pip install 'sie-cluster\[tracing\]'"):
         tracing.start(settings_of(SIE_TRACING_ENABLED="true"), "gateway")
     assert tracing.start(settings_of(), "gateway") is None
@@ -484,7 +484,7 @@ async def main():
         assert (await gateway.encode("a")).status_code == 200
 asyncio.run(main())
 assert not imported() & {"opentelemetry.sdk", "opentelemetry.exporter", "grpc"}
-assert "sie_contracts.runtime.spans" not in sys.modules
+assert "sie_runtime.spans" not in sys.modules
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parents[1])], capture_output=True, text=True, timeout=100

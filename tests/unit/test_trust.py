@@ -25,19 +25,19 @@ from unit.adapter import toys
 from sie_adapter.engine import Engine
 from sie_adapter.process import allowed
 from sie_adapter.server import Server
+from sie_broker import Write
+from sie_broker.memory import MemoryServer
 from sie_config.overlay import Overlay
 from sie_contracts import ipc
-from sie_contracts.broker import Write
-from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import ModelEntry, Profile, parse_entry
 from sie_contracts.places import without_paths
-from sie_contracts.runtime import keys
-from sie_contracts.runtime.feed import packaged_catalogue
-from sie_contracts.runtime.folder import examined, own_entries, worker_trust
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.trust import Allowed, Trust, claims
 from sie_gateway.auth import ROUTES
+from sie_runtime import keys
+from sie_runtime.feed import packaged_catalogue
+from sie_runtime.folder import examined, own_entries, worker_trust
 
 BUNDLES = packaged_catalogue().bundles
 HUB = {"hub": "org/model", "revision": "0" * 40}

@@ -24,8 +24,8 @@ from sie_adapter.weights.hub import commit_of
 from sie_adapter.weights.ranged import Limits
 from sie_contracts.catalogue import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
-from sie_contracts.runtime.process import configure_logging
 from sie_contracts.weights import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
+from sie_runtime.process import configure_logging
 
 BIG = "model.safetensors"
 

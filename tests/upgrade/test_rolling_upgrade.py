@@ -45,7 +45,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from sie_cli.embedded import free_port
-from sie_contracts.runtime.websocket import GOING_AWAY
+from sie_runtime.websocket import GOING_AWAY
 from sie_sdk import SIEAsyncClient, SIEError
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]

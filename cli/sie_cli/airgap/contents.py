@@ -30,10 +30,10 @@ from sie_config.overlay import PLUG_INS, Folders
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, serving
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
-from sie_contracts.runtime.feed import read_bundles
 from sie_contracts.topology import token
 from sie_contracts.weights import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
 from sie_contracts.weights import digest as digest_of_file
+from sie_runtime.feed import read_bundles
 
 _BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokenizer
 

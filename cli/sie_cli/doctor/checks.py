@@ -33,7 +33,7 @@ from sie_contracts.messages import ConfigEpoch
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load, public_url, store_url
 
 if TYPE_CHECKING:
-    from sie_contracts.broker.nats.operator import Step
+    from sie_broker.nats.operator import Step
 
 LEAST_BROKER = (2, 12)
 CLOCK_S = 2.0  # keys end, logs and request ids are stamped by wall clocks; ages of work are not
@@ -275,7 +275,7 @@ def _infos(health: Mapping[str, object], key: str) -> list[dict[str, Any]]:
 
 async def broker(look: Look) -> Found:
     """That it can be reached with these credentials, is new enough and has JetStream."""
-    from sie_contracts.broker import BrokerError, BrokerUnavailable
+    from sie_broker import BrokerError, BrokerUnavailable
 
     url = public_url(await look.broker_url())
     try:
@@ -322,8 +322,8 @@ def _no_jetstream(url: str) -> Finding:
 
 async def streams(look: Look) -> Found:
     """Streams and consumers, against what `sie topology check` wants."""
+    from sie_broker import BrokerError
     from sie_cli.topology import steps_at
-    from sie_contracts.broker import BrokerError
 
     connection = await look.stream_broker()
     where = await _at_broker(look)
@@ -639,8 +639,8 @@ def _payload_folder(look: Look) -> Path | None:
 
 async def clock(look: Look) -> Found:
     """Wall clocks of this machine, the gateways, the config service and the workers, against the broker's."""
-    from sie_contracts.broker import BrokerError
-    from sie_contracts.runtime.clock import BrokerClock
+    from sie_broker import BrokerError
+    from sie_runtime.clock import BrokerClock
 
     connection = await look.stream_broker()
     try:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from sie_broker import BrokerError
 from sie_cli.access import with_access
 from sie_cli.data_dir import default_data_dir
 from sie_cli.display import counted
 from sie_cli.doctor.checks import CHECKS, PROBE_S, Check, Finding, check_settings, faults_of
 from sie_cli.doctor.look import Absent, Blind, Look, looking
 from sie_cli.options import flags_of, refuse, settings_options
-from sie_contracts.broker import BrokerError
 from sie_contracts.settings import SettingError, load
 
 CHECK_S = 30.0

@@ -33,8 +33,8 @@ from sie_contracts.messages import ConfigEpoch, GatewayBeat, Heartbeat
 from sie_contracts.settings import Secret, Settings, public_url
 
 if TYPE_CHECKING:
-    from sie_contracts.broker import CoreMessage
-    from sie_contracts.broker.nats import NatsBroker
+    from sie_broker import CoreMessage
+    from sie_broker.nats import NatsBroker
 
 CALL_S = 3.0  # of one question over HTTP or a socket
 CONNECT_S = 4.0
@@ -254,7 +254,7 @@ class Look:
         return await self._once("broker", self._connect)
 
     async def _connect(self) -> NatsBroker:
-        from sie_contracts.broker.nats import NatsBroker
+        from sie_broker.nats import NatsBroker
 
         url = await self.broker_url()
         broker = NatsBroker("sie-doctor")
@@ -264,7 +264,7 @@ class Look:
 
     async def stream_broker(self) -> NatsBroker:
         """The connection for a check that needs streams. Raises Absent, Blind."""
-        from sie_contracts.broker import BrokerUnavailable
+        from sie_broker import BrokerUnavailable
 
         try:
             broker = await self.broker()
@@ -281,7 +281,7 @@ class Look:
         return await self._once("heard", self._listen)
 
     async def _listen(self) -> Heard:
-        from sie_contracts.broker import BrokerUnavailable
+        from sie_broker import BrokerUnavailable
 
         try:
             broker = await self.broker()

@@ -15,7 +15,6 @@ from uuid import uuid4
 import orjson
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.runtime.http import Body
 from sie_gateway import body as bodies
 from sie_gateway import reply
 from sie_gateway.body import Item
@@ -24,6 +23,7 @@ from sie_gateway.dialects import embedding_types, fields
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
 from sie_gateway.inference import Inference
+from sie_runtime.http import Body
 
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 

@@ -13,7 +13,7 @@ import torch
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.spoilt import afresh
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
-from sie_contracts.runtime.failpoints import arm
+from sie_runtime.failpoints import arm
 
 
 def batch(name: str) -> RunBatch:

@@ -1,0 +1,167 @@
+"""Buckets: a map with revisions, and the watches that read it in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from sie_broker import Entry, Subscription, Write, WrongRevision
+from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
+from sie_broker.tasks import guarded
+
+if TYPE_CHECKING:
+    from sie_broker.memory.connection import MemoryBroker
+
+_HELD_ENTRIES = 4096
+
+
+class Bucket:
+    """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
+
+    With a `max_age_s`, `age` forgets what is older; whoever looks calls it first.
+    """
+
+    def __init__(self, created: str, clock: Callable[[], float], max_age_s: float) -> None:
+        self.created = created
+        self.revision = 0
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.watches: set[Watch] = set()
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._written_s: OrderedDict[str, float] = OrderedDict()
+
+    def age(self) -> None:
+        horizon_s = self._clock() - self._max_age_s
+        while self._written_s and next(iter(self._written_s.values())) <= horizon_s:
+            key, _ = self._written_s.popitem(last=False)
+            del self.entries[key]
+
+    def since(self, revision: int) -> list[Entry]:
+        self.age()
+        newest_first = []
+        for entry in reversed(self.entries.values()):
+            if entry.revision <= revision:
+                break
+            newest_first.append(entry)
+        return newest_first[::-1]
+
+    def write(self, writes: list[Write]) -> int:
+        self.age()
+        for write in writes:
+            last = self.entries.get(write.key)
+            found = last.revision if last is not None else 0
+            absent = last is None or last.value is None
+            if write.expected is not None and write.expected != found and not (write.expected == 0 and absent):
+                raise WrongRevision(f"{write.key}: the revision is {found}, not {write.expected}")
+        for write in writes:
+            self.revision += 1
+            entry = self.entries[write.key] = Entry(write.key, write.value, self.revision)
+            self.entries.move_to_end(write.key)
+            if self._max_age_s:
+                self._written_s[write.key] = self._clock()
+                self._written_s.move_to_end(write.key)
+            for watch in self.watches:
+                watch.written(entry)
+        return self.revision
+
+
+class MemoryKeyValue:
+    def __init__(self, broker: MemoryBroker, bucket: Bucket, watches: set[Watch]) -> None:
+        self._broker = broker
+        self._bucket = bucket
+        self._watches = watches
+
+    async def get(self, key: str) -> Entry | None:
+        await self._broker.reach(API_TIMEOUT_S)
+        self._bucket.age()
+        entry = self._bucket.entries.get(key)
+        return entry if entry is not None and entry.value is not None else None
+
+    async def entries(self, within: str = "") -> list[Entry]:
+        await self._broker.reach(API_TIMEOUT_S)
+        self._bucket.age()
+        below = f"{within}." if within else ""
+        found = (
+            entry for entry in self._bucket.entries.values() if entry.value is not None and entry.key.startswith(below)
+        )
+        return sorted(found, key=lambda entry: entry.key)
+
+    async def since(self, revision: int) -> list[Entry]:
+        await self._broker.reach(API_TIMEOUT_S)
+        return self._bucket.since(revision)
+
+    async def write(self, writes: list[Write]) -> int:
+        if not writes or len({write.key for write in writes}) != len(writes):
+            raise ValueError("a batch writes at least one key and each key once")
+        await self._broker.reach(API_TIMEOUT_S)
+        return self._bucket.write(writes)
+
+    async def epoch(self) -> str:
+        await self._broker.reach(API_TIMEOUT_S)
+        return f"{self._bucket.created}:{self._bucket.revision}"
+
+    async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
+        await self._broker.reach(API_TIMEOUT_S)
+        return Watch(self._broker, self._bucket, self._watches, handler, after)
+
+
+class Watch:
+    """Entries wait in order for one task, which runs only while there are some. What a lost connection missed is read
+    on its return.
+    """
+
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        bucket: Bucket,
+        watches: set[Watch],
+        handler: Callable[[Entry], Awaitable[None]],
+        after: int,
+    ) -> None:
+        self._broker = broker
+        self._bucket = bucket
+        self._watches = watches
+        self._handler = handler
+        self._last = after
+        self._held: deque[Entry] = deque()
+        self._task: asyncio.Task[None] | None = None
+        watches.add(self)
+        bucket.watches.add(self)
+        self.catch_up()
+
+    def written(self, entry: Entry) -> None:
+        if self._broker.live and len(self._held) < _HELD_ENTRIES:
+            self._held.append(entry)
+            self._run()
+
+    def catch_up(self) -> None:
+        """Read what was not held for us."""
+        if self._broker.live:
+            self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
+            self._run()
+
+    def _run(self) -> None:
+        if self._held and self._task is None:
+            self._task = self._broker.own(self._handle(), "a watch")
+
+    async def _handle(self) -> None:
+        while self._held:
+            entry = self._held.popleft()
+            self._last = entry.revision
+            await guarded("a watch", self._handler(entry))
+        self._task = None
+        if self in self._bucket.watches:
+            self.catch_up()
+
+    async def stop(self) -> None:
+        self.abandon()
+        task = self._task
+        if task is not None:
+            await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
+            task.cancel()
+
+    def abandon(self) -> None:
+        self._watches.discard(self)
+        self._bucket.watches.discard(self)

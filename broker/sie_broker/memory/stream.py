@@ -1,0 +1,281 @@
+"""Streams and their consumers: what is stored, who holds it until when, and which subjects fall under a pattern."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sie_broker import BrokerError, ConsumerState, Published, StreamFull, StreamState
+from sie_contracts.topology import ConsumerSpec, StreamSpec
+
+if TYPE_CHECKING:
+    from sie_broker.memory.pulls import Credit
+    from sie_broker.memory.server import MemoryServer
+
+_MESSAGE_OVERHEAD_BYTES = 48
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Does a subject fall under a pattern, where `*` is any one token and a final `>` is one or more?"""
+    wanted, tokens = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted.pop()
+        if len(tokens) <= len(wanted):
+            return False
+    elif len(tokens) != len(wanted):
+        return False
+    return all(want in ("*", token) for want, token in zip(wanted, tokens, strict=False))
+
+
+def overlap(one: str, other: str) -> bool:
+    """Is there a subject that falls under both patterns?"""
+    left, right = one.split("."), other.split(".")
+    for a, b in zip(left, right, strict=False):
+        if ">" in (a, b):
+            return True
+        if "*" not in (a, b) and a != b:
+            return False
+    return len(left) == len(right)
+
+
+class Timers:
+    """Callbacks by time of the server's clock. `run_due` runs them; one timer of the loop sees to that."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._armed: asyncio.TimerHandle | None = None
+        self._armed_s = 0.0
+
+    def at(self, due_s: float, callback: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (due_s, self._count, callback))
+        self._arm()
+
+    def run_due(self) -> None:
+        self._armed = None
+        while self._due and self._due[0][0] <= self._clock():
+            heapq.heappop(self._due)[2]()
+        self._arm()
+
+    def _arm(self) -> None:
+        if not self._due:
+            return
+        due_s = self._due[0][0]
+        if self._armed is not None:
+            if self._armed_s <= due_s:
+                return
+            self._armed.cancel()
+        self._armed_s = due_s
+        self._armed = asyncio.get_running_loop().call_later(max(0.0, due_s - self._clock()), self.run_due)
+
+
+@dataclass(slots=True)
+class Message:
+    sequence: int
+    subject: str
+    data: bytes
+    sent_s: float
+    stored_s: float
+    size: int
+
+
+class Consumer:
+    """Each message of the filter is in one place: waiting, leased, or due again. Credits are open pulls, served in
+    turns.
+    """
+
+    def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
+        self.spec = spec
+        self.stream = stream
+        self.waiting: OrderedDict[int, None] = OrderedDict()
+        self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> end, in order of the end
+        self.again: dict[int, float] = {}
+        self.again_order: list[tuple[float, int]] = []
+        self.delivered: dict[int, int] = {}
+        self.credits: deque[Credit] = deque()
+        self._deliveries = 0
+        self._expiry_armed = False
+
+    def state(self) -> ConsumerState:
+        spec, waiting = self.spec, len(self.waiting) + len(self.again)
+        return ConsumerState(
+            spec.name, spec.subject, spec.ack_wait_s, spec.version, self._deliveries, waiting, len(self.leases)
+        )
+
+    def drop(self, sequence: int) -> None:
+        """The message has left the stream."""
+        self.waiting.pop(sequence, None)
+        self.delivered.pop(sequence, None)
+        self.leases.pop(sequence, None)
+        self.again.pop(sequence, None)
+
+    def postpone(self, sequence: int, delay_s: float) -> None:
+        due_s = self.stream.server.clock() + delay_s
+        self.leases.pop(sequence, None)
+        self.again[sequence] = due_s
+        heapq.heappush(self.again_order, (due_s, sequence))
+        if delay_s:
+            self.stream.server.timers.at(due_s, lambda: self.stream.server.serve(self))
+        else:
+            self.stream.server.serve(self)
+
+    def extend(self, sequence: int, now_s: float) -> None:
+        if sequence in self.leases:
+            self.leases[sequence] = now_s + self.spec.ack_wait_s
+            self.leases.move_to_end(sequence)
+
+    def next(self, now_s: float) -> Message | None:
+        """Lease the next message: what is due again before what never went out."""
+        sequence = self._next_sequence(now_s)
+        if sequence is None:
+            return None
+        self.leases[sequence] = now_s + self.spec.ack_wait_s
+        self.delivered[sequence] = self.delivered.get(sequence, 0) + 1
+        self._deliveries += 1
+        self._arm_expiry()
+        return self.stream.messages[sequence]
+
+    def _next_sequence(self, now_s: float) -> int | None:
+        while self.again_order and self.again_order[0][0] <= now_s:
+            due_s, sequence = heapq.heappop(self.again_order)
+            if self.again.get(sequence) == due_s:
+                del self.again[sequence]
+                return sequence
+        return self.waiting.popitem(last=False)[0] if self.waiting else None
+
+    def _arm_expiry(self) -> None:
+        if not self._expiry_armed and self.leases:
+            self._expiry_armed = True
+            self.stream.server.timers.at(next(iter(self.leases.values())), self._expire)
+
+    def _expire(self) -> None:
+        self._expiry_armed = False
+        now_s = self.stream.server.clock()
+        while self.leases and next(iter(self.leases.values())) <= now_s:
+            self.postpone(next(iter(self.leases)), 0.0)
+        self._arm_expiry()
+
+
+class Stream:
+    def __init__(self, server: MemoryServer, spec: StreamSpec) -> None:
+        self.server = server
+        self.spec = spec
+        self.created = server.stamp()
+        self.messages: OrderedDict[int, Message] = OrderedDict()
+        self.bytes = 0
+        self.last_sequence = 0
+        self.counts: dict[str, int] = {}
+        self.consumers: dict[str, Consumer] = {}
+        self._exact: dict[str, Consumer] = {}
+        self._wide: list[Consumer] = []
+        self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._age_armed = False
+
+    def state(self) -> StreamState:
+        first = next(iter(self.messages), self.last_sequence + 1 if self.last_sequence else 0)
+        return StreamState(self.created, len(self.messages), self.bytes, first, self.last_sequence)
+
+    def store(self, subject: str, data: bytes, message_id: str) -> Published:
+        spec, now_s = self.spec, self.server.clock()
+        while self._ids and next(iter(self._ids.values()))[1] <= now_s:
+            self._ids.popitem(last=False)
+        if message_id in self._ids:
+            return Published(self._ids[message_id][0], duplicate=True)
+        count = self.counts.get(subject, 0)
+        if 0 < spec.max_per_subject <= count:
+            raise StreamFull(f"{subject}: maximum messages per subject exceeded")
+        size = len(subject) + len(data) + len(message_id) + _MESSAGE_OVERHEAD_BYTES
+        while spec.retention == "limits" and self.messages and 0 < spec.max_bytes < self.bytes + size:
+            self.remove(next(iter(self.messages)))
+        if 0 < spec.max_bytes < self.bytes + size:
+            raise StreamFull(f"{subject}: maximum bytes exceeded")
+        self.last_sequence += 1
+        message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
+        self.messages[message.sequence] = message
+        self.bytes += size
+        self.counts[subject] = count + 1
+        self._ids[message_id] = (message.sequence, now_s + _window_s(spec))
+        if spec.max_age_s:
+            self.arm_age()
+        consumer = self.consumer_of(subject)
+        if consumer is not None:
+            consumer.waiting[message.sequence] = None
+            self.server.serve(consumer)
+        return Published(message.sequence)
+
+    def remove(self, sequence: int) -> bool:
+        message = self.messages.pop(sequence, None)
+        if message is None:
+            return False
+        self.bytes -= message.size
+        left = self.counts[message.subject] - 1
+        if left:
+            self.counts[message.subject] = left
+        else:
+            del self.counts[message.subject]
+        consumer = self.consumer_of(message.subject)
+        if consumer is not None:
+            consumer.drop(sequence)
+        return True
+
+    def consumer_of(self, subject: str) -> Consumer | None:
+        return self._exact.get(subject) or next(
+            (each for each in self._wide if matches(each.spec.subject, subject)), None
+        )
+
+    def add_consumer(self, spec: ConsumerSpec) -> Consumer:
+        if not any(overlap(spec.subject, subject) for subject in self.spec.subjects):
+            raise BrokerError(f"{spec.name}: {spec.subject} is no subject of {spec.stream}")
+        for other in self.consumers.values():
+            if overlap(spec.subject, other.spec.subject):
+                raise BrokerError(f"{spec.name}: its filter overlaps that of {other.spec.name}")
+        consumer = self.consumers[spec.name] = Consumer(spec, self)
+        if "*" in spec.subject or ">" in spec.subject:
+            self._wide.append(consumer)
+        else:
+            self._exact[spec.subject] = consumer
+        subjects = {subject for subject in self.counts if matches(spec.subject, subject)}
+        if subjects:
+            consumer.waiting.update(
+                (number, None) for number, message in self.messages.items() if message.subject in subjects
+            )
+        return consumer
+
+    def remove_consumer(self, name: str) -> bool:
+        consumer = self.consumers.pop(name, None)
+        if consumer is None:
+            return False
+        consumer.credits.clear()
+        if self._exact.pop(consumer.spec.subject, None) is None:
+            self._wide.remove(consumer)
+        return True
+
+    def arm_age(self) -> None:
+        if not self._age_armed and self.messages and self.spec.max_age_s:
+            self._age_armed = True
+            self.server.timers.at(next(iter(self.messages.values())).stored_s + self.spec.max_age_s, self._age)
+
+    def _age(self) -> None:
+        self._age_armed = False
+        horizon_s = self.server.clock() - self.spec.max_age_s
+        while self.messages and next(iter(self.messages.values())).stored_s <= horizon_s:
+            self.remove(next(iter(self.messages)))
+        self.arm_age()
+
+
+def _window_s(spec: StreamSpec) -> float:
+    return min(spec.duplicate_window_s, spec.max_age_s) if spec.max_age_s else spec.duplicate_window_s
+
+
+def normal(spec: StreamSpec, field: str) -> object:
+    """A setting as the broker keeps it: every way to say "no limit" is one."""
+    value = getattr(spec, field)
+    if field == "duplicate_window_s":
+        return _window_s(spec)
+    return max(0, value) if field in ("max_bytes", "max_per_subject") else value

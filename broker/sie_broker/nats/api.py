@@ -1,0 +1,260 @@
+"""The JetStream API: what goes over the wire, what an error code means, how a spec is written as a configuration and
+compared with one.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from sie_broker import (
+    BrokerError,
+    BrokerUnavailable,
+    ConsumerState,
+    StreamFull,
+    StreamState,
+    TopologyMismatch,
+    WrongRevision,
+)
+from sie_contracts.topology import ConsumerSpec, StreamSpec
+
+# Top-ups are pulls of their own: a few dozen per busy worker and consumer. The broker's default of 512 refuses the rest
+# of a large pool.
+_MAX_WAITING_PULLS = 8192
+
+_VERSION_KEY = "sie.topology"
+_FULL = {10076, 10077}
+NO_STREAM, NO_CONSUMER, NO_MESSAGE = 10059, 10014, (10037, 10043, 10057)
+STREAM_EXISTS, CONSUMER_EXISTS = 10058, 10148
+_WRONG_SEQUENCE, _BATCH_INCOMPLETE = {10071, 10164}, 10176
+_SPEC_FIELDS = {
+    "max_age": "max_age_s",
+    "max_msgs_per_subject": "max_per_subject",
+    "num_replicas": "replicas",
+    "duplicate_window": "duplicate_window_s",
+    "ack_wait": "ack_wait_s",
+    "filter_subject": "subject",
+}
+_NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is given up
+NEVER_UPDATED = {
+    "filter_subject",
+    "ack_policy",
+}  # a changed filter may overlap, which some server versions accept on update
+
+
+class ApiError(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class Answer(msgspec.Struct):
+    error: ApiError | None = None
+
+
+class Ack(msgspec.Struct):
+    seq: int = 0
+    duplicate: bool = False
+    error: ApiError | None = None
+
+
+class State(msgspec.Struct):
+    messages: int
+    bytes: int
+    first_seq: int
+    last_seq: int
+    subjects: dict[str, int] = {}
+
+
+class StreamInfo(msgspec.Struct):
+    created: str
+    config: dict[str, Any]
+    state: State
+    total: int = 0
+    ts: datetime | None = None  # of the answer, by the clock of the stream's leader
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    consumer_seq: int = 0
+
+
+class ConsumerInfo(msgspec.Struct):
+    config: dict[str, Any]
+    num_pending: int = 0
+    num_ack_pending: int = 0
+    name: str = ""
+    delivered: Delivered = Delivered()
+
+
+class Streams(msgspec.Struct):
+    total: int
+    streams: list[StreamInfo] | None = None
+
+
+class Consumers(msgspec.Struct):
+    total: int
+    consumers: list[ConsumerInfo] | None = None
+
+
+class Names(msgspec.Struct):
+    total: int
+    consumers: list[str] | None = None
+
+
+class StoredMessage(msgspec.Struct):
+    seq: int
+    time: datetime
+    subject: str = ""
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class StoredAnswer(msgspec.Struct):
+    message: StoredMessage
+
+
+_decode_ack = msgspec.json.Decoder(Ack).decode
+
+
+class Refusal(BrokerError):
+    """The JetStream API said no."""
+
+    def __init__(self, what: str, error: ApiError) -> None:
+        super().__init__(f"{what}: {error.description} ({error.err_code})")
+        self.number = error.err_code
+
+
+def error_of(what: str, error: ApiError) -> BrokerError:
+    full = "maximum" in error.description and "exceeded" in error.description
+    if error.err_code in _FULL or full:
+        return StreamFull(f"{what}: {error.description}")
+    if error.err_code in _WRONG_SEQUENCE:
+        return WrongRevision(f"{what}: {error.description}")
+    if error.code == 503 or error.err_code == _BATCH_INCOMPLETE:
+        return BrokerUnavailable(f"{what}: {error.description}")
+    return Refusal(what, error)
+
+
+def is_no_responder(answer: Any) -> bool:
+    return answer.headers is not None and not answer.data and answer.headers.get("Status") == "503"
+
+
+def publish_ack(subject: str, answer: Any) -> Ack:
+    if is_no_responder(answer):
+        raise BrokerUnavailable(f"no stream takes {subject}")
+    try:
+        ack = _decode_ack(answer.data)
+    except msgspec.DecodeError as error:
+        raise BrokerError(f"{subject}: the answer is not that of a stream: {error}") from error
+    if ack.error is not None:
+        raise error_of(subject, ack.error)
+    return ack
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def stream_config(spec: StreamSpec) -> dict[str, Any]:
+    # The broker refuses to remember ids for longer than it keeps messages.
+    window_s = min(spec.duplicate_window_s, spec.max_age_s) if spec.max_age_s else spec.duplicate_window_s
+    return {
+        "name": spec.name,
+        "subjects": list(spec.subjects),
+        "retention": spec.retention,
+        "discard": "new" if spec.retention == "workqueue" else "old",
+        "max_msgs_per_subject": spec.max_per_subject if spec.max_per_subject > 0 else -1,
+        "discard_new_per_subject": spec.max_per_subject > 0,
+        "max_bytes": spec.max_bytes if spec.max_bytes > 0 else -1,
+        "max_age": nanoseconds(spec.max_age_s),
+        "duplicate_window": nanoseconds(window_s),
+        "storage": spec.storage,
+        "num_replicas": spec.replicas,
+        "allow_direct": True,
+        "metadata": {_VERSION_KEY: str(spec.version)},
+    }
+
+
+def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "durable_name": spec.name,
+        "filter_subject": spec.subject,
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(spec.ack_wait_s),
+        "max_deliver": -1,
+        "max_ack_pending": -1,
+        "max_waiting": _MAX_WAITING_PULLS,
+        # What it keeps are leases. In files each busy consumer writes them ten times a second, which costs the broker
+        # 10 times the CPU of the work itself at 200 consumers (bench/broker.py); without, a broker that dies delivers
+        # again what was leased.
+        "mem_storage": True,
+        "metadata": {_VERSION_KEY: str(spec.version)},
+    }
+
+
+def update_of(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """What to send to change a stream or consumer that is there: its other settings, and metadata of others, stay."""
+    config = {**found, **wanted, "metadata": {**(found.get("metadata") or {}), **wanted["metadata"]}}
+    if "mem_storage" in wanted:
+        config["mem_storage"] = found.get("mem_storage", False)  # the broker refuses to change it
+    return config
+
+
+def bucket_config(name: str, bucket: str) -> dict[str, Any]:
+    """The settings that a bucket of any size and storage has."""
+    return {
+        "name": name,
+        "subjects": [f"$KV.{bucket}.>"],
+        "retention": "limits",
+        "max_msgs_per_subject": 1,
+        "discard": "new",
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+        "allow_atomic": True,
+    }
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """The settings of `wanted` that the broker holds otherwise. The broker leaves out what is zero."""
+    return [
+        name
+        for name, value in wanted.items()
+        if name not in _NEVER_COMPARED and found.get(name, type(value)()) != value
+    ]
+
+
+def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """The first of `differences`."""
+    return next(iter(differences(found, wanted)), None)
+
+
+def version_of(config: dict[str, Any]) -> int:
+    """The topology version that made it; 0 if it was made by somebody else."""
+    text = (config.get("metadata") or {}).get(_VERSION_KEY, "")
+    return int(text) if text.isdigit() else 0
+
+
+def mismatch(name: str, field: str, found: dict[str, Any], wanted: dict[str, Any]) -> TopologyMismatch:
+    return TopologyMismatch(name, _SPEC_FIELDS.get(field, field), found.get(field), wanted[field])
+
+
+def state_of(info: StreamInfo) -> StreamState:
+    state = info.state
+    return StreamState(info.created, state.messages, state.bytes, state.first_seq, state.last_seq)
+
+
+def consumer_state_of(info: ConsumerInfo) -> ConsumerState:
+    config = info.config
+    return ConsumerState(
+        info.name,
+        config.get("filter_subject", ""),
+        config.get("ack_wait", 0) / 1e9,
+        version_of(config),
+        info.delivered.consumer_seq,
+        info.num_pending,
+        info.num_ack_pending,
+    )

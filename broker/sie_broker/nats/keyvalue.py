@@ -1,0 +1,292 @@
+"""Buckets: a map with revisions, as a stream with one message per key, and the watches that read it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from sie_broker import BrokerError, BrokerUnavailable, Entry, Subscription, Write, WrongRevision
+from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
+from sie_broker.nats.api import NO_MESSAGE, ConsumerInfo, StoredAnswer, nanoseconds, publish_ack
+from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
+from sie_broker.tasks import guarded
+
+if TYPE_CHECKING:
+    from sie_broker.nats.connection import NatsBroker
+    from sie_broker.nats.pulls import NatsDelivery
+
+log = logging.getLogger("sie.broker")
+
+_WATCH_CREDIT = 256
+_WATCH_KEPT_S = 30.0
+_WATCH_CHECK_S = 2.0  # silence after which a watch makes sure that it missed nothing, by one request
+_NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
+
+
+class NatsKeyValue:
+    """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that says so."""
+
+    def __init__(self, broker: NatsBroker, bucket: str) -> None:
+        self._broker = broker
+        self._stream = f"KV_{bucket}"
+        self._prefix = f"$KV.{bucket}."
+
+    async def get(self, key: str) -> Entry | None:
+        entry = await self._last(key)
+        return entry if entry is not None and entry.value is not None else None
+
+    async def _last(self, key: str) -> Entry | None:
+        # Asked of the leader: a direct get may be answered by a replica that has not seen our own last write.
+        query = {"last_by_subj": self._prefix + key}
+        stored = await self._broker.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
+        if stored is None:
+            return None
+        removed = b"\r\nKV-Operation:" in stored.message.hdrs
+        return Entry(key, None if removed else stored.message.data, stored.message.seq)
+
+    async def entries(self, within: str = "") -> list[Entry]:
+        found = await self._read(1, within)
+        return sorted((entry for entry in found if entry.value is not None), key=lambda entry: entry.key)
+
+    async def since(self, revision: int) -> list[Entry]:
+        return sorted(await self._read(revision + 1), key=lambda entry: entry.revision)
+
+    async def _read(self, first: int, within: str = "") -> list[Entry]:
+        """All that is there from revision `first` on, removed keys too."""
+        found: dict[str, Entry] = {}
+        complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def arrived(delivery: NatsDelivery) -> None:
+            entry = self.entry(delivery)
+            found[entry.key] = entry
+            if not delivery.pending and not complete.done():
+                complete.set_result(True)
+            elif not pulls.outstanding(delivery.consumer):
+                pulls.want(delivery.consumer, delivery.pending)
+
+        def broken() -> None:
+            if not complete.done():
+                complete.set_result(False)
+
+        reader, pending = await self.open_reader(first, within)
+        pulls = self._broker.open_pulls(self._stream, arrived, broken)
+        try:
+            if pending:
+                pulls.want(reader, pending)
+                async with asyncio.timeout(API_TIMEOUT_S):
+                    if not await complete:
+                        raise BrokerUnavailable(f"{self._stream}: the connection was lost while its keys were read")
+        except TimeoutError:
+            raise BrokerUnavailable(f"{self._stream}: its keys were not read within {API_TIMEOUT_S} s") from None
+        finally:
+            await pulls.stop()
+            await self.close_reader(reader)
+        return list(found.values())
+
+    async def write(self, writes: list[Write]) -> int:
+        if not writes or len({write.key for write in writes}) != len(writes):
+            raise ValueError("a batch writes at least one key and each key once")
+        expected = [write.expected for write in writes]
+        while True:
+            try:
+                return await self._commit(writes, expected)
+            except WrongRevision:
+                # "Must not exist" holds for a removed key too, whose mark has a revision.
+                marks = [await self._mark(write) for write in writes]
+                if marks == expected:
+                    raise
+                expected = marks
+
+    async def _mark(self, write: Write) -> int | None:
+        if write.expected != 0:
+            return write.expected
+        last = await self._last(write.key)
+        return last.revision if last is not None and last.value is None else 0
+
+    async def _commit(self, writes: list[Write], expected: list[int | None]) -> int:
+        await self._broker.reach(API_TIMEOUT_S)
+        batch = secrets.token_hex(16)
+        for number, (write, revision) in enumerate(zip(writes, expected, strict=True), 1):
+            headers = {} if revision is None else {"Nats-Expected-Last-Subject-Sequence": str(revision)}
+            if write.value is None:
+                headers["KV-Operation"] = "DEL"
+            if len(writes) > 1:
+                headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)}
+            subject = self._prefix + write.key
+            if number < len(writes):
+                await self._broker.post(subject, write.value or b"", headers=headers)
+        if len(writes) > 1:
+            headers["Nats-Batch-Commit"] = "1"
+        answer = await self._broker.roundtrip(subject, writes[-1].value or b"", API_TIMEOUT_S, headers)
+        return publish_ack(subject, answer).seq
+
+    async def epoch(self) -> str:
+        state = await self._broker.stream_state(self._stream)
+        return f"{state.created}:{state.last_sequence}"
+
+    async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
+        watch = _Watch(self._broker, self, self._stream, handler, after)
+        try:
+            await watch.open()
+        except BrokerError:
+            await watch.stop()
+            raise
+        return watch
+
+    async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
+        """Make a consumer of its own that reads from revision `first`. Returns its name and how much it has to read."""
+        name = f"{self._broker.name}-{secrets.token_hex(6)}".translate(_NAME)
+        config = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": first,
+            "ack_policy": "none",
+            "filter_subject": f"{self._prefix}{within}.>" if within else f"{self._prefix}>",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": nanoseconds(_WATCH_KEPT_S),
+        }
+        verb = f"CONSUMER.CREATE.{self._stream}.{name}"
+        info = await self._broker.api(
+            verb, {"stream_name": self._stream, "action": "create", "config": config}, ConsumerInfo
+        )
+        return name, info.num_pending
+
+    async def close_reader(self, name: str) -> None:
+        try:
+            await self._broker.delete_consumer(self._stream, name)
+        except BrokerError as error:
+            log.info(
+                "%s: reader %s is left to the broker, which drops it after %s s: %s",
+                self._stream,
+                name,
+                _WATCH_KEPT_S,
+                error,
+            )
+
+    def entry(self, delivery: NatsDelivery) -> Entry:
+        removed = delivery.headers is not None and "KV-Operation" in delivery.headers
+        return Entry(delivery.subject[len(self._prefix) :], None if removed else delivery.data, delivery.sequence)
+
+
+class _Watch:
+    """Reads a bucket in order. Whenever something may have been missed, a new reader starts after the last revision
+    handled.
+    """
+
+    def __init__(
+        self,
+        broker: NatsBroker,
+        bucket: NatsKeyValue,
+        stream: str,
+        handler: Callable[[Entry], Awaitable[None]],
+        after: int,
+    ) -> None:
+        self._broker = broker
+        self._bucket = bucket
+        self._stream = stream
+        self._handler = handler
+        self._last = after
+        self._created = ""
+        self._reader = ""
+        self._read = 0
+        self._checked = (0, 0)
+        self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT
+        self._retry_s = 0.0
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._pulls = broker.open_pulls(stream, self._arrived, self._broken)
+        self._task = broker.own(self._run(), f"watch of {stream}")
+
+    async def open(self) -> None:
+        state = await self._broker.stream_state(self._stream)
+        if self._created and self._created != state.created:
+            self._last = 0  # the bucket was lost and made anew: all of it is news
+        self._reader, pending = await self._bucket.open_reader(self._last + 1)
+        if not pending:
+            self._last = max(self._last, state.last_sequence)  # what is not there any more, of old age, is not missing
+        self._created = state.created
+        self._read = 0
+        self._retry_s = 0.0
+        self._pulls.want(self._reader, _WATCH_CREDIT)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await self._pulls.stop()
+        self._wake.set()
+        await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
+        self._task.cancel()
+        if self._reader:
+            await self._bucket.close_reader(self._reader)
+
+    def _arrived(self, delivery: NatsDelivery) -> None:
+        if delivery.consumer != self._reader:
+            return
+        self._read += 1
+        if delivery.consumer_sequence != self._read:
+            self._broken()
+            return
+        self._held.append(delivery)
+        self._wake.set()
+
+    def _broken(self) -> None:
+        if self._reader:
+            self._pulls.want(self._reader, 0)
+            self._reader = ""
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            silent = not await self._woken()
+            while self._held:
+                entry = self._bucket.entry(self._held.popleft())
+                self._last = entry.revision
+                await guarded(f"a watch of {self._stream}", self._handler(entry))
+                if self._reader and self._pulls.outstanding(self._reader) + len(self._held) <= _WATCH_CREDIT // 2:
+                    self._pulls.want(self._reader, _WATCH_CREDIT - len(self._held))
+            if self._stopping:
+                return
+            if self._created and not self._reader:
+                await self._reopen()
+            elif silent and self._reader:
+                await self._check()
+
+    async def _woken(self) -> bool:
+        """Until something is to be done; false after a long silence."""
+        try:
+            async with asyncio.timeout(_WATCH_CHECK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        self._wake.clear()
+        return True
+
+    async def _check(self) -> None:
+        """The net under a reader that lives and brings nothing: a broker that was killed may hold pulls that it never
+        fills.
+        """
+        try:
+            state = await self._broker.stream_state(self._stream)
+        except BrokerError as error:
+            log.info("a watch of %s could not be checked: %s", self._stream, error)
+            return
+        if state.created == self._created and state.last_sequence <= self._last:
+            return
+        if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
+            log.warning("a watch of %s missed what came after revision %d: reading again", self._stream, self._last)
+            await self._pulls.retire()  # its inbox may be what is deaf
+        self._checked = (self._last, state.last_sequence)  # behind for a moment is no fault: only the same twice is
+
+    async def _reopen(self) -> None:
+        try:
+            await self.open()
+        except BrokerError as error:
+            if not self._retry_s:
+                log.warning("a watch of %s cannot go on yet: %s", self._stream, error)
+            self._retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, self._retry_s * 2))
+            spread = 0.5 + secrets.randbelow(1000) / 1000
+            asyncio.get_running_loop().call_later(self._retry_s * spread, self._wake.set)

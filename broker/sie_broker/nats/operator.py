@@ -1,0 +1,187 @@
+"""What an operator asks of the broker: streams and consumers as they are, how they differ from what is wanted, and what
+changes it.
+
+    look ──► Facts ──► plan (pure) ──► Steps ──► apply
+
+A step never costs a message: what cannot be changed in place, or not yet, is a refusal with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sie_broker import BrokerError
+from sie_broker.limits import check_room
+from sie_broker.nats.api import (
+    ConsumerInfo,
+    StreamInfo,
+    consumer_config,
+    differences,
+    stream_config,
+    update_of,
+    version_of,
+)
+from sie_broker.nats.connection import NatsBroker
+from sie_contracts.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSpec, consumer_of
+
+_FIXED = {
+    "storage": "the storage of a stream",
+    "retention": "the retention of a stream",
+    "subjects": "the subjects of a stream",
+    "filter_subject": "the filter of a consumer",
+    "ack_policy": "the ack policy of a consumer",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    field: str
+    found: Any
+    wanted: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be done to one stream or consumer. `refuse` is not done: `reason` says why, and what helps."""
+
+    action: Literal["create", "update", "refuse"]
+    kind: Literal["stream", "consumer"]
+    name: str
+    stream: str
+    changes: tuple[Change, ...] = ()
+    reason: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A work stream as it is; `info` is None where there is none."""
+
+    info: StreamInfo | None
+    consumers: list[ConsumerInfo]
+    counts: dict[str, int]  # messages per subject
+
+
+async def streams(broker: NatsBroker) -> list[StreamInfo]:
+    """All streams of the account, by name. Raises BrokerError."""
+    return sorted(await broker.stream_infos(), key=lambda info: str(info.config.get("name", "")))
+
+
+async def look(broker: NatsBroker, stream: str) -> Facts:
+    """Raises BrokerError."""
+    info = next((each for each in await broker.stream_infos() if each.config.get("name") == stream), None)
+    if info is None:
+        return Facts(None, [], {})
+    return Facts(info, await broker.consumer_infos(stream), await broker.subject_counts(stream, ">"))
+
+
+def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
+    """The steps from what is found to what this version wants, the stream first. Empty: nothing differs."""
+    if facts.info is None:
+        return [Step("create", "stream", spec.name, spec.name, config=stream_config(spec))]
+    steps = [*_stream_step(facts, facts.info, spec)]
+    for info in facts.consumers:
+        steps += _consumer_step(info, spec.name, ack_wait_s)
+    steps += _missing(facts, ack_wait_s)
+    return steps
+
+
+def _stream_step(facts: Facts, info: StreamInfo, spec: StreamSpec) -> Iterable[Step]:
+    found, wanted = info.config, stream_config(spec)
+    changes = _changes(found, wanted)
+    reason = _newer(found) or _fixed(changes)
+    lower_age = any(
+        change.field == "max_age" and 0 < change.wanted < (change.found or float("inf")) for change in changes
+    )
+    if not reason and lower_age and info.state.messages:
+        reason = "a shorter age would drop messages: let the queue run empty first"
+    if not reason:
+        try:
+            check_room(spec, max(0, found.get("max_msgs_per_subject", 0)), facts.counts)
+        except BrokerError as error:
+            reason = str(error)
+    yield from _step("stream", spec.name, spec.name, found, wanted, changes, reason)
+
+
+def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterable[Step]:
+    found = info.config
+    spec = served_by(found.get("filter_subject", ""), ack_wait_s)
+    if spec is None or spec.name != info.name:
+        yield Step(
+            "refuse",
+            "consumer",
+            info.name,
+            stream,
+            reason="not made by SIE: it takes work that no worker then gets; delete it",
+        )
+        return
+    wanted = consumer_config(spec)
+    changes = _changes(found, wanted)
+    yield from _step("consumer", info.name, stream, found, wanted, changes, _newer(found) or _fixed(changes))
+
+
+def served_by(filter_subject: str, ack_wait_s: float) -> ConsumerSpec | None:
+    """The consumer that should have this filter; None if none should."""
+    try:
+        return consumer_of(f"{filter_subject[:-1]}x" if filter_subject.endswith(".*") else filter_subject, ack_wait_s)
+    except ValueError:
+        return None
+
+
+def _missing(facts: Facts, ack_wait_s: float) -> Iterable[Step]:
+    names = {info.name for info in facts.consumers}
+    specs = {spec.name: spec for subject in facts.counts if (spec := served_by(subject, ack_wait_s)) is not None}
+    for name in sorted(specs.keys() - names):
+        spec = specs[name]
+        yield Step(
+            "create", "consumer", name, spec.stream, reason="its subject holds messages", config=consumer_config(spec)
+        )
+
+
+def _step(
+    kind: Literal["stream", "consumer"],
+    name: str,
+    stream: str,
+    found: dict[str, Any],
+    wanted: dict[str, Any],
+    changes: tuple[Change, ...],
+    reason: str,
+) -> Iterable[Step]:
+    version = version_of(found)
+    if version != TOPOLOGY_VERSION:
+        changes = (Change("topology version", version, TOPOLOGY_VERSION), *changes)
+    if changes:
+        yield Step("refuse" if reason else "update", kind, name, stream, changes, reason, update_of(found, wanted))
+
+
+def _changes(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[Change, ...]:
+    return tuple(Change(name, found.get(name), wanted[name]) for name in differences(found, wanted))
+
+
+def _newer(found: dict[str, Any]) -> str:
+    version = version_of(found)
+    return (
+        f"topology {version} is newer than this version's {TOPOLOGY_VERSION}: use the newer `sie`"
+        if version > TOPOLOGY_VERSION
+        else ""
+    )
+
+
+def _fixed(changes: tuple[Change, ...]) -> str:
+    fixed = next((_FIXED[change.field] for change in changes if change.field in _FIXED), "")
+    return (
+        f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which makes it anew"
+        if fixed
+        else ""
+    )
+
+
+async def apply(broker: NatsBroker, step: Step) -> None:
+    """Do a step that is no refusal. Raises BrokerError."""
+    if step.kind == "stream":
+        await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)
+        return
+    body = {"stream_name": step.stream, "action": step.action, "config": step.config}
+    await broker.api(f"CONSUMER.CREATE.{step.stream}.{step.name}.{step.config['filter_subject']}", body, ConsumerInfo)

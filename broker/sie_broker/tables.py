@@ -1,0 +1,203 @@
+"""How a placement table is kept in its bucket: small tables in one message, large ones in parts by hash of the model.
+
+    key of the lane          Placement: at_s, and all rows, or the stamps of the parts
+    key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
+
+What changes together is written together: the parts that have changed, and the lane's key last, with the revision that
+it had. A reader puts parts together when it has those whose stamps the lane's key names; until then the table before
+stands.
+
+A worker of a version that reads no parts says so in its heartbeat. The rows that it hosts are in the lane's own message
+as well, which to it is the whole table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from sie_broker import Entry, KeyValue, PayloadTooBig, Write
+from sie_contracts import messages, topology
+from sie_contracts.messages import Placement, PlacementPart
+
+WHOLE_BYTES = 64 << 10  # of a table that is one message; every worker of the lane reads it each 5 s while there is work
+PART_BYTES = 32 << 10
+MAX_PARTS = 512
+SPARE_BYTES = 4 << 10  # of the broker's limit, for what a message has beside its payload
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to be written, and what the table is afterwards. `sizes`: bytes of each part."""
+
+    writes: list[Write]
+    table: Placement
+    head: Placement
+    parts: dict[int, PlacementPart]
+    sizes: dict[int, int]
+
+
+class StoredTable:
+    """The table of one lane as its bucket has it. `table` is None where there is none."""
+
+    def __init__(self, lane_key: str) -> None:
+        self._key = lane_key
+        self.table: Placement | None = None
+        self.revision = 0  # of the lane's key
+        self._head: Placement | None = None
+        self._parts: dict[int, PlacementPart] = {}
+        self._sizes: dict[int, int] = {}
+
+    async def read(self, bucket: KeyValue) -> None:
+        """Read all of it anew. Raises BrokerError, msgspec.DecodeError."""
+        entry = await bucket.get(self._key)
+        is_whole = entry is None or entry.value is None or not messages.decode_placement(entry.value).parts
+        parts = [] if is_whole else await bucket.entries(self._key)
+        self.table, self._head, self.revision = None, None, 0
+        self._parts, self._sizes = {}, {}
+        for each in [*parts, *([] if entry is None else [entry])]:
+            self.take(each)
+
+    def take(self, entry: Entry) -> bool:
+        """What a key has now. Returns whether the table is another one now. Raises msgspec.DecodeError: then it stays
+        as it was.
+        """
+        number = topology.part_number(self._key, entry.key)
+        if entry.key == self._key:
+            if entry.revision == self.revision:
+                return False
+            head = None if entry.value is None else messages.decode_placement(entry.value)
+            self._head, self.revision = head, 0 if head is None else entry.revision
+        elif number is None:
+            return False
+        elif entry.value is None:
+            self._parts.pop(number, None)
+            self._sizes.pop(number, None)
+            return False
+        else:
+            part = messages.decode_placement_part(entry.value)
+            if number in self._parts and self._parts[number].stamp == part.stamp:
+                return False
+            self._parts[number], self._sizes[number] = part, len(entry.value)
+            if self._head is None or not self._head.parts:
+                return False
+        return self._join()
+
+    def _join(self) -> bool:
+        head, before = self._head, self.table
+        if head is None or not head.parts:
+            self.table = head
+            return self.table is not before
+        parts = [
+            part
+            for number, stamp in enumerate(head.parts)
+            if (part := self._parts.get(number)) is not None and part.stamp == stamp
+        ]
+        if len(parts) < len(head.parts):
+            return False  # those that the lane's key names have not come, or newer ones have, and it comes after them
+        hosts: dict[str, tuple[str, ...]] = {}
+        raised_s: dict[str, float] = {}
+        for part in parts:
+            hosts.update(part.hosts)
+            raised_s.update(part.raised_s)
+        self.table = Placement(head.at_s, hosts, raised_s)
+        return True
+
+    def older(self) -> set[str]:
+        """The hosts of those rows that are in the lane's own message for workers that read no parts."""
+        head = self._head
+        return {name for names in head.hosts.values() for name in names} if head is not None and head.parts else set()
+
+    def change(self, table: Placement, older: Collection[str], max_payload: int) -> Change:
+        """What makes the bucket hold this table, to be written over the revision that is known here.
+
+        `older`: workers that read no parts. `max_payload`: the broker's limit of a message, bytes.
+
+        Raises PayloadTooBig where the hosts of one model, or the rows of `older`, are more than that.
+        """
+        change = self._change(table, older, max_payload)
+        size, key = max((len(write.value or b""), write.key) for write in change.writes)
+        if size > max_payload - SPARE_BYTES:
+            raise PayloadTooBig(
+                f"the placement table of {self._key} needs a message of {size} bytes ({key}), max_payload is "
+                f"{max_payload}"
+            )
+        return change
+
+    def _change(self, table: Placement, older: Collection[str], max_payload: int) -> Change:
+        limit = max_payload - SPARE_BYTES
+        if not self._sizes or sum(self._sizes.values()) <= WHOLE_BYTES // 2:
+            whole = messages.encode(table)
+            if len(whole) <= min(WHOLE_BYTES, limit):
+                gone = [Write(topology.part_key(self._key, number), None) for number in sorted(self._parts)]
+                return Change([*gone, Write(self._key, whole, self.revision)], table, table, {}, {})
+        parts, encoded = self._split(table, min(PART_BYTES, limit))
+        rows = (
+            {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)}
+            if (older := set(older))
+            else {}
+        )
+        raised_s = {model: at_s for model, at_s in table.raised_s.items() if model in rows}
+        head = Placement(table.at_s, rows, raised_s, tuple(parts[number].stamp for number in range(len(parts))))
+        writes = [Write(topology.part_key(self._key, number), data) for number, data in encoded.items()]
+        writes += [
+            Write(topology.part_key(self._key, number), None) for number in sorted(self._parts.keys() - parts.keys())
+        ]
+        sizes = {number: self._sizes.get(number, 0) for number in parts} | {
+            number: len(data) for number, data in encoded.items()
+        }
+        return Change([*writes, Write(self._key, messages.encode(head), self.revision)], table, head, parts, sizes)
+
+    def written(self, change: Change, revision: int) -> None:
+        """The change is in the bucket."""
+        self.table, self._head, self.revision = change.table, change.head, revision
+        self._parts, self._sizes = change.parts, change.sizes
+
+    def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
+        """The parts of a table, and what is to be written of those that are others than in the bucket."""
+        before = self._head
+        if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
+            parts, encoded = self._renewed(table, self.table)
+            sizes = self._sizes | {number: len(data) for number, data in encoded.items()}
+            if max(sizes.values()) <= limit and sum(sizes.values()) >= len(parts) * limit // 8:
+                return parts, encoded
+        count = 2
+        size = len(messages.encode(table))
+        while count < MAX_PARTS and count * limit < 2 * size:
+            count *= 2
+        rows: list[list[str]] = [[] for _ in range(count)]
+        for model in table.hosts:
+            rows[_part_of(model, count)].append(model)
+        made = {number: _part(table, models) for number, models in enumerate(rows)}
+        return {number: part for number, (part, _) in made.items()}, {
+            number: data for number, (_, data) in made.items()
+        }
+
+    def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
+        """The parts as they are, and anew those with a row that is another one."""
+        changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
+        changed |= before.hosts.keys() - table.hosts.keys()
+        changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}
+        parts, encoded = dict(self._parts), dict[int, bytes]()
+        rows: dict[int, set[str]] = {}
+        for model in changed:
+            rows.setdefault(_part_of(model, len(parts)), set()).add(model)
+        for number, models in rows.items():
+            part, data = _part(table, sorted(models | self._parts[number].hosts.keys()))
+            if part.stamp != parts[number].stamp:
+                parts[number], encoded[number] = part, data
+        return parts, encoded
+
+
+def _part_of(model: str, count: int) -> int:
+    return zlib.crc32(model.encode()) % count
+
+
+def _part(table: Placement, models: Sequence[str]) -> tuple[PlacementPart, bytes]:
+    hosts = {model: table.hosts[model] for model in models if model in table.hosts}
+    rows = PlacementPart(0, hosts, {model: table.raised_s[model] for model in models if model in table.raised_s})
+    stamp = int.from_bytes(hashlib.blake2b(messages.encode(rows), digest_size=8).digest(), "big")
+    part = PlacementPart(stamp, rows.hosts, rows.raised_s)
+    return part, messages.encode(part)

@@ -1,0 +1,61 @@
+"""Tasks of a connection, and work in them that belongs to somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine
+from typing import Any
+
+from sie_broker import BrokerUnavailable
+
+log = logging.getLogger("sie.broker")
+
+
+class OwnedTasks:
+    """The tasks of one connection: kept while they run, cancelled at its end. `crashed`: one of them ended with an
+    error.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.crashed = False
+        self._owner = owner
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}: {what}")
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def cancel(self) -> None:
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.crashed = True
+            log.critical("%s crashed", task.get_name(), exc_info=error)
+
+
+async def guarded(what: str, work: Awaitable[None]) -> None:
+    """Await what belongs to somebody else. Its errors are logged, and so is the cancellation of something that it
+    awaited.
+    """
+    try:
+        await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        log.exception("%s was cancelled from inside", what)
+    except Exception:
+        log.exception("%s failed", what)
+
+
+def expire(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> None:
+    if not answer.done():
+        answer.set_exception(BrokerUnavailable(f"{subject}: no answer within {timeout_s:.3g} s"))

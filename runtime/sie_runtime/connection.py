@@ -1,0 +1,36 @@
+"""How a process of the cluster comes to its broker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from sie_broker import Broker, BrokerError
+from sie_contracts.settings import Secret, SettingError
+from sie_runtime.process import Stop, retry
+
+_logger = logging.getLogger("sie.broker")
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str | None, name: str, stop: Stop, *, password: Secret | None) -> AsyncIterator[Broker | None]:
+    """The broker at `url`, closed in the end; None if the process is to end before there is one. Raises
+    SettingError.
+    """
+    from sie_broker.nats import connect
+
+    if url is None:
+        raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
+    broker: Broker | None = await retry(
+        lambda: connect(url, name=name, password=password),
+        errors=(BrokerError,),
+        stop=stop,
+        logger=_logger,
+        what="connecting to the broker",
+    )
+    try:
+        yield broker
+    finally:
+        if broker is not None:
+            await broker.close()

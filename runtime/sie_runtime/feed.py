@@ -1,0 +1,360 @@
+"""How gateway and sidecar follow the catalogue: full state once, then deltas, then the epoch as the net under both.
+
+    subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
+                              ▲                      │ any other, a reconnect
+                              └── epoch differs ◄────┴── poll
+
+A snapshot is replaced whole, never edited, so a request that holds one is served by one revision from start to end.
+Nothing replaces it that is older, empty or cannot be read to the end: then, and while the config service is away, the
+last good snapshot serves on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from sie_broker import Broker, CoreMessage, Subscription
+from sie_contracts import messages, topology
+from sie_contracts.aliases import Alias
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_document, parse_entry
+from sie_contracts.configs import has_seen
+from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.messages import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
+from sie_contracts.settings import Secret
+from sie_runtime.process import Stop, Trouble, retry
+
+READ_S = 30.0  # for one answer of the config service, of whatever size
+FIRST_RETRY_S = 0.5  # after a failure; doubles up to the poll interval
+SPREAD_S = 0.2  # over which readers ask that all hear of the same thing
+_SLICE = 50  # entries that are parsed in one turn of the loop: a millisecond
+_RESULTS = ("applied", "untrusted", "gap", "stale")  # of a delta that can be read
+_logger = logging.getLogger("sie.feed")
+
+
+class RawModel(msgspec.Struct, frozen=True):
+    """What a reader needs of a ConfigModel. Its configuration is decoded when its turn comes."""
+
+    model_id: str
+    model_config: msgspec.Raw
+    revision: int = 0
+    written: int = 0
+
+
+class RawExport(msgspec.Struct, frozen=True):
+    """What a reader needs of a ConfigExport."""
+
+    epoch: str
+    models: tuple[RawModel, ...]
+    bundles: tuple[dict[str, Any], ...] = ()
+
+
+Export = ConfigExport | RawExport
+decode_export = msgspec.json.Decoder(RawExport).decode
+_epoch = msgspec.json.Decoder(ConfigEpoch)
+
+
+class ConfigUnavailable(Exception):
+    """The config service could not be asked, or answered with something else than a catalogue that may replace the
+    present one.
+    """
+
+
+class ConfigSource(Protocol):
+    async def export(self) -> Export: ...
+
+    async def epoch(self) -> ConfigEpoch: ...
+
+    async def close(self) -> None: ...
+
+
+class HttpConfigSource:
+    """The config service over HTTP, read with the read token. Raises ConfigUnavailable."""
+
+    def __init__(self, url: str, token: Secret | None) -> None:
+        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
+        self._url = url
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False)
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            async with asyncio.timeout(READ_S):
+                answer = await self._client.get(path)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise ConfigUnavailable(f"{self._url}{path}: {type(error).__name__}") from error
+        if answer.status_code != 200:
+            fix = (
+                ": SIE_CONFIG_READ_TOKEN of this process must be that of the config service"
+                if answer.status_code in (401, 403)
+                else ""
+            )
+            raise ConfigUnavailable(f"{self._url}{path}: status {answer.status_code}{fix}")
+        return answer.content
+
+    async def export(self) -> RawExport:
+        try:
+            return decode_export(await self._get("/v1/configs/export"))
+        except msgspec.DecodeError as error:
+            raise ConfigUnavailable(f"export: {error}") from error
+
+    async def epoch(self) -> ConfigEpoch:
+        try:
+            return _epoch.decode(await self._get("/v1/configs/epoch"))
+        except msgspec.DecodeError as error:
+            raise ConfigUnavailable(f"epoch: {error}") from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
+    """The config service at `url`, if there is one."""
+    return HttpConfigSource(url, token) if url else None
+
+
+async def snapshot(export: Export) -> Catalogue:
+    """The catalogue of an export; all or nothing. Other work of the loop has its turns meanwhile: ten thousand entries
+    take 0.2 s.
+
+    Raises ValidationFailed naming the model, and msgspec.ValidationError, for what does not fit.
+    """
+    documents: dict[str, ModelEntry | Alias] = {}
+    models: Sequence[ConfigModel | RawModel] = export.models
+    for number, model in enumerate(models, 1):
+        documents[model.model_id] = _document(model)
+        if number % _SLICE == 0:
+            await asyncio.sleep(0)
+    revisions = {model.model_id: model.revision for model in models}
+    written = {model.model_id: model.written for model in models if model.written}
+    bundles = {bundle.id: bundle for bundle in (msgspec.convert(raw, Bundle) for raw in export.bundles)}
+    return Catalogue.of(documents, revisions, bundles, export.epoch, written)
+
+
+def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
+    raw: object = model.model_config
+    try:
+        return parse_document(msgspec.json.decode(raw) if isinstance(raw, msgspec.Raw) else raw)
+    except SIEError as error:
+        raise ValidationFailed(f"{model.model_id}: {error.message}") from error
+
+
+class CatalogueFeed:
+    """The present snapshot, and its keeping up to date. `on_change` is called after each new one."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        source: ConfigSource | None,
+        *,
+        trusted: tuple[str, ...],
+        poll_s: float,
+        full_export_s: float,
+        initial: Catalogue | None = None,
+        bundle: str | None = None,
+    ) -> None:
+        self.catalogue = initial or Catalogue()
+        self.first = asyncio.Event()  # set with the first snapshot
+        if initial is not None:
+            self.first.set()
+        self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
+        self.deltas["unknown", "invalid"] = 0  # by kind and result, since the start
+        self._broker = broker
+        self._source = source
+        self._trusted = frozenset(trusted)
+        self._poll_s = poll_s
+        self._full_export_s = full_export_s
+        self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
+        self._bundle = bundle
+        self._listeners: list[Callable[[], None]] = []
+        self._is_rewound = False  # the store is, against this reader
+        self._refresh = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None
+        self._replaced = asyncio.Event()  # one for each snapshot
+        self._subscription: Subscription | None = None
+        self._trouble = Trouble(_logger, "the catalogue stays as it was")
+
+    @property
+    def loaded(self) -> bool:
+        return self.first.is_set()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last look at the config service failed."""
+        return self._trouble.lasting
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
+        """Read the catalogue now, and wait until one `is_enough`; whether that came in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_enough(self.catalogue):
+                    self._refresh.set()
+                    await self._replaced.wait()
+        return is_enough(self.catalogue)
+
+    async def run(self, stop: Stop) -> None:
+        """Follow until `stop`. The first snapshot is fetched with retries; later failures leave the last good one in
+        place.
+        """
+        self._subscription = await self._broker.subscribe(self._subject, self._on_delta)
+        self._broker.on_reconnect(self._on_reconnect)
+        if self._source is None:
+            await stop.wait()
+            return
+        source, errors = self._source, (ConfigUnavailable, SIEError, msgspec.ValidationError)
+        await retry(
+            lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, what="reading the catalogue"
+        )
+        loop = asyncio.get_running_loop()
+        full_due_s, failed_s = loop.time() + self._full_export_s, 0.0
+        while not await stop.wait_woken(self._refresh, min(self._poll_s, failed_s or self._poll_s)):
+            try:
+                is_late = await self._is_late(source)
+                if is_late or self._is_rewound or (self._full_export_s and loop.time() >= full_due_s):
+                    await self._reload(source)
+                    full_due_s = loop.time() + self._full_export_s
+                self._trouble.passed()
+                failed_s = 0.0
+            except errors as error:
+                self._trouble.met(error)
+                failed_s = max(FIRST_RETRY_S, 2 * failed_s)
+        await source.close()
+
+    async def _on_reconnect(self) -> None:
+        self._ask_soon()
+
+    def _ask_soon(self) -> None:
+        """Look at the config service, not in the same moment as every other reader."""
+        if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
+            self._soon = asyncio.get_running_loop().call_later(
+                SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
+            )
+
+    async def _is_late(self, source: ConfigSource) -> bool:
+        """Whether there is a catalogue to be read. Where nothing concerned this reader's bundle the epoch is taken over
+        and that is all.
+        """
+        before = self.catalogue.epoch
+        told = await source.epoch()
+        self._refuse_older(told.epoch, before)
+        present = self.catalogue.epoch  # deltas may have come meanwhile
+        if has_seen(present, told.epoch):
+            return False
+        since = told.bundles.get(self._bundle) if self._bundle else None
+        if since and has_seen(told.epoch, present) and has_seen(present, since):
+            self._replace(self.catalogue.at(told.epoch))
+            return False
+        return True
+
+    async def _reload(self, source: ConfigSource) -> bool:
+        before = self.catalogue.epoch
+        new = await snapshot(await source.export())
+        self._refuse_older(new.epoch, before)
+        if not new.entries:
+            raise ConfigUnavailable("an export without any model")
+        if new.epoch == self.catalogue.epoch or not has_seen(
+            self.catalogue.epoch, new.epoch
+        ):  # a delta may have been quicker
+            self._replace(new)
+        self._is_rewound = False
+        self.first.set()
+        return True
+
+    def _refuse_older(self, told: str, before: str) -> None:
+        """Raise ConfigUnavailable if `told` is older than what this reader stood at when it asked: the store has lost
+        writes.
+
+        What is written to it next may be told by an epoch that this reader has met with other contents, so it will read
+        all of it.
+        """
+        if told != before and has_seen(before, told):
+            self._is_rewound = True
+            raise ConfigUnavailable(
+                f"the config service stands at {told}, this process at {before}: was its store restored from an older "
+                "copy? Write the lost changes again, or restart this process to go back to that copy"
+            )
+
+    def _replace(self, new: Catalogue) -> None:
+        self.catalogue = new
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+        for listener in self._listeners:
+            listener()
+
+    async def _on_delta(self, message: CoreMessage) -> None:
+        kind, result = "unknown", "invalid"
+        try:
+            delta = messages.decode_delta(message.data)
+            result = self._apply(delta)
+            kind = "removal" if delta.entry is None else "put"
+        except (msgspec.DecodeError, SIEError) as error:
+            _logger.warning("a config delta could not be read: %s", error)
+        self.deltas[kind, result] += 1
+
+    def _apply(self, delta: ConfigDelta) -> str:
+        """What becomes of a delta. Raises ValidationFailed."""
+        if delta.producer not in self._trusted:
+            _logger.warning("a config delta of an untrusted producer was ignored")
+            return "untrusted"
+        document, present = None if delta.entry is None else parse_document(delta.entry), self.catalogue.epoch
+        if has_seen(present, delta.epoch):
+            return "stale"
+        between = (
+            bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
+        )
+        if present != delta.previous and not between:
+            self._ask_soon()
+            return "gap"
+        self._replace(self.catalogue.with_model(delta.model, document, delta.revision, delta.epoch))
+        return "applied"
+
+
+def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
+    """All `*.yaml` entries below `folder`, by id. Raises ValidationFailed naming file and path, OSError."""
+    import yaml
+
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # libyaml's, ten times as fast, where PyYAML was built with it
+    entries: dict[str, ModelEntry] = {}
+    for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
+        try:
+            entry = parse_entry(loader(file.read_text("utf-8")).get_single_data())
+        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+            raise _named(file, str(error)) from error
+        except SIEError as error:
+            raise _named(file, error.message) from error
+        entries[entry.id] = entry
+    return entries
+
+
+def read_bundles(folder: Path) -> Mapping[str, Bundle]:
+    """All bundles of a folder, by id."""
+    import yaml
+
+    bundles = (
+        msgspec.convert(yaml.safe_load(file.read_text("utf-8")), Bundle) for file in sorted(folder.glob("*.yaml"))
+    )
+    return {bundle.id: bundle for bundle in bundles}
+
+
+def packaged_catalogue() -> Catalogue:
+    """The catalogue of the distribution, for a process that has no config service."""
+    folder = packaged_folder()
+    entries = read_folder(folder / "models")
+    return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")
+
+
+def _named(file: Path, message: str) -> SIEError:
+    return ValidationFailed(f"{file.name}: {message}")

@@ -1,0 +1,127 @@
+"""The entries of the operator's own models folder, as a worker reads them: what cannot be read is nobody's entry."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sie_contracts.catalogue import ModelEntry, packaged_folder, parse_document
+from sie_contracts.errors import SIEError
+from sie_contracts.ownership import distrusted, is_open
+from sie_contracts.settings import SettingError
+from sie_contracts.trust import Allowed, Trust, is_bucket
+from sie_runtime.bucket import BucketFolder
+from sie_runtime.feed import read_bundles, read_folder
+
+SUFFIXES = (".yaml", ".yml")
+MAX_FILE_BYTES = 1 << 20
+_logger = logging.getLogger("sie.trust")
+
+
+def worker_trust(allowed: Allowed) -> Trust:
+    """What a worker may load, by its settings, its package and its own look at SIE_MODELS_DIR, which is taken when it
+    matters.
+    """
+    bundles = read_bundles(packaged_folder() / "bundles").values()
+    return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
+
+
+@functools.cache
+def _packaged() -> tuple[ModelEntry, ...]:
+    return tuple(read_folder(packaged_folder() / "models").values())
+
+
+def examined(allowed: Allowed) -> str:
+    """What there is to warn of in the models folder; empty where it is the operator's alone, or SIE_MODEL_PATHS names
+    it.
+
+    Raises SettingError for one where every user may write, and for a ./models that nobody named and that is another
+    user's.
+    """
+    folder = Path(allowed.models).expanduser()
+    trusted = {os.path.realpath(os.path.expanduser(each)) for each in allowed.paths or ()}
+    if not folder.is_dir() or os.path.realpath(folder) in trusted or not (why := distrusted(folder)):
+        return ""
+    place = folder.absolute()
+    if allowed.models_dir and not is_open(folder):
+        return (
+            f"{place} (SIE_MODELS_DIR): {why}, who decides what is served and may run code here; "
+            f"SIE_MODEL_PATHS={place} accepts that"
+        )
+    used = "" if allowed.models_dir else ", which is used because it is there"
+    raise SettingError(
+        "SIE_MODELS_DIR",
+        f"{place}{used}: {why}; make it yours and `chmod o-w` it, or accept it: SIE_MODEL_PATHS={place}",
+    )
+
+
+def place_of(allowed: Allowed) -> str:
+    """The models folder as an absolute path, whether it is there or not, or the URL of its bucket."""
+    return allowed.models if is_bucket(allowed.models) else str(Path(allowed.models).expanduser().absolute())
+
+
+def in_use(allowed: Allowed) -> str:
+    """The same; empty where there is no such folder."""
+    place = place_of(allowed)
+    return place if is_bucket(place) or Path(place).is_dir() else ""
+
+
+def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
+    """The models of the folder, less what cannot be read. A folder where others may write has none."""
+    for path, body in _bodies(allowed).items():
+        try:
+            document = parse_document(_decoded(body))
+        except (SIEError, ValueError) as error:
+            _logger.warning("%s says nothing of what may be loaded: %s", path, error)
+            continue
+        if isinstance(document, ModelEntry):
+            yield document
+
+
+def _decoded(body: bytes) -> object:
+    """Raises ValueError."""
+    import yaml
+
+    try:
+        loader = getattr(
+            yaml, "CSafeLoader", yaml.SafeLoader
+        )  # libyaml's, ten times as fast, where PyYAML was built with it
+        return loader(body).get_single_data()
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {type(error).__name__}") from error
+
+
+def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
+    name = allowed.models
+    try:
+        if is_bucket(name):
+            bucket = BucketFolder(name, SUFFIXES)
+            found = {path: size for path, (_, size, _) in bucket.look().items() if not path.startswith("bundles/")}
+            return bucket.read(found, MAX_FILE_BYTES)
+        root = Path(name).expanduser()
+        if not root.is_dir():
+            return {}
+        examined(allowed)
+        return {str(file.relative_to(root)): file.read_bytes() for file in _files(root)}
+    except (SettingError, OSError) as error:
+        _logger.warning("the models folder says nothing of what may be loaded: %s", error)
+        return {}
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for place, below, names in os.walk(root):
+        below[:] = [
+            each for each in below if not each.startswith(".") and not (Path(place) == root and each == "bundles")
+        ]
+        for name in names:
+            file = Path(place, name)
+            if (
+                not name.startswith(".")
+                and name.endswith(SUFFIXES)
+                and file.is_file()
+                and file.stat().st_size <= MAX_FILE_BYTES
+            ):
+                yield file

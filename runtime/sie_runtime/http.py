@@ -1,0 +1,214 @@
+"""uvicorn inside a process of ours: we bind, we own the signals, we decide when it ends. And the probes that every
+process has.
+
+request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
+leave ──► each response is the last of its connection, and says so ──► hang_up: what is idle is closed ──► stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import uvicorn
+from prometheus_client.exposition import choose_encoder
+
+from sie_contracts.errors import NotFound
+from sie_contracts.settings import SettingError
+from sie_runtime.asgi import (
+    App,
+    Body,
+    Receive,
+    Scope,
+    Send,
+    common_headers,
+    headers_of,
+    refusal,
+    refuse,
+    reply,
+    uuid7,
+)
+from sie_runtime.metrics import Registry
+from sie_runtime.origins import Guarded, Names
+from sie_runtime.protocol import HEAD_S, MAX_HEAD_BYTES, Protocol, State
+from sie_runtime.refusals import Refusals
+
+__all__ = [
+    "HEAD_S",
+    "KEEP_ALIVE_S",
+    "MAX_HEAD_BYTES",
+    "STOP_S",
+    "App",
+    "Body",
+    "HttpServer",
+    "Receive",
+    "Scope",
+    "Send",
+    "common_headers",
+    "headers_of",
+    "probes",
+    "refusal",
+    "refuse",
+    "reply",
+    "uuid7",
+]
+
+WEBSOCKET_MESSAGE_BYTES = 4096  # of what a peer sends: nobody reads it
+KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
+STOP_S = 5.0
+MAX_TURNS = 100  # of the event loop, for requests that arrive while connections are closed
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A listening HTTP server. `setting` is blamed when the port cannot be had."""
+
+    def __init__(
+        self,
+        app: App,
+        host: str,
+        port: int,
+        *,
+        setting: str,
+        root_path: str = "",
+        websockets: type[asyncio.Protocol] | None = None,
+        allowed_hosts: Sequence[str] | None = None,
+        refused: Callable[[str], object] | None = None,
+    ) -> None:
+        """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`. `refused` is
+        called with the reason of each request that no application sees, one of `refusals.REFUSED`.
+        """
+        try:
+            self._socket = _listen(host, port)
+        except OSError as error:
+            raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        self.port: int = self._socket.getsockname()[1]
+        refusals = Refusals(refused)
+        config = uvicorn.Config(
+            Guarded(app, Names(host, allowed_hosts), refusals),
+            interface="asgi3",
+            loop="none",
+            http=Protocol,
+            ws=websockets or "none",
+            ws_per_message_deflate=False,
+            ws_max_size=WEBSOCKET_MESSAGE_BYTES,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            root_path=root_path,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+        )
+        self._server = _Server(config)
+        self._server.server_state = self._state = State(refusals)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
+
+    def leave(self) -> None:
+        """From now on each response is the last of its connection and says so. All else goes on."""
+        self._state.leaving = True
+
+    async def hang_up(self) -> None:
+        """`leave`, and close what is idle; websockets are told that this server goes away. A request that has arrived
+        is begun before this returns, one that was begun is answered, and new connections are taken on.
+        """
+        self.leave()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        for _ in range(MAX_TURNS):
+            await asyncio.sleep(0)
+            if not any(
+                isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
+            ):
+                break
+        await asyncio.sleep(0)  # what was read has its task by now, which begins
+
+    async def stop(self, within_s: float = STOP_S) -> None:
+        """Stop listening, hang up, wait at most so long for running requests and for clients that read
+        their answers.
+        """
+        self.leave()
+        self._server.config.timeout_graceful_shutdown = math.ceil(within_s)
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, so that asyncio sets TCP_NODELAY
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def accepts_json(accept: str) -> bool:
+    """Whether an Accept header names JSON itself. A wildcard does not: curl sends one, and people read its output."""
+    for part in accept.lower().split(","):
+        media, *parameters = (each.strip() for each in part.split(";"))
+        if media == "application/json":
+            return not any(re.fullmatch(r"q=0(\.0*)?", each) for each in parameters)
+    return False
+
+
+def probes(
+    not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
+) -> App:
+    """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready.
+
+    `/readyz` answers in JSON where JSON is accepted; `healthy_workers`, of a gateway, is in it.
+    """
+
+    async def readyz(scope: Scope, send: Send) -> None:
+        reason = not_ready()
+        status = 503 if reason else 200
+        if not accepts_json(headers_of(scope).get("accept", "")):
+            await reply(send, status, f"not ready: {reason}".encode() if reason else b"ok")
+            return
+        content: dict[str, Any] = {"status": "not ready" if reason else "ready"}
+        if reason:
+            content["reason"] = reason
+        if healthy_workers is not None:
+            content["healthy_workers"] = healthy_workers()
+        await reply(send, status, msgspec.json.encode(content), "application/json")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path in ("/healthz", "/livez", "/ping"):
+            await reply(send, 200, b"ok")
+        elif path == "/readyz":
+            await readyz(scope, send)
+        elif path == "/metrics" and registry is not None:
+            # text, or OpenMetrics for those who ask for it: Prometheus does, and finds the exemplars there
+            encode, content_type = choose_encoder(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
+            text = encode(registry)
+            registry.scraped()
+            await reply(send, 200, text, content_type)
+        else:
+            await refuse(send, NotFound("no such path"))
+
+    return app

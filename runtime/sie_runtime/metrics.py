@@ -1,0 +1,266 @@
+"""Metrics as processes make them from `metrics_table`: bounded label sets, families that are made when somebody
+scrapes, exemplars.
+
+Maker.traffic ◄── met(model) ── what is answered
+     └──► after a scrape, every TURN_S at most: the busiest models get the names of those that were busy once, whose
+     series end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Process
+from sie_runtime.tracing import current_trace_id
+
+Labels = TypeVar("Labels", bound=tuple[str, ...])
+Child = TypeVar("Child", Counter, Gauge, Histogram)
+
+TURN_S = 60.0  # between two looks at who is busiest
+HALF_LIFE_S = 600.0
+KEEPS = 2
+_FORGOTTEN = 0.01
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter and histogram, which nobody asks for
+
+
+class Fold:
+    """The label sets of one metric, at most as many as it may have."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._labels = metric.labels
+        self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0  # labels of fixed sets are all there is
+        self._most = metric.most - self._rest
+        self._known: set[tuple[str, ...]] = set()
+        self._folded: set[tuple[str, ...]] = set()
+
+    def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
+        """These values, or what they are counted as: with `other` for what may be anything, in the last resort for all
+        of them.
+        """
+        if values in self._known or values in self._folded:
+            return values
+        if len(self._known) < self._most and not (self._rest and OTHER in values):
+            self._known.add(values)
+            return values
+        values = tuple(OTHER if label in FOLDED else value for label, value in zip(self._labels, values, strict=True))
+        if values not in self._folded and len(self._folded) >= self._rest - 1:
+            values = (OTHER,) * len(values)
+        self._folded.add(values)
+        return values
+
+    def keep(self, present: Collection[Labels]) -> None:
+        """Forget all others: what is gone makes room."""
+        self._known.intersection_update(present)
+        self._folded.clear()
+
+    def forget(self, values: tuple[str, ...]) -> None:
+        """These make room."""
+        self._known.discard(values)
+
+
+class Traffic:
+    """How much was lately asked of whom. What was asked HALF_LIFE_S ago counts half."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._faded_s = clock()
+        self._met: dict[str, float] = {}
+
+    def met(self, name: str) -> None:
+        self._met[name] = self._met.get(name, 0.0) + 1.0
+
+    def fade(self) -> bool:
+        """Once every TURN_S: true, and what was long ago counts less."""
+        passed_s = self._clock() - self._faded_s
+        if passed_s < TURN_S:
+            return False
+        self._faded_s += passed_s
+        share = 0.5 ** (passed_s / HALF_LIFE_S)
+        self._met = {name: count * share for name, count in self._met.items() if count * share > _FORGOTTEN}
+        return True
+
+    def of(self, name: str) -> float:
+        return self._met.get(name, 0.0)
+
+
+class Labelled(Generic[Child]):
+    """The series of a metric with labels."""
+
+    def __init__(self, metric: Metric, parent: Child) -> None:
+        self._most = metric.most - metric.rest
+        self._each = metric.each
+        self._parent: Child = parent
+        self._fold = Fold(metric)
+        self._found: dict[tuple[str, ...], Child] = {}  # those that there are: one look-up on the hot path
+        self._named: dict[
+            str, int
+        ] = {}  # of a metric with `each`: the first labels that have their names, and how many sets
+        self._waiting: set[str] = set()  # those that were to have one more, since the last turn
+        self._room = self._most  # for sets of those that have no name yet
+
+    def labels(self, *values: str) -> Child:
+        """The series of these values, in the order of the table, or the one that they are counted in."""
+        found = self._found.get(values)
+        if found is None:
+            folded = self._fold(self._admitted(values) if self._each else values)
+            if self._each and folded != values:
+                self._waiting.add(values[0])
+            found = self._found.get(folded)
+            if found is None:
+                found = self._found[folded] = self._parent.labels(*folded)
+                if folded[0] in self._named:
+                    self._named[folded[0]] += 1
+                    self._room -= self._named[folded[0]] > self._each
+        return found
+
+    def _admitted(self, values: tuple[str, ...]) -> tuple[str, ...]:
+        if values[0] not in self._named and values[0] != OTHER:
+            if self._room < self._each:
+                return OTHER, *values[1:]
+            self._named[values[0]] = 0
+            self._room -= self._each
+        return values
+
+    def turn(self, traffic: Traffic) -> None:
+        """Give names to the busiest of those that have one or want one. Who loses his loses his series.
+
+        Who has a name keeps it until another one is KEEPS times as busy.
+        """
+        if not self._waiting:
+            return
+        busy = {
+            name: traffic.of(name) * (KEEPS if name in self._named else 1) for name in {*self._named, *self._waiting}
+        }
+        before, self._named, room = self._named, {}, self._most
+        for name in sorted(busy, key=busy.__getitem__, reverse=True):
+            needed = max(before.get(name, 0), self._each)
+            if room < needed:
+                break
+            self._named[name] = before.get(name, 0)
+            more = self._each if name in before and name in self._waiting else 0  # another endpoint of his
+            room -= needed + min(more, room - needed)
+        self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
+        for values in [values for values in self._found if values[0] not in self._named and values[0] != OTHER]:
+            del self._found[values]
+            self._fold.forget(values)
+            self._parent.remove(*values)
+        self._waiting = set()
+
+
+class Registry(CollectorRegistry):
+    """The metrics of a process."""
+
+    def __init__(self, on_scraped: Callable[[], None]) -> None:
+        super().__init__()
+        self.scraped = on_scraped  # to be called once all of it was told to whoever keeps it
+
+
+class Maker:
+    """Makes the metrics of one process, each once, with `registry`. KeyError for a name that its table does not have.
+
+    `traffic` decides who is told by name.
+    """
+
+    def __init__(self, process: Process, clock: Callable[[], float] = time.monotonic) -> None:
+        self.traffic = Traffic(clock)
+        self.registry = Registry(self._turn)
+        self._table = TABLE[process]
+        self._labelled: list[Labelled[Any]] = []
+
+    def _turn(self) -> None:
+        """Right after a scrape: all that was counted for those whose series end is told by then."""
+        if self.traffic.fade():
+            for each in self._labelled:
+                each.turn(self.traffic)
+
+    def _of(self, name: str, kind: Kind, *, labelled: bool) -> Metric:
+        metric = self._table[name]
+        if metric.kind != kind or bool(metric.labels) != labelled:
+            raise TypeError(f"{name} is a {metric.kind} with the labels {metric.labels}")
+        return metric
+
+    def counter(self, name: str) -> Counter:
+        return Counter(name, self._of(name, "counter", labelled=False).text, registry=self.registry)
+
+    def counters(self, name: str) -> Labelled[Counter]:
+        metric = self._of(name, "counter", labelled=True)
+        return self._kept(Labelled(metric, Counter(name, metric.text, metric.labels, registry=self.registry)))
+
+    def gauge(self, name: str) -> Gauge:
+        return Gauge(name, self._of(name, "gauge", labelled=False).text, registry=self.registry)
+
+    def histogram(self, name: str) -> Histogram:
+        metric = self._of(name, "histogram", labelled=False)
+        return Histogram(name, metric.text, buckets=metric.buckets, registry=self.registry)
+
+    def histograms(self, name: str) -> Labelled[Histogram]:
+        metric = self._of(name, "histogram", labelled=True)
+        return self._kept(
+            Labelled(
+                metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)
+            )
+        )
+
+    def _kept(self, made: Labelled[Child]) -> Labelled[Child]:
+        self._labelled.append(made)
+        return made
+
+
+class Scrape:
+    """Families of what other parts keep, made when somebody scrapes. One lives as long as the process, so that names
+    stay.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._table = TABLE[process]
+        self._folds = {name: Fold(metric) for name, metric in self._table.items()}
+
+    def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
+        """A gauge of now, values by their labels; those that are folded are added up."""
+        if not isinstance(values, Mapping):
+            return GaugeMetricFamily(name, self._table[name].text, value=float(values))
+        metric, fold = self._table[name], self._folds[name]
+        fold.keep(values.keys())
+        family = GaugeMetricFamily(name, metric.text, labels=metric.labels)
+        for labels, value in _folded(fold, values).items():
+            family.add_metric(labels, value)
+        return family
+
+    def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
+        """A counter that somebody else keeps. What is folded stays folded, since a counter never falls."""
+        if not isinstance(values, Mapping):
+            return CounterMetricFamily(name, self._table[name].text, value=float(values))
+        metric = self._table[name]
+        family = CounterMetricFamily(name, metric.text, labels=metric.labels)
+        for labels, value in _folded(self._folds[name], values).items():
+            family.add_metric(labels, value)
+        return family
+
+
+def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for labels, value in values.items():
+        folded = fold(labels)
+        found[folded] = found.get(folded, 0.0) + float(value)
+    return found
+
+
+def exemplar() -> dict[str, str] | None:
+    """What a latency that is observed now is to be found by among traces; None where there is no trace, or none that is
+    kept.
+    """
+    trace_id = current_trace_id()
+    return {"trace_id": trace_id} if trace_id is not None else None
+
+
+def epoch_number(epoch: str) -> float:
+    """The part of a catalogue's epoch that grows: an epoch is when the broker made the catalogue, and the sequence of
+    its last write.
+    """
+    number = epoch.rpartition(":")[2]
+    return float(number) if number.isdecimal() else 0.0

@@ -1,0 +1,150 @@
+"""Which names a listener answers to, and which pages may make it do something.
+
+A browser sends whatever a page asks it to, to any address that it can reach: a foreign page's form to this machine, or
+a request to a name that was turned to this machine's address behind the browser's back (DNS rebinding). It says where a
+request comes from, and a page cannot change that:
+
+    Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
+    all? ──► application
+
+Reading by GET and HEAD needs no check of the origin: without CORS, which is offered nowhere, no page sees what another
+origin answered.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+from sie_contracts.errors import PermissionDenied, SIEError
+from sie_runtime.asgi import App, Receive, Scope, Send, refuse, refuse_upgrade
+from sie_runtime.refusals import Refusals
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
+_CLUSTER_NAMES = (".svc", ".cluster.local")  # in no public DNS, so no page has them
+_ANY = "*"
+
+
+class Names:
+    """The names of a listener. `allowed` as SIE_ALLOWED_HOSTS has it; None: any name, on loopback those of loopback and
+    of this machine.
+    """
+
+    def __init__(self, address: str, allowed: Sequence[str] | None) -> None:
+        self._is_loopback = is_loopback(address)
+        self._address = address
+        self._allowed = [name.strip().lower() for name in allowed or ()]
+        self._is_any = _ANY in self._allowed or (allowed is None and not self._is_loopback)
+        self.has = functools.lru_cache(1024)(self._has)
+
+    def _has(self, host: bytes) -> bool:
+        """Whether this is a name of the listener; `host` as the header has it, with its port or without."""
+        name, port = _parts(host.decode("latin-1").lower())
+        return self._is_any or self._is_own(name) or any(_matches(each, name, port) for each in self._allowed)
+
+    def _is_own(self, name: str) -> bool:
+        """Names that need no setting. None of them can be turned to this machine's address by somebody else's DNS."""
+        if name in (self._address, "localhost") or name.endswith(".localhost"):
+            return True
+        if self._is_loopback:
+            return is_loopback(name) or name == socket.gethostname().lower()
+        return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
+
+    def is_own_page(self, origin: bytes, host: bytes) -> bool:
+        """Whether a page of this origin is one of ours: it came from the very host that is asked now, or from a listed
+        one.
+        """
+        scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        if page_host == host.decode("latin-1").lower():
+            return True
+        name, port = _parts(page_host)
+        return any(_matches(each, name, port) for each in self._allowed if each != _ANY)
+
+    def check(self, scope: Scope) -> None:
+        """Raises PermissionDenied."""
+        host, origins, site = b"", [], b""
+        for name, value in scope["headers"]:
+            if name == b"host" and value:
+                host = value
+                if not self.has(value):
+                    raise PermissionDenied(
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        reason="host",
+                        param="Host",
+                    )
+            elif name == b"origin":
+                origins.append(value)
+            elif name == b"sec-fetch-site":
+                site = value
+        if scope["type"] == "http" and scope["method"] in _READING:
+            return
+        if not all(self.is_own_page(origin, host) for origin in origins):
+            raise PermissionDenied(
+                "Origin: a page of another origin may change and compute nothing here; SIE_ALLOWED_HOSTS lists the "
+                "hosts whose pages may",
+                reason="origin",
+                param="Origin",
+            )
+        if not origins and site in _FOREIGN_SITES:
+            raise PermissionDenied(
+                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+            )
+
+
+class Guarded:
+    """`app` for requests that name this listener, and come from no page of somebody else."""
+
+    def __init__(self, app: App, names: Names, refusals: Refusals) -> None:
+        self.app = app
+        self._names = names
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        try:
+            self._names.check(scope)
+        except SIEError as error:
+            self._refusals.note(error.reason, error.message)
+            await (refuse if scope["type"] == "http" else refuse_upgrade)(send, error)
+            return
+        await self.app(scope, receive, send)
+
+
+def _parts(host: str) -> tuple[str, str]:
+    """Name and port of a Host header; the port may be missing. An IPv6 address has no brackets then, a name no dot at
+    its end.
+    """
+    if host.startswith("["):
+        name, _, rest = host[1:].partition("]")
+        return name, rest.removeprefix(":")
+    name, _, port = host.partition(":")
+    return name.removesuffix("."), port
+
+
+def _matches(allowed: str, name: str, port: str) -> bool:
+    """Whether a listed name is this one. `*.example.com` is every name below example.com; a port counts where one is
+    listed.
+    """
+    wanted, wanted_port = _parts(allowed)
+    if wanted_port and wanted_port != port:
+        return False
+    return name.endswith(wanted[1:]) if wanted.startswith("*.") else name == wanted
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a listener at this address hears this machine alone."""
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -1,0 +1,329 @@
+"""The life of a process: logs configured, signals owned in one place, a stop that chains, an exit status that is true.
+
+start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
+                                      a second signal cuts a lame duck short, else ends the process at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from sie_runtime.tracing import current_trace_id
+
+EXIT_BAD_SETTING = 2
+GC_THRESHOLDS = (20_000, 20, 20)
+START_S = 30.0  # how long processes that start together may wait for each other
+QUIET_S = 10.0  # and how long each says nothing of it: every start has such waits
+_FIELDS = ("model", "request_id", "trace_id", "latency_ms")
+_TOLD = _FIELDS[:3]
+
+
+QUOTING = (
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    SyntaxError,
+)  # their messages quote values
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session
+    that closes. The last one is left alone where it is ignored, as under nohup.
+    """
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hangup)
+
+
+def traceback_of(error: BaseException | None) -> str:
+    """Where an exception and those that it came from were raised, the last one first. Messages that may quote a client
+    are left out.
+    """
+    told: list[str] = []
+    while error is not None and len(told) < 10:
+        shown = "" if isinstance(error, QUOTING) else f": {error}"
+        told.append(
+            "".join(traceback.format_tb(error.__traceback__))
+            + f"{type(error).__module__}.{type(error).__qualname__}{shown}"
+        )
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\ncame from\n".join(told)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The documented fields of a line; a trace that is not given is that of the task that writes it."""
+    given = record.__dict__
+    found = {name: given.get(name) for name in _FIELDS}
+    if found["trace_id"] is None:
+        found["trace_id"] = current_trace_id()
+    return found
+
+
+class _Plain(logging.Formatter):
+    """A line for people. What a call gives as `extra` stands behind the message; a latency is part of that."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        given = _fields(record)
+        return super().formatMessage(record) + "".join(f" {name}={given[name]}" for name in _TOLD if given[name])
+
+    def formatException(self, ei: Any) -> str:
+        return traceback_of(ei[1])
+
+
+class _Json(_Plain):
+    """One JSON object per line with the documented keys and no other; values travel as `extra={...}` of
+    a logging call.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update(_fields(record))
+        if record.exc_info:
+            line["message"] += "\n" + self.formatException(record.exc_info)
+        line["message"] = (
+            line["message"].encode(errors="backslashreplace").decode()
+        )  # names of files may have bytes that are no text
+        return msgspec.json.encode(line).decode()
+
+
+def configure_logging(*, json: bool) -> None:
+    """Send all loggers to standard error, plain or as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    plain.converter = time.gmtime
+    handler.setFormatter(_Json() if json else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # clients tell every URL, signed ones too
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def own_stderr(*, json: bool) -> None:
+    """`configure_logging` of a process of ours, with what Python itself would write there otherwise: warnings, and
+    exceptions that nobody catches, whose messages may quote a client.
+    """
+    configure_logging(json=json)
+    logging.captureWarnings(True)
+    sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
+    threading.excepthook = lambda told: _uncaught(f"thread {told.thread and told.thread.name}", *told[:3])
+
+
+def _uncaught(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is not None:
+        logging.getLogger("sie.process").critical("%s ends by an exception", what, exc_info=(kind, error, trace))
+
+
+class Stop:
+    """The wish to end. Every long-lived task waits on it or is cancelled by its owner."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._wakers: set[asyncio.Event] = set()
+        self._lame: asyncio.Event | None = None  # set: no longer
+
+    def request(self) -> None:
+        self._event.set()
+        for waker in self._wakers:
+            waker.set()
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    async def wait_for(self, seconds: float) -> bool:
+        """Wait at most `seconds`; true if the end was requested meanwhile. The pause of every periodic task."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        return self._event.is_set()
+
+    async def lame_duck(self, seconds: float) -> None:
+        """The time between the wish to end and the end, in which a process serves on while balancers learn that it
+        goes.
+        """
+        self._lame = asyncio.Event()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._lame.wait()
+        finally:
+            self._lame = None
+
+    def cut_short(self) -> bool:
+        """End the lame duck; false where there is none."""
+        if self._lame is None:
+            return False
+        self._lame.set()
+        return True
+
+    async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
+        """As `wait_for`, until `waker` is set at most; it is cleared then. One task at a time for each."""
+        self._wakers.add(waker)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if self.requested else seconds):
+                    await waker.wait()
+        finally:
+            self._wakers.discard(waker)
+        waker.clear()
+        return self._event.is_set()
+
+
+def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
+    """Run `main` on uvloop until it returns its exit status.
+
+    What was imported is never collected: with the collector's own thresholds looking at it again and again is a fifth
+    of the processor time of a gateway (bench/results/queue.md).
+    """
+    import uvloop
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+    async def guarded() -> int:
+        stop = Stop()
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if not stop.requested:
+                stop.request()
+            elif not stop.cut_short():
+                os._exit(128 + number)
+
+        for number in end_signals():
+            loop.add_signal_handler(number, on_signal, number)
+        return await main(stop)
+
+    status: int = uvloop.run(guarded())
+    return status
+
+
+class Trouble:
+    """A failure that repeats, told once until it has passed.
+
+    `grace_s`: for so long it may be no more than another process that is still starting. Nothing is told in the first
+    QUIET_S of it, then it is told as information, and as a warning if it lasts longer.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._what = what
+        self._grace_s = grace_s
+        self._clock = clock
+        self._since_s = 0.0
+        self._is_told = self._is_warned = False
+        self.lasting = False
+
+    def met(self, error: Exception | str) -> None:
+        """It failed, perhaps again."""
+        if not self.lasting:
+            self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
+        lasts_s = self._clock() - self._since_s
+        if not self._is_warned and lasts_s >= self._grace_s:
+            self._is_told = self._is_warned = True
+            self._logger.warning("%s: %s", self._what, error)
+        elif not self._is_told and lasts_s >= QUIET_S:
+            self._is_told = True
+            self._logger.info("%s: %s", self._what, error)
+
+    def passed(self) -> None:
+        """It works."""
+        self.lasting = False
+
+
+class Tasks:
+    """The long-lived tasks of a component. One that ends in an exception is logged and ends the component through
+    `failed`.
+
+    A background task that dies in silence is a component that looks alive and does nothing, so nothing here may be
+    fire-and-forget.
+    """
+
+    def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
+        self._logger = logger
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.failed = False
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        self._logger.error("task %s failed", task.get_name(), exc_info=task.exception())
+        self.failed = True
+        self._on_failure()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait for all tasks to end by themselves; false if some were still running at the time-out."""
+        if not self._tasks:
+            return True
+        _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not pending
+
+    async def cancel(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[Any]],
+    *,
+    errors: tuple[type[Exception], ...],
+    stop: Stop,
+    logger: logging.Logger,
+    what: str,
+) -> Any:
+    """Try until it works or the process is to stop (then None). Pauses double from 0.1 s to 5 s.
+
+    A failure that lasts QUIET_S is logged as information, since processes that start together wait for each other; one
+    that lasts START_S as a warning, once.
+    """
+    delay_s, trouble = 0.1, Trouble(logger, what, START_S)
+    while not stop.requested:
+        try:
+            return await attempt()
+        except errors as error:
+            trouble.met(f"{error}; trying again")
+        if await stop.wait_for(delay_s):
+            break
+        delay_s = min(delay_s * 2, 5.0)
+    return None

@@ -1,0 +1,369 @@
+"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
+
+    head ──► body ──► trailers, which are dropped
+    answered before its body ended ──► the last answer of its connection: we say so, send no more, and throw away what
+    still comes closed by the client behind a whole request ──► answered if the client still reads
+
+A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
+read some of its response within WRITE_S. What never reaches an application is answered in the envelope of all other
+errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, SIEError
+from sie_runtime.asgi import refusal, refuse
+from sie_runtime.descriptors import max_connections
+from sie_runtime.refusals import Refusals
+
+MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers and trailers
+HEAD_S = 10.0
+WRITE_S = 60.0
+LINGER_S = 5.0  # for a client that still sends to read its answer; a reset would take it away
+HALF_CLOSED_S = 1.0  # after its begin, a request is asked whether its client still reads
+MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between looks for the answer to that
+MAX_PIPELINED = 128  # requests sent ahead of their answers
+_FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
+_NO_NAME = re.compile(rb"[^a-z0-9-]")
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger than {MAX_HEAD_BYTES} bytes"
+
+
+def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
+    """The bytes of a head and the length of the body it promises; None for one that uvicorn has to look at itself."""
+    found = dict(headers)
+    length = found.get(b"content-length", b"")
+    if not length.isdigit() or not _FRAMING.isdisjoint(found) or _NO_NAME.search(b"".join(found)):
+        return None
+    lines = [b"%b: %b" % pair for pair in headers]
+    if _CONTROL.search(b"".join(lines)):
+        return None
+    return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
+
+
+class State(ServerState):
+    """What the connections of a server share."""
+
+    leaving = False
+
+    def __init__(self, refusals: Refusals | None = None) -> None:
+        super().__init__()
+        self.refusals = refusals or Refusals()
+
+
+class _Outlet:
+    """The transport as the answer to one request sees it. `close` lets a client that still sends read
+    what was written.
+    """
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class _Cycle(RequestResponseCycle):
+    """A response of known length leaves in one write, where uvicorn writes its head and then its body: 20 us of a
+    request's 335 (bench/results/queue.md).
+
+    What is unusual (no length, HEAD, a connection that closes, odd headers) is left to uvicorn.
+    """
+
+    server_state: State
+    _begun: tuple[bytes, int] | None = None
+
+    async def send_500_response(self) -> None:
+        await refuse(self.send, InternalFailure("the server failed; its log has the details"))
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started:
+            if self.more_body or self.server_state.leaving:
+                self.keep_alive = False  # which uvicorn tells
+            if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
+                self._begun = _head(message["status"], list(message.get("headers", ())))
+            if self._begun is None:
+                await super().send(message)
+            else:
+                self.response_started, self.waiting_for_100_continue = True, False
+            return
+        if self._begun is not None:
+            (head, length), self._begun = self._begun, None
+            if self.flow.write_paused and not self.disconnected:
+                await self.flow.drain()
+            if self.disconnected:
+                return
+            body = message.get("body", b"")
+            if not message.get("more_body") and len(body) == length:
+                self.transport.write(head + body)
+                self.response_complete = True
+                self.message_event.set()
+                if not self.keep_alive:
+                    self.transport.close()
+                self.on_response()
+                return
+            self.transport.write(head)
+            self.chunked_encoding, self.expected_content_length = False, length
+        await super().send(message)
+
+    def abandon(self) -> None:
+        """Nobody is there to be answered."""
+        self.disconnected = True
+        self.message_event.set()
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with `_Cycle` for its cycle, which it offers no way to name, and with bounds on what a client
+    may leave open.
+
+    It needs no timer for a request whose head arrives in one piece.
+    """
+
+    server_state: State
+    cycle: _Cycle
+    _in_head = False
+    _head_bytes = 0  # of a head that is not complete, without the piece in which it began
+    _piece_bytes = 0
+    _has_body = False  # whether the last piece held any of a body
+    _idle_bytes = 0  # since the last of a body: chunk headers and trailers
+    _trailer_bytes = 0  # with those of the head before them; 0 while there is no trailer
+    _begun_s = 0.0
+    _why = ""
+    _is_lingering = False
+    _is_asked = False
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _last_timer: asyncio.TimerHandle | None = None  # of a connection that ends: lingering, or half closed
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._outlet = _Outlet(transport, self._end)
+        if len(self.connections) > max_connections():
+            self._refuse(QueueFull("this process has as many connections as it may"))
+        else:
+            self._rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it to fire where the connection broke
+        for timer in (self._head_timer, self._write_timer, self._last_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
+        self._unset_keepalive_if_required()
+        self._piece_bytes, self._has_body = len(data), False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._head_done()
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:
+                self.cycle.keep_alive = False  # the parser has given up on what follows
+            return
+        except httptools.HttpParserError:
+            self._refuse(InvalidInput(self._why or "this is no HTTP/1.1 request", reason="malformed"))
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_S, self._head_late)
+        elif self.cycle is None or self.cycle.response_complete:
+            self._rest()
+        elif self.cycle.more_body:
+            self._idle_bytes = 0 if self._has_body else self._idle_bytes + len(data)
+            if self._idle_bytes > MAX_HEAD_BYTES:
+                self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
+        self._idle_bytes = self._trailer_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(f"more than {MAX_PIPELINED} requests are sent ahead of their answers")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        if not self._trailer_bytes:
+            self._trailer_bytes = self._head_size()
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > MAX_HEAD_BYTES:
+            self._stop(_HEAD_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        self._head_done()
+        if (
+            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes > 0
+        ) and self._head_size() > MAX_HEAD_BYTES:  # else it cannot be
+            self._stop(_HEAD_TOO_LARGE)
+        super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.__class__ = _Cycle
+            self.cycle.server_state = self.server_state
+            self.cycle.transport = self._outlet  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        if not self._is_lingering:
+            super().on_response_complete()
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _stop(self, why: str) -> None:
+        """End parsing from within a callback of the parser."""
+        self._why = why
+        raise ValueError(why)
+
+    def _head_done(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
+
+    def _rest(self) -> None:
+        """Nothing is asked for now."""
+        if self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _refuse(self, error: SIEError) -> None:
+        """Answer what cannot be read, and close. What comes behind a request that is still answered stays unanswered:
+        its client would take the refusal for the other answer.
+        """
+        self.server_state.refusals.note("connections" if error.retryable else "malformed", error.message)
+        self._head_done()
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            cycle.keep_alive = False
+            return
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body, headers = refusal(error)
+            lines = [f"{name.lower()}: {value}\r\n".encode() for name, value in headers.items()]
+            lines += [
+                b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
+                body,
+            ]
+            self.transport.write(STATUS_LINE[error.status] + b"".join(lines))
+        self._linger()
+        if cycle is not None and not cycle.response_complete:
+            cycle.abandon()
+
+    def _end(self) -> None:
+        """Close behind a response."""
+        if self.cycle.more_body:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Send no more, and throw away what comes until the client closes, for LINGER_S at most."""
+        if self._is_lingering or self.transport.is_closing():
+            return
+        self._is_lingering = True
+        self._unset_keepalive_if_required()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more. Whether it still reads is not known: one that is gone looks the same."""
+        cycle = self.cycle
+        if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
+            return None  # closes the connection
+        self._head_done()
+        cycle.keep_alive = False
+        if cycle.scope["http_version"] == "1.1":  # older ones know no interim response
+            wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
+            if wait_s > 0:
+                self._last_timer = self.loop.call_later(wait_s, self._ask, MIN_ASK_S)
+            else:
+                self._ask(MIN_ASK_S)
+        return True
+
+    def _ask(self, next_s: float) -> None:
+        """Find out whether a client that sends no more still reads: to an interim response one that is gone answers
+        with a reset.
+        """
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        descriptor: int = self.transport.get_extra_info("socket").fileno()
+        if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):  # of a broken connection, which the look below finds
+                os.write(
+                    descriptor, b"HTTP/1.1 100 Continue\r\n\r\n"
+                )  # at once: a client that is gone may be back in a moment
+            self._is_asked = True
+        found = select.poll()
+        found.register(descriptor, 0)  # errors and resets alone
+        if found.poll(0):
+            self.transport.abort()
+            return
+        self._last_timer = self.loop.call_later(next_s, self._ask, min(2 * next_s, MAX_ASK_S))
+
+    def shutdown(self) -> None:
+        """uvicorn's, but where something has arrived it is read first: its client believes that it was taken."""
+        if not self._is_lingering and not self.arriving:
+            super().shutdown()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a request has arrived that nobody has begun to read, or its head is not complete."""
+        if (
+            self.transport.is_closing()
+            or self._is_lingering
+            or (self.cycle is not None and not self.cycle.response_complete)
+        ):
+            return False
+        waiting = select.poll()
+        waiting.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return self._in_head or bool(waiting.poll(0))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_writes(self) -> None:
+        self._write_timer = self.loop.call_later(WRITE_S, self._write_late, self.transport.get_write_buffer_size())
+
+    def _write_late(self, before_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < before_bytes:
+            self._watch_writes()
+        else:
+            self.server_state.refusals.note("unread", "a response that its client did not read")
+            self.transport.abort()

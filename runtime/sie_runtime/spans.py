@@ -1,0 +1,217 @@
+"""Spans by the OpenTelemetry SDK. Imported only where tracing is on.
+
+    Span.end ──► queue of 2,048, the oldest go first ──► a thread of its own ──► collector, console or nowhere
+
+Nothing here waits for a collector but `Tracer.close`, and that for FLUSH_S. The SDK reads further variables by itself:
+OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of
+spans.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from opentelemetry import context, trace
+from opentelemetry.exporter.otlp.proto.grpc import exporter as grpc_exporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from sie_contracts import __version__
+from sie_contracts.settings import Tracing, public_url
+from sie_contracts.trace_context import NONE, Context
+from sie_runtime.process import Trouble
+from sie_runtime.tracing import STAGE
+
+FLUSH_S = 1.0  # for what is left at the end: `sie serve` gives a worker 3 s in all
+Value = str | int | float | bool
+Kind = Literal["server", "consumer", "internal"]
+
+_KINDS = {"server": trace.SpanKind.SERVER, "consumer": trace.SpanKind.CONSUMER, "internal": trace.SpanKind.INTERNAL}
+_headers = TraceContextTextMapPropagator()
+_logger = logging.getLogger("sie.tracing")
+
+
+class Span:
+    """Something that lasts. One that is not sampled has a context and nothing else."""
+
+    __slots__ = ("_ended", "_span", "_tracer", "is_recording", "name")
+
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, name: str) -> None:
+        self.name = name
+        self._tracer = tracer
+        self._span = span
+        self._ended = False
+        self.is_recording = span.is_recording()
+
+    @property
+    def context(self) -> Context:
+        """What others are told below it by. Written when asked for: a quarter of what a span costs, and most have
+        nothing below them.
+        """
+        written: dict[str, str] = {}
+        _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
+        return Context(written.get("traceparent", ""), written.get("tracestate", ""))
+
+    @property
+    def trace_id(self) -> str | None:
+        """32 hex digits; None of a span that is not sampled, for which no collector has a trace."""
+        return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
+
+    def set(self, attributes: Mapping[str, Value]) -> None:
+        self._span.set_attributes(attributes)
+
+    def rename(self, name: str) -> None:
+        self.name = name
+        self._span.update_name(name)
+
+    def fail(self, code: str) -> None:
+        """What it stands for failed, with an error of that code."""
+        self._span.set_attribute("error.type", code)
+        self._span.set_status(trace.StatusCode.ERROR)
+
+    def part(
+        self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
+    ) -> int:
+        """A child that is over, of so many milliseconds from `start_ns` on; returns its end. `stage`: the one of the
+        timing that it counts for.
+        """
+        end_ns = start_ns + round(ms * 1e6)
+        if self.is_recording:
+            own = {**(attributes or {}), **({STAGE: stage} if stage else {})}
+            parent = trace.set_span_in_context(self._span, context.Context())
+            self._tracer.start_span(name, parent, attributes=own, start_time=start_ns).end(end_ns)
+        return end_ns
+
+    def lead_to(self, other: Span) -> None:
+        """What it stands for was done for another one: link it."""
+        self._span.add_link(other._span.get_span_context())
+
+    def end(self, end_ns: int | None = None) -> None:
+        """It is over, now by default. A second end says nothing."""
+        if not self._ended:
+            self._ended = True
+            self._span.end(end_ns)
+
+    def link(self) -> trace.Link:
+        return trace.Link(self._span.get_span_context())
+
+
+class Tracer:
+    """Makes the spans of one component. Owns a thread that sends them, until `close`. May be used from any thread."""
+
+    def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
+        resource = Resource.create(
+            {
+                "service.name": settings.service_name,
+                "service.version": __version__,
+                "sie.component": component,
+                "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
+            }
+        )
+        # not ended at the interpreter's exit: that would wait for a dead collector
+        self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
+        self.propagates = settings.propagates
+        self._exporters = [_exporter(name, settings) for name in settings.exporters]
+        for exporter in self._exporters:
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer(f"sie.{component}", __version__)
+
+    def begin(
+        self,
+        name: str,
+        parent: Context = NONE,
+        *,
+        kind: Kind = "internal",
+        links: Iterable[Span] = (),
+        start_ns: int | None = None,
+        attributes: Mapping[str, Value] | None = None,
+    ) -> Span:
+        """A span below `parent`, the first one of a trace where that is empty or no context. To be ended
+        by the caller.
+        """
+        above = _headers.extract(parent._asdict(), context.Context())
+        linked = [span.link() for span in links]
+        return Span(
+            self._tracer, self._tracer.start_span(name, above, _KINDS[kind], attributes, linked, start_ns), name
+        )
+
+    def close(self) -> None:
+        """Send what is left, for FLUSH_S at most. Spans that end later are dropped."""
+        flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+        if flushing.is_alive():
+            for exporter in self._exporters:
+                exporter.shutdown()  # ends its wait for the next attempt
+            _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
+
+
+def _sampler(settings: Tracing) -> Sampler:
+    found: dict[str, Sampler] = {
+        "always_on": ALWAYS_ON,
+        "always_off": ALWAYS_OFF,
+        "traceidratio": TraceIdRatioBased(settings.rate),
+    }
+    own = found[settings.sampler.removeprefix("parentbased_")]
+    return ParentBased(own) if settings.sampler.startswith("parentbased_") else own
+
+
+def _exporter(name: str, settings: Tracing) -> SpanExporter:
+    if name == "console":
+        return ConsoleSpanExporter(out=sys.stdout, formatter=lambda span: span.to_json(indent=None) + "\n")
+    return _Collector(settings.endpoint, settings.protocol)
+
+
+class _Told(logging.Filter):
+    """Keeps the last message in place of writing it."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.last = record.getMessage()
+        return False
+
+
+_told = _Told()
+
+
+class _Collector(SpanExporter):
+    """A collector over gRPC or HTTP, whose absence is told once until it has passed: the SDK tells it at
+    every attempt.
+    """
+
+    def __init__(self, endpoint: str, protocol: str) -> None:
+        self._trouble = Trouble(
+            _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not take them"
+        )
+        self._inner: SpanExporter
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+
+            logging.getLogger(grpc_exporter.__name__).addFilter(_told)
+            self._inner = over_grpc.OTLPSpanExporter(endpoint)
+        else:
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+
+            logging.getLogger(over_http.__name__).addFilter(_told)
+            self._inner = over_http.OTLPSpanExporter(endpoint)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._inner.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self._trouble.passed()
+        else:
+            self._trouble.met(ConnectionError(_told.last or "no reason was given"))
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()

@@ -1,0 +1,148 @@
+"""Traces as every process has them. Off, nothing of OpenTelemetry is imported here and all that is done is to ask `is
+None`.
+
+    client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on
+    the device
+                                                                     └─► a batch, linked to the work in it ──► its
+                                                                     forward pass
+
+The context travels as W3C writes it, in `Context`. `current_trace_id` is the one place from which logs and exemplars
+have the trace.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from sie_contracts.settings import SettingError, Tracing
+from sie_contracts.trace_context import NONE, Context
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Span, Tracer
+
+MOST_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
+# of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
+STAGE = "sie.stage"
+
+_CONTEXT = re.compile(
+    r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
+)
+_VERSION = "00"  # of the specification
+_INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_FAULT = 500  # a server's span failed from this status on
+_SAMPLED = 1  # of the flags of a trace context
+_logger = logging.getLogger("sie.tracing")
+_current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
+
+
+def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
+    """What makes the spans of a component until it is closed; None where tracing is off. To be called after any fork.
+
+    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is
+    not installed. A variable that the SDK refuses leaves tracing off, with a warning.
+    """
+    if not settings.enabled:
+        return None
+    _unset_what_means_nothing()
+    try:
+        from sie_runtime import spans  # the SDK reads some of its variables as it is imported
+
+        return spans.Tracer(settings, component, instance)
+    except ImportError as error:
+        raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {_INSTALL}") from error
+    except Exception as error:  # noqa: BLE001  the SDK's exceptions have no common base, and no variable of it may end a process
+        _logger.warning(
+            "tracing stays off: OpenTelemetry refuses one of its variables: %s: %s", type(error).__name__, error
+        )
+        return None
+
+
+def _unset_what_means_nothing() -> None:
+    """Take variables out of this process that say what holds anyway, and that the SDK for Python refuses. Source: the
+    specification of its environment variables, by which an empty value is an unset one, and `none` a compression.
+    """
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        value = os.environ[name].strip().lower()
+        if not value or (name.endswith("_COMPRESSION") and value == "none"):
+            del os.environ[name]
+
+
+def begin_request(
+    tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
+) -> tuple[Context, Span | None]:
+    """Take up the context that a client sends, and begin a span below it. `headers` by lower-case names, `received_s`
+    by perf_counter.
+
+    Returns the context for what is done for this request, the client's own without a tracer, and the span, to be ended
+    by `end_request`.
+    """
+    context, span = NONE, None
+    if "traceparent" in headers and (tracer is None or tracer.propagates):
+        context = of_headers(headers["traceparent"], headers.get("tracestate", ""))
+    if tracer is not None:
+        told = method if method in _METHODS else "_OTHER"
+        own = {"http.request.method": told, "sie.request_id": request_id}
+        span = tracer.begin(
+            told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own
+        )
+        context = span.context
+    set_current(context)  # none, too: a request that was pipelined begins in the task of the one before
+    return context, span
+
+
+def end_request(span: Span, what: str, status: int, code: str = "") -> None:
+    """Its answer has left: `what` was asked, and the error it ended in. Nothing of these may come from a client."""
+    span.rename(f"{span.name} {what}")
+    span.set({"http.response.status_code": status})
+    if status >= _FAULT:
+        span.fail(code or str(status))
+    elif code:
+        span.set({"error.type": code})
+    span.end()
+
+
+def of_headers(traceparent: str, tracestate: str) -> Context:
+    """The context that a client sends; what is none is dropped, as the specification asks. One of a later version is
+    read as ours.
+    """
+    found = _CONTEXT.fullmatch(traceparent)
+    if found is None:
+        return NONE
+    if found["version"] != _VERSION:
+        traceparent = f"{_VERSION}-{found['ids']}-{_flags(found) & _SAMPLED:02x}"
+    elif found["more"]:
+        return NONE
+    is_state = len(tracestate) <= MOST_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
+    return Context(traceparent, tracestate if is_state else "")
+
+
+def trace_id_of(traceparent: str) -> str | None:
+    """The trace of a context, 32 hex digits, where it is sampled: of others no collector has one."""
+    found = _CONTEXT.fullmatch(traceparent)
+    return found["trace"] if found is not None and _flags(found) & _SAMPLED else None
+
+
+def _flags(found: re.Match[str]) -> int:
+    return int(found["flags"], 16)
+
+
+def set_current(context: Context) -> None:
+    """From here to its end this task, with the tasks that it starts, works for the request of that context."""
+    _current.set(trace_id_of(context.traceparent))
+
+
+def current_trace_id() -> str | None:
+    """The sampled trace that this task works for, 32 hex digits; else None."""
+    return _current.get()
+
+
+def ns_before(seconds: float) -> int:
+    """The time as spans have it, nanoseconds since 1970, that many seconds ago."""
+    return time.time_ns() - round(seconds * 1e9)

@@ -1,0 +1,155 @@
+"""Websockets that only tell: text frames, at an interval, to whoever looks.
+
+    upgrade ──► may it? ──no──► a plain HTTP response
+                   └─► accept ──► a frame at once ──► the next one an interval later ──► ...
+
+Nothing is kept for a peer that does not read: a frame is sent when the connection's buffer has room for it, those that
+were due meanwhile are never made, and a peer that leaves no room for PATIENCE_S is cut off. What peers send is thrown
+away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from sie_contracts.errors import ResourceExhausted
+from sie_runtime.asgi import Receive, Scope, Send
+
+PATIENCE_S = 10.0
+GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
+_logger = logging.getLogger("sie.websocket")
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, with two differences: a server that ends says that it goes away (1001), and an application can cut a
+    connection off.
+    """
+
+    async def run_asgi(self) -> None:
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions["abort"] = self.transport.abort
+        await super().run_asgi()
+
+    def shutdown(self) -> None:
+        if not self.handshake_complete or self.close_sent:
+            super().shutdown()
+            return
+        self.stop_keepalive()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
+        self.conn.send_close(GOING_AWAY)
+        self.close_sent = True
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.writable.is_set():
+            self.transport.close()
+        else:  # nobody reads: what waits to be sent would hold up the end
+            self.transport.abort()
+
+
+class Seats:
+    """How many websockets may be open: `most` in all, and a quarter of them for one address and for one key."""
+
+    def __init__(self, most: int, where: str) -> None:
+        self._most = most
+        self._most_each = max(1, most // 4)
+        self._where = where
+        self._held: Counter[str] = Counter()
+        self.taken = 0
+
+    @contextlib.contextmanager
+    def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
+        """Held by one websocket of a client; `key` names its credential, if it has one. Raises ResourceExhausted."""
+        if self.taken >= self._most:
+            raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
+        holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
+        if any(self._held[holder] >= self._most_each for holder in holders):
+            raise ResourceExhausted(
+                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
+            )
+        self.taken += 1
+        self._held.update(holders)
+        try:
+            yield
+        finally:
+            self.taken -= 1
+            self._held.subtract(holders)
+            self._held = +self._held
+
+
+def _network(address: str) -> str:
+    """An address as one client counts: of IPv6 the 64 bits that one host is given whole, all of loopback as one."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        found = found.ipv4_mapped or found
+    if found.is_loopback:
+        return "loopback"
+    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
+
+
+class Frames:
+    """Frames of one kind, at most one in each `interval_s` to each of those who look. One is made for all who want it
+    at the same time.
+    """
+
+    def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
+        """`make` gives the frame of now; the very same one as before is not sent again. None when there are no more:
+        then the connection is closed with 1013, try again later.
+        """
+        self._make = make
+        self._interval_s = interval_s
+        self._patience_s = patience_s
+        self._last: str | None = None
+        self._made_s = float("-inf")
+        self.looking = 0
+        self.looked = asyncio.Event()  # set while anybody looks
+
+    async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Accept a websocket and serve it to its end. Who calls has checked that it may look."""
+        await receive()  # websocket.connect
+        gone = asyncio.create_task(_gone(receive))
+        self.looking += 1
+        self.looked.set()
+        try:
+            await send({"type": "websocket.accept"})
+            sent: str | None = None
+            while not gone.done():
+                frame = self._frame()
+                async with asyncio.timeout(self._patience_s):  # sending waits for room in the connection's buffer
+                    if frame is None:
+                        await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+                        return
+                    if frame is not sent:
+                        await send({"type": "websocket.send", "text": frame})
+                sent = frame
+                await asyncio.wait({gone}, timeout=self._interval_s)
+        except TimeoutError:
+            _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
+            scope["extensions"]["abort"]()
+        except OSError:
+            pass  # the peer went away
+        finally:
+            self.looking -= 1
+            if not self.looking:
+                self.looked.clear()
+            gone.cancel()
+
+    def _frame(self) -> str | None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._made_s >= self._interval_s / 2:
+            self._last, self._made_s = self._make(), now_s
+        return self._last
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "websocket.disconnect":
+        pass
