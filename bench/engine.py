@@ -38,7 +38,7 @@ import numpy as np
 
 BATCH_TOKENS = 4096
 PADDED_BATCH = 32
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 VARIANTS: dict[str, tuple[str, str]] = {
     "engine bf16": ("engine", "bfloat16"),
@@ -83,7 +83,7 @@ def tokenizer() -> Any:
 
     made = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
     made.no_padding()
-    made.enable_truncation(MOST_TOKENS)
+    made.enable_truncation(MAX_TOKENS)
     return made
 
 
@@ -94,7 +94,7 @@ def texts_of(load: str, corpus: str) -> list[str]:
     if load == "single":
         return [" ".join(rng.choice(WORDS, 6)) for _ in range(100)]
     if load == "mix":
-        lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, 300), 4, MOST_TOKENS).astype(int)
+        lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, 300), 4, MAX_TOKENS).astype(int)
         return [" ".join(rng.choice(WORDS, length - 2)) for length in lengths]
     files = sorted(Path(corpus).rglob("*.json"))
     found = [json.loads(file.read_text(encoding="utf-8", errors="replace")) for file in files]
@@ -314,7 +314,7 @@ def padding(rounds: int) -> None:
     device = torch.device("cpu")
     facts = attention_facts(device, torch.float32)
     compute = Compute(device, torch.float32, *resolve_attention("auto", facts), facts)
-    backbone = Backbone(MPNetModel(config, add_pooling_layer=False).eval().requires_grad_(False), compute, MOST_TOKENS)
+    backbone = Backbone(MPNetModel(config, add_pooling_layer=False).eval().requires_grad_(False), compute, MAX_TOKENS)
     ids = [np.clip(each, 4, 30000) for each in ids_of(texts_of("mix", ""))]
 
     def packed(part: Sequence[np.ndarray]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from sie_runtime.metrics_table import LABELS, MOST_SERIES, TABLE, Metric
+from sie_runtime.metrics_table import LABELS, MAX_SERIES, TABLE, Metric
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -39,7 +39,7 @@ def metrics() -> str:
     lines = []
     for process, found in TABLE.items():
         most = sum(metric.series for metric in found.values())
-        lines += [f"### {_PORTS[process]}", "", f"At most {most} series of {MOST_SERIES}.", ""]
+        lines += [f"### {_PORTS[process]}", "", f"At most {most} series of {MAX_SERIES}.", ""]
         lines += ["| name | type | labels | series, at most | what |", "|---|---|---|---|---|"]
         lines += [*(_row(metric) for metric in found.values()), ""]
     return "\n".join(lines).rstrip()

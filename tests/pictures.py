@@ -33,7 +33,7 @@ from stack import Device, Plan, Stack
 
 Ask = Callable[[str, float, float, float], list[Any]]
 FASTER = 30  # than charts scrape: what takes them half an hour is to be seen here in a minute
-MOST_POINTS = 600
+MAX_POINTS = 600
 COLUMNS, COLUMN_PX, LINE_PX, MARGIN_PX = 24, 66, 38, 8  # of the grid: 38 px for each unit of a height
 LEGEND_PX, TITLE_PX = 17, 30
 PANEL, INK, FAINT, GRID = "#181b1f", "#ccccdc", "#8e8e99", "#2c3036"
@@ -87,9 +87,7 @@ def series_of(panel: dict[str, Any], ask: Ask, start_s: float, end_s: float) -> 
     found = []
     for target in panel["targets"]:
         scrape_s = seconds(target["interval"]) / FASTER
-        step_s = max(
-            scrape_s, seconds(panel.get("interval", "0s")) / FASTER, math.ceil((end_s - start_s) / MOST_POINTS)
-        )
+        step_s = max(scrape_s, seconds(panel.get("interval", "0s")) / FASTER, math.ceil((end_s - start_s) / MAX_POINTS))
         rate_s = max(step_s + scrape_s, 4 * scrape_s)  # as Grafana chooses it
         expression = filled(
             target["expr"], rate=f"{rate_s:.0f}s", span=f"{end_s - start_s:.0f}s", interval_ms=round(1000 * step_s)

@@ -1,4 +1,4 @@
-"""What each batch was and what it took, for whoever tunes batching: the last MOST_BATCHES of them, where
+"""What each batch was and what it took, for whoever tunes batching: the last MAX_BATCHES of them, where
 SIE_INSTRUMENTATION is set.
 
     lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
@@ -20,7 +20,7 @@ from sie_adapter.lanes import Job
 from sie_contracts.ipc import BatchDone, RanBatch, Reply
 from sie_contracts.messages import Failed
 
-MOST_BATCHES = 100
+MAX_BATCHES = 100
 
 
 class Instrumentation:
@@ -31,7 +31,7 @@ class Instrumentation:
         self._used_bytes = used_bytes
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._ring: deque[RanBatch] = deque(maxlen=MOST_BATCHES)
+        self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
     def ran(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
         """Account for a batch that was answered with `reply`, and at the device between these times, nanoseconds since

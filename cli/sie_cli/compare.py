@@ -27,9 +27,9 @@ from sie_contracts.settings import public_url
 if TYPE_CHECKING:
     from sie_sdk import SIEClient
 
-MOST_TEXTS = 2000  # of a sample: all of them are compared with each other
-LEAST_TEXTS = 3
-MOST_NEIGHBOURS = 50
+MAX_TEXTS = 2000  # of a sample: all of them are compared with each other
+MIN_TEXTS = 3
+MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
 QUERIES, DOCUMENTS = 20, 50  # of a sample of texts that rerankers score
 BINS = 40
@@ -78,8 +78,8 @@ class Agreement:
 )
 @click.option(
     "--limit",
-    type=click.IntRange(LEAST_TEXTS, MOST_TEXTS),
-    default=MOST_TEXTS,
+    type=click.IntRange(MIN_TEXTS, MAX_TEXTS),
+    default=MAX_TEXTS,
     show_default=True,
     help="Texts that are read.",
 )
@@ -187,9 +187,9 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: Sample, queries
 
 
 def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str]) -> Agreement:
-    if len(texts) < LEAST_TEXTS:
+    if len(texts) < MIN_TEXTS:
         raise Refused(
-            f"--sample has {len(texts)} different texts; at least {LEAST_TEXTS} are needed, some hundreds say something"
+            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, some hundreds say something"
         )
     found: list[tuple[Matrix, Matrix]] = []
     fingerprints = []
@@ -207,7 +207,7 @@ def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], qu
         )
     elif fingerprints[0] != fingerprints[1]:
         notes.append("the fingerprints differ: vectors of the two do not belong into one index, whatever their cosine")
-    most = min(MOST_NEIGHBOURS, len(texts) - (0 if queries else 1))
+    most = min(MAX_NEIGHBOURS, len(texts) - (0 if queries else 1))
     own = not queries
     recall = agreement_at(neighbours(one_asks, one, most, own=own), neighbours(two_asks, two, most, own=own))
     chance = [k / (len(texts) - own) for k in range(1, most + 1)]
@@ -261,9 +261,9 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: Sample) -> Agreeme
     rankings = sample.rankings or tuple(
         (query, tuple(text for text in sample.texts if text != query)[:DOCUMENTS]) for query in sample.texts[:QUERIES]
     )
-    rankings = tuple(each for each in rankings if len(each[1]) >= LEAST_TEXTS)
+    rankings = tuple(each for each in rankings if len(each[1]) >= MIN_TEXTS)
     if not rankings:
-        raise Refused(f"--sample has no query with at least {LEAST_TEXTS} documents")
+        raise Refused(f"--sample has no query with at least {MIN_TEXTS} documents")
     found = []
     fingerprints = {}
     with click.progressbar(rankings, label="scoring", file=sys.stderr, hidden=not sys.stderr.isatty()) as queries:

@@ -14,7 +14,7 @@ from typing import TextIO
 from sie_contracts.ownership import distrusted
 from sie_contracts.settings import SettingError
 
-MOST_SOCKET_BYTES = 100  # of the path of a socket, which the kernel bounds (unix(7))
+MAX_SOCKET_BYTES = 100  # of the path of a socket, which the kernel bounds (unix(7))
 _LONGEST = "worker-999.sock"
 
 
@@ -28,7 +28,7 @@ def sockets_folder(data_dir: Path) -> Path:
     temporary files.
     """
     own = data_dir / "run"
-    if len(os.fsencode(own / _LONGEST)) <= MOST_SOCKET_BYTES:
+    if len(os.fsencode(own / _LONGEST)) <= MAX_SOCKET_BYTES:
         return own
     return Path(tempfile.gettempdir(), f"sie-{hashlib.blake2b(os.fsencode(data_dir), digest_size=8).hexdigest()}")
 

@@ -22,7 +22,7 @@ from sie_runtime.routes import SCOPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
-MOST_KEYS = 10_000  # every gateway holds all of them
+MAX_KEYS = 10_000  # every gateway holds all of them
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
@@ -142,9 +142,9 @@ def create(
     async def body(broker: Broker) -> None:
         bucket = await records.open_bucket(broker, settings.stream_replicas)
         found = [each for each, _ in _read(await bucket.entries())]
-        if len(found) >= MOST_KEYS:
+        if len(found) >= MAX_KEYS:
             raise Refused(
-                f"there are {len(found)} keys, at most {MOST_KEYS} are kept: `sie keys revoke ID --forget` those that "
+                f"there are {len(found)} keys, at most {MAX_KEYS} are kept: `sie keys revoke ID --forget` those that "
                 "have ended"
             )
         if any(each.name == name and not each.ended(time.time()) for each in found):

@@ -26,7 +26,7 @@ from sie_cli.models_service import (
 )
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 MAX_CHANGES = 4  # of a revision, that a table shows
 
 
@@ -232,7 +232,7 @@ def rollback(
 def document(file: Path) -> tuple[bytes, str]:
     """The bytes of a configuration and what they are. Raises UsageError for a file that cannot be read."""
     try:
-        body = sys.stdin.buffer.read(MOST_BYTES + 1) if str(file) == "-" else file.read_bytes()
+        body = sys.stdin.buffer.read(MAX_BYTES + 1) if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise click.UsageError(f"{file}: {error.strerror}") from error
     return body, JSON if file.suffix == ".json" else YAML

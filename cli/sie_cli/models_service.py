@@ -28,7 +28,7 @@ MODELS = "/v1/configs/models"
 JSON, YAML = "application/json", "application/x-yaml"
 TIMEOUT_S = 15.0  # the service gives a write 10
 RETRY_S = 20.0
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.2, 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _ENVELOPE = "not the answer of a config service"
 
 
@@ -95,7 +95,7 @@ class Service:
                     return self._taken(method, answer)
                 after = answer.headers.get("retry-after", "1")
                 wait_s, trouble = (
-                    float(after) if after.isdecimal() else MOST_PAUSE_S,
+                    float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
                 )  # a proxy may say a date
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -107,7 +107,7 @@ class Service:
                     pause_s,
                     f"no answer from {public_url(self.url)} ({str(error)[:200] or type(error).__name__})",
                 )
-                pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             if time.monotonic() + wait_s > end_s:
                 raise Refused(f"{trouble}\n{_NOBODY}")
             if not told and sys.stderr.isatty():

@@ -25,7 +25,7 @@ from sie_sidecar.quantum import Quantum
 
 ACTIVE_S = 1.0  # a consumer that delivered this recently shares the credit
 NO_LIMIT = 1 << 60
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Plan:
             value = getattr(self, name)
             if value < (1 if name in whole else 0):
                 raise TraceError(f"{name}={value:g} is too small")
-            if name in ("workers", "lanes") and value > MOST_DEVICES:
-                raise TraceError(f"{name}={value:g}: at most {MOST_DEVICES} are tried")
+            if name in ("workers", "lanes") and value > MAX_DEVICES:
+                raise TraceError(f"{name}={value:g}: at most {MAX_DEVICES} are tried")
         if self.min_quantum_ms > self.max_quantum_ms:
             raise TraceError(f"min_quantum_ms={self.min_quantum_ms:g} is above max_quantum_ms={self.max_quantum_ms:g}")
         if not self.target_p50_ms:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FIRST_S = 5.0  # of an attempt to connect, the first one too
 STALE_S = 3.0  # frames come every second
 REDRAW_S = 1.0
-LEAST_WIDTH, PIPE_WIDTH, PIPE_HEIGHT = 30, 120, 60
+MIN_WIDTH, PIPE_WIDTH, PIPE_HEIGHT = 30, 120, 60
 _WIDE, _MIDDLE = 100, 70  # columns of a terminal, from which on more of a table is shown
 _CELLS = (9, 7, 7, 7)  # at least, of the columns after the first, which stand below each other
 _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but the first
@@ -267,7 +267,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     from rich.console import Group
     from rich.text import Text
 
-    width = max(width, LEAST_WIDTH)
+    width = max(width, MIN_WIDTH)
     state, colour = view.state(now_s)
     head = Text.assemble(("sie top", "bold"), "  ", (state, colour), f"  {view.url}", no_wrap=True, overflow="ellipsis")
     frame = view.frame

@@ -24,8 +24,8 @@ import numpy as np
 
 from sie_contracts.messages import Priority
 
-MOST_TOKENS = 512  # of a generated input
-MOST_INPUTS = 10_000_000  # generated
+MAX_TOKENS = 512  # of a generated input
+MAX_INPUTS = 10_000_000  # generated
 
 
 class TraceError(ValueError):
@@ -142,8 +142,8 @@ def generate(spec: str) -> list[Request]:
         or min(given["burst"], given["inputs"], given["models"]) < 1
     ):
         raise TraceError("rate, length and seconds are above 0; burst, inputs and models at least 1")
-    if max(given["rate"] * given["seconds"], given["burst"]) * given["inputs"] > MOST_INPUTS:
-        raise TraceError(f"that is more than {MOST_INPUTS:,} inputs: a lower rate, or fewer seconds")
+    if max(given["rate"] * given["seconds"], given["burst"]) * given["inputs"] > MAX_INPUTS:
+        raise TraceError(f"that is more than {MAX_INPUTS:,} inputs: a lower rate, or fewer seconds")
     chance, sigma = random.Random(int(given["seed"])), given["spread"]  # noqa: S311  arrivals, no secrets
     middle = np.log(given["length"]) - sigma * sigma / 2
     requests: list[Request] = []
@@ -151,7 +151,7 @@ def generate(spec: str) -> list[Request]:
     while at_s < given["seconds"]:
         for _ in range(int(given["burst"])):
             tokens = tuple(
-                min(MOST_TOKENS, max(1, round(chance.lognormvariate(middle, sigma))))
+                min(MAX_TOKENS, max(1, round(chance.lognormvariate(middle, sigma))))
                 for _ in range(int(given["inputs"]))
             )
             priority: Priority = "bulk" if chance.random() < given["bulk"] else "interactive"

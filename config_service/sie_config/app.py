@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 CLIENT_GONE = 499  # in metrics only, as at a gateway
-MOST_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = 1 << 20
 BODY_S = 30.0
-MOST_KEY_CHARS = 255
+MAX_KEY_CHARS = 255
 WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
 _MODELS = "/v1/configs/models"
 _POLLED = ("/v1/configs/epoch", "/v1/configs/export")  # by every gateway and worker, and not traced
@@ -301,12 +301,12 @@ async def _body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
                 data += piece
-                if len(data) > MOST_BODY_BYTES:
+                if len(data) > MAX_BODY_BYTES:
                     message = (
-                        f"body: expected at most {MOST_BODY_BYTES} bytes, got more; the configuration of a model has "
+                        f"body: expected at most {MAX_BODY_BYTES} bytes, got more; the configuration of a model has "
                         "some thousand"
                     )
-                    raise PayloadTooLarge(message, param="body", extras={"limit": MOST_BODY_BYTES})
+                    raise PayloadTooLarge(message, param="body", extras={"limit": MAX_BODY_BYTES})
     except TimeoutError:
         raise GatewayTimeout(f"the body was not complete within {BODY_S:g} s", param="body") from None
     return bytes(data)
@@ -314,8 +314,8 @@ async def _body(request: Request) -> bytes:
 
 def _key(request: Request) -> str:
     given = request.headers.get("idempotency-key", "")
-    if len(given) > MOST_KEY_CHARS:
-        message = f"Idempotency-Key: expected at most {MOST_KEY_CHARS} characters, got {len(given)}"
+    if len(given) > MAX_KEY_CHARS:
+        message = f"Idempotency-Key: expected at most {MAX_KEY_CHARS} characters, got {len(given)}"
         raise InvalidInput(message, reason="schema", param="Idempotency-Key")
     return given
 

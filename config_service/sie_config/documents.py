@@ -21,8 +21,8 @@ from sie_contracts.catalogue import ModelEntry, parse_document
 from sie_contracts.errors import ValidationFailed
 
 T = TypeVar("T")
-MOST_DEPTH = 64
-MOST_DIFFERENCES = 100
+MAX_DEPTH = 64
+MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where it is there
 _ANY_KEY = "[...]"  # what msgspec says for whichever key of a map
@@ -77,7 +77,7 @@ def _check_events(body: bytes) -> None:
     depth = 0
     for event in yaml.parse(body, _LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise _too_deep(event.start_mark.line + 1 if event.start_mark else None)
 
 
@@ -102,7 +102,7 @@ def _check_nodes(root: yaml.Node) -> None:
 
 
 def _too_deep(line: int | None = None) -> ValidationFailed:
-    return invalid("$", f"nested more than {MOST_DEPTH} deep", line)
+    return invalid("$", f"nested more than {MAX_DEPTH} deep", line)
 
 
 def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed:
@@ -209,13 +209,13 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> list[dict[str, Any]]:
-    """What differs, field by field, at most MOST_DIFFERENCES: `path` with `before` and `after`, without the one that is
+    """What differs, field by field, at most MAX_DIFFERENCES: `path` with `before` and `after`, without the one that is
     not there.
     """
     found: list[dict[str, Any]] = []
     for each in _differences(before, after, "$"):
         found.append(each)
-        if len(found) == MOST_DIFFERENCES:
+        if len(found) == MAX_DIFFERENCES:
             break
     return found
 

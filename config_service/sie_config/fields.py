@@ -15,7 +15,7 @@ from msgspec import inspect
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
-_MOST_NAMES = 30
+_MAX_NAMES = 30
 
 
 def said(kind: type, loc: str, message: str) -> tuple[str, str]:
@@ -44,7 +44,7 @@ def _instead(kind: type, name: str, names: list[str]) -> str:
     if like := difflib.get_close_matches(name, lasts, 1, 0.75):
         elsewhere = [path for path in _places(kind) if path.rpartition(".")[2] == like[0]]
         return f"did you mean `{'` or `'.join(elsewhere[:3])}`?"
-    return f"expected some of {', '.join(names[:_MOST_NAMES])}"
+    return f"expected some of {', '.join(names[:_MAX_NAMES])}"
 
 
 @functools.cache

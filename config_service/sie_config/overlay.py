@@ -36,7 +36,7 @@ from sie_runtime.feed import read_bundles, read_folder
 from sie_runtime.folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 
 BUNDLES = "bundles"
-MOST_TOLD = 20
+MAX_TOLD = 20
 _logger = logging.getLogger("sie.config")
 PLUG_INS = "sie.adapters"  # entry points of families that other distributions bring
 
@@ -197,7 +197,7 @@ def _filtered(
     unknown = [name for name in names if name not in models]
     if unknown:
         like = Names(models).near(unknown[0])
-        fix = f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(sorted(models)[:MOST_TOLD])}"
+        fix = f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(sorted(models)[:MAX_TOLD])}"
         raise SettingError(
             "SIE_MODEL_FILTER", f"neither the packaged models nor SIE_MODELS_DIR has {', '.join(unknown)}; {fix}"
         )

@@ -31,7 +31,7 @@ from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotF
 from sie_contracts.trust import Trust
 
 WRITE_S = 10.0  # for one write, others of this replica before it included
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.002, 0.1  # before another attempt, between replicas
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # before another attempt, between replicas
 _FROM_NOTHING = ("create", "rollback")  # the others say that there is no such model
 _logger = logging.getLogger("sie.config")
 
@@ -86,7 +86,7 @@ class Writer:
                         return await self._attempt(asked)
                     except WrongRevision:
                         await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311  spreads replicas
-                        pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+                        pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         except TimeoutError:
             message = (
                 f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same "

@@ -24,8 +24,8 @@ from sie_contracts.names import in_words
 if TYPE_CHECKING:
     from sie_contracts.catalogue import Catalogue, Resolved
 
-MOST_TARGETS = 8
-MOST_WEIGHT = 1_000_000
+MAX_TARGETS = 8
+MAX_WEIGHT = 1_000_000
 _HASH_BYTES = 8
 _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})  # what every model has
 
@@ -95,12 +95,12 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
         message = in_words(str(error))
         text, at, where = message.rpartition(" - at ")
         raise _invalid(where.strip("`") if at else "$", text if at else message) from error
-    if not 1 <= len(found.alias) <= MOST_TARGETS:
-        raise _invalid("$.alias", f"expected from 1 to {MOST_TARGETS} targets, got {len(found.alias)}")
+    if not 1 <= len(found.alias) <= MAX_TARGETS:
+        raise _invalid("$.alias", f"expected from 1 to {MAX_TARGETS} targets, got {len(found.alias)}")
     for number, target in enumerate(found.alias):
-        if not 1 <= target.weight <= MOST_WEIGHT:
+        if not 1 <= target.weight <= MAX_WEIGHT:
             message = (
-                f"expected a weight from 1 to {MOST_WEIGHT}, got {target.weight}; a target that is to serve nobody is "
+                f"expected a weight from 1 to {MAX_WEIGHT}, got {target.weight}; a target that is to serve nobody is "
                 "left out"
             )
             raise _invalid(f"$.alias[{number}].weight", message)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-MOST_COMPARED = 20  # ids that a name is compared with, if there are more than ALL_COMPARED; up to 0.1 ms each
+MAX_COMPARED = 20  # ids that a name is compared with, if there are more than ALL_COMPARED; up to 0.1 ms each
 ALL_COMPARED = 100
-_MOST_PLACES = 2000  # where pieces of the name are found, for the choice of them
+_MAX_PLACES = 2000  # where pieces of the name are found, for the choice of them
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
@@ -101,14 +101,14 @@ class Names:
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))
         shared: Counter[int] = Counter()
-        left = _MOST_PLACES
+        left = _MAX_PLACES
         for places, piece in counts:
             if places > left and shared:
                 break
             left -= places
             found = -1
             met: set[int] = set()
-            while len(met) < _MOST_PLACES and (found := text.find(piece, found + 1)) >= 0:
+            while len(met) < _MAX_PLACES and (found := text.find(piece, found + 1)) >= 0:
                 met.add(bisect_right(starts, found) - 1)
             shared.update(met)
-        return [lines[number] for number, _ in shared.most_common(MOST_COMPARED)]
+        return [lines[number] for number, _ in shared.most_common(MAX_COMPARED)]

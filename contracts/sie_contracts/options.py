@@ -24,7 +24,7 @@ from sie_contracts.muvera import Muvera
 from sie_contracts.names import did_you_mean
 
 MAX_LABELS = 1000
-MOST_WARNINGS = 20
+MAX_WARNINGS = 20
 # Characters of what is repeated, or is only a name. Everything else is bounded by the size of a message.
 MAX_HYPOTHESIS = 1000
 MAX_PROMPT = 1 << 20
@@ -181,7 +181,7 @@ def run_options(
     on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
     timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
     unused = list(
-        itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MOST_WARNINGS)
+        itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MAX_WARNINGS)
     )
     if unused and strict:
         path, meant = unused[0]

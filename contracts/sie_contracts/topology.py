@@ -53,8 +53,8 @@ OWN_CONSUMERS_REPLICATED = (
     256  # each is a Raft group, which costs its brokers heartbeats and files also when it is idle
 )
 _USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
-_LEAST_RESERVATION_BYTES = 1 << 20
-_LEAST_PER_SUBJECT = 4096  # above the messages that one request can be
+_MIN_RESERVATION_BYTES = 1 << 20
+_MIN_PER_SUBJECT = 4096  # above the messages that one request can be
 
 
 @functools.lru_cache(1 << 15)
@@ -162,7 +162,7 @@ def reservation_bytes(queue_bytes: int) -> int:
     """What the stream of a reservation may hold where one of a pool of its own may hold `queue_bytes`: a broker
     reserves all of it at once, and there may be 64 of them.
     """
-    return max(_LEAST_RESERVATION_BYTES, queue_bytes // 16)
+    return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
 
 def pool_of(subject: str) -> str:
@@ -200,7 +200,7 @@ def per_subject_limit(max_bytes: int) -> int:
     """Messages of one model and priority at most, so that one full model leaves room: a quarter of the stream in
     messages of usual size.
     """
-    return max(_LEAST_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
+    return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:

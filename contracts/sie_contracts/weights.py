@@ -17,7 +17,7 @@ import msgspec
 
 MANIFEST = "sie-manifest.json"
 VERSION = 1
-MOST_MANIFEST_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -82,8 +82,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes) -> Manifest:
     """The manifest that `data` is. Raises ManifestError, which says what is wrong with it."""
-    if len(data) > MOST_MANIFEST_BYTES:
-        raise ManifestError(f"a manifest has at most {MOST_MANIFEST_BYTES} bytes, this one has {len(data)}")
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}")
     try:
         manifest = _manifest.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

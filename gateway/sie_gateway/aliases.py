@@ -11,7 +11,7 @@ from sie_gateway.call import Call
 from sie_gateway.fleet import Fleet
 
 ROUTE_KEY = "X-SIE-Route-Key"
-MOST_KEY_CHARS = 128
+MAX_KEY_CHARS = 128
 _HEADER = ROUTE_KEY.lower()
 
 
@@ -27,9 +27,9 @@ def route_key(call: Call | None) -> str:
     named = call.headers.get(_HEADER, "")
     if not named:
         return f"key {call.key}" if call.key else f"client {call.client}"
-    if len(named) > MOST_KEY_CHARS or not (named.isascii() and named.isprintable()):
+    if len(named) > MAX_KEY_CHARS or not (named.isascii() and named.isprintable()):
         message = (
-            f"{ROUTE_KEY}: expected at most {MOST_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
+            f"{ROUTE_KEY}: expected at most {MAX_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
         )
         raise InvalidInput(message, reason="schema", param=ROUTE_KEY)
     return f"named {named}"

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("sie.gateway")
 _SCALING = "/v1/scaling/"
 CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was there to read a status
-MOST_VERSIONS = 1024
+MAX_VERSIONS = 1024
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _PROBES = ("/healthz", "/readyz", "/livez", "/ping")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
@@ -251,7 +251,7 @@ class ClientVersions:
         reaches the log.
         """
         found = _MINOR.match(version)
-        if found is not None and found[0] not in self._met and len(self._met) < MOST_VERSIONS:
+        if found is not None and found[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(found[0])
             _logger.info("a client of version %s is in use", found[0])
 

@@ -25,8 +25,8 @@ from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # contract 2.7
 WATCH_AFTER_S = 1.0
-MOST_AWAY = 256
-MOST_AWAY_BYTES = 256 << 20  # of bodies
+MAX_AWAY = 256
+MAX_AWAY_BYTES = 256 << 20  # of bodies
 # what makes a request another one, beside its path and body
 HEADERS = (
     "authorization",
@@ -115,7 +115,7 @@ class Attachments(Generic[A]):
 
     def keep(self, run: Run[A]) -> bool:
         """Make a run findable; false if there is no room."""
-        if self._closed or self._count >= MOST_AWAY or self._bytes + len(run.body) > MOST_AWAY_BYTES:
+        if self._closed or self._count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
         self._count += 1

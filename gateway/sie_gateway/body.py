@@ -19,7 +19,7 @@ from sie_contracts.names import did_you_mean
 from sie_contracts.options import FIELDS, describe
 
 MAX_BODY_BYTES = 256 << 20
-MOST_KEYS, MOST_KEY = 20, 64  # unknown ones that are looked at, and characters that are shown of one
+MAX_KEYS, MAX_KEY = 20, 64  # unknown ones that are looked at, and characters that are shown of one
 ID_BYTES = 4  # of a token id, about as many as of the text of one
 
 
@@ -107,7 +107,7 @@ def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> 
     """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any
     other may be content, which no error repeats.
     """
-    unknown = (str(key)[:MOST_KEY] for key in itertools.islice((key for key in body if key not in known), MOST_KEYS))
+    unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in known), MAX_KEYS))
     same = f"; did you mean `{name}`?"
     meant = ((key, same if key in _ELSEWHERE.get(name, ()) else did_you_mean(key, (name,))) for key in unknown)
     return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
@@ -145,9 +145,7 @@ def _item(value: Any, path: str) -> Item:
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
-    unknown = (
-        () if value.keys() <= _ITEM else tuple(str(key)[:MOST_KEY] for key in value if key not in _ITEM)[:MOST_KEYS]
-    )
+    unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return Item(
         text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead, unknown=unknown
     )
@@ -163,7 +161,7 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
     found: dict[str, str] = {}
     for path, item in places:
         for name in item.unknown:
-            if name not in found and len(found) < MOST_KEYS:
+            if name not in found and len(found) < MAX_KEYS:
                 meant = did_you_mean(name, _ITEM)
                 found[name] = f"{path}.{name}: ignored, an item has no such field{meant}" if meant else ""
     return tuple(filter(None, found.values()))

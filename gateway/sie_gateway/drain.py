@@ -17,7 +17,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-LEAST_SAMPLES, LEAST_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
+MIN_SAMPLES, MIN_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
 MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
 CHANGED = 2.0  # times as long, or as short, as any fixed and any token part allow beside a batch before
@@ -201,7 +201,7 @@ class Drain:
                 continue
             if age_s > EXPIRY_S + EXPIRY_BATCHES * seconds:
                 break
-            if len(found) >= LEAST_SAMPLES * self._lanes and span_s >= LEAST_SPAN_S:
+            if len(found) >= MIN_SAMPLES * self._lanes and span_s >= MIN_SPAN_S:
                 break
             if batch.is_sample:
                 if len(newest) < CHANGED_SAMPLES * self._lanes:
@@ -226,14 +226,14 @@ class Drain:
             return None
         newest, before = samples[0].tokens, max((each.tokens for each in samples[1:]), default=0.0)
         longest, *others = sorted(samples, key=lambda each: each.seconds, reverse=True)
-        if others and longest.seconds > max(OUTLIER * others[0].seconds, LEAST_SPAN_S / 2):
+        if others and longest.seconds > max(OUTLIER * others[0].seconds, MIN_SPAN_S / 2):
             samples.remove(longest)
             longest = others[0]
         full = [each for each in samples if each.is_crowded]
         counted = full or samples
         tokens = sum(each.tokens for each in counted) / len(counted)
         seconds = sum(each.seconds for each in counted) / len(counted)
-        is_steady = len(samples) >= LEAST_SAMPLES - 1 and newest <= GROWING * before
+        is_steady = len(samples) >= MIN_SAMPLES - 1 and newest <= GROWING * before
         left_work = is_steady and 2 * sum(each.left_work for each in samples) >= len(samples)
         return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), left_work, longest.seconds)
 

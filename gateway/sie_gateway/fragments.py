@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from sie_contracts.messages import Fragment
 
-MOST_BYTES = 512 << 20
-MOST_REQUEST_BYTES = 256 << 20
-MOST_PARTS = 1 << 16
+MAX_BYTES = 512 << 20
+MAX_REQUEST_BYTES = 256 << 20
+MAX_PARTS = 1 << 16
 LONGEST_SILENCE_S = 30.0  # several times what a worker waits for a confirmation
 _SLOT_BYTES = 64  # of the list, and of the object around a part
 
@@ -47,8 +47,8 @@ class Assembly:
 class Fragments:
     """All unfinished results of a gateway. `held_bytes` is what they hold now."""
 
-    most_bytes: int = MOST_BYTES
-    most_request_bytes: int = MOST_REQUEST_BYTES
+    most_bytes: int = MAX_BYTES
+    most_request_bytes: int = MAX_REQUEST_BYTES
     silence_s: float = LONGEST_SILENCE_S
     held_bytes: int = 0
     _all: dict[tuple[str, int, str], Assembly] = field(
@@ -61,7 +61,7 @@ class Fragments:
 
     def take(self, part: Fragment, now_s: float) -> Assembly:
         """Keep a part, once. Raises NoRoom, and ValueError for one that is no part of anything."""
-        if not (0 <= part.index < part.count <= MOST_PARTS and part.data):
+        if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
         found = self._all.pop(key, None)

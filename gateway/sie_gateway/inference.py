@@ -69,7 +69,7 @@ ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
 TOKENIZED_BYTES = 48  # of a token: its id, its text and where it lies
-MOST_ATTEMPTS = 4  # of a request whose model's entry changes on its way
+MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
 RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
 BARE_OPTIONS_BYTES = 64  # of options without texts
 MAX_RESULT_BYTES = 1 << 30
@@ -218,7 +218,7 @@ class Inference:
                 return await route.handler(self, call, raw)
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
-                if call.attempt == MOST_ATTEMPTS or left_s <= 0:
+                if call.attempt == MAX_ATTEMPTS or left_s <= 0:
                     message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
             call.attempt += 1

@@ -23,8 +23,8 @@ from sie_gateway.planner import Waiting
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
-MOST_LANES = 16  # that are told of, those with the most work first
-MOST_SUBJECTS = 24  # of models, the same
+MAX_LANES = 16  # that are told of, those with the most work first
+MAX_SUBJECTS = 24  # of models, the same
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]
@@ -88,14 +88,14 @@ class Lag:
         asked: list[
             tuple[str, Labels | None]
         ] = []  # a filter, with the labels of a lane and priority, None of a subject
-        for lane in list(dict.fromkeys(told))[:MOST_LANES]:
+        for lane in list(dict.fromkeys(told))[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
                 count = self._backlog.messages(lane, priority) or 0
                 lanes[labels] = Waiting(count)
                 if count:
                     asked.append((topology.lane_filter(lane, priority), labels))
-        asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MOST_SUBJECTS]]
+        asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_SUBJECTS]]
         stream = topology.stream_name(pool)
         answers = await asyncio.gather(
             *(self._broker.first_stored(stream, subject=each) for each, _ in asked), return_exceptions=True

@@ -33,7 +33,7 @@ HALF_LIFE_S = 60.0  # of the messages that the mean cost is made of
 RATE_S = 10.0  # time constant of the tokens a second
 QPS_S = 10.0  # over which answers are counted
 MAX_BEATS = 50
-_LEAST_MESSAGES = 0.01  # a lane without traffic is forgotten after some ten half-lives
+_MIN_MESSAGES = 0.01  # a lane without traffic is forgotten after some ten half-lives
 _logger = logging.getLogger("sie.gateway.peers")
 
 
@@ -127,7 +127,7 @@ class Peers:
         seconds, self._aged_s = max(1e-3, now_s - self._aged_s), now_s
         for flow in self._flows.values():
             flow.age(seconds)
-        self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _LEAST_MESSAGES}
+        self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _MIN_MESSAGES}
         waiting = self._waiting()
         traffic = {
             f"{lane}.{priority}": LaneTraffic(flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0))

@@ -46,7 +46,7 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
-MOST_RESERVATIONS = 64
+MAX_RESERVATIONS = 64
 EVERY_S = 1.0
 GAP_S = 0.1  # between two looks: heartbeats that come together are one change
 DUTY_S, LAPSE_S = 2.0, 6.0
@@ -226,8 +226,8 @@ class Pools(Collection[str]):
                 )
             if name in record.ended or (present is not None and now_s >= present.expires_s):
                 raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
-            if present is None and len(record.pools) >= MOST_RESERVATIONS:
-                raise PoolOperationForbidden(f"{MOST_RESERVATIONS} reservations exist, which is the limit")
+            if present is None and len(record.pools) >= MAX_RESERVATIONS:
+                raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
             made = present is None
             wanted = (
                 Reservation(spec, now_s, now_s)

@@ -33,7 +33,7 @@ UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
 HEADER_BYTES = 256  # of a publish: its message id
-LEAST_PAYLOAD_BYTES = (
+MIN_PAYLOAD_BYTES = (
     64 << 10
 )  # a result of one input of the widest model, and a worker's heartbeat with a few hundred models
 _logger = logging.getLogger("sie.gateway.queue")
@@ -88,7 +88,7 @@ class WorkQueue:
         self._ensuring = Shared()
         self.consumers = Consumers(broker, settings)
         wanted, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
-        if broker.max_payload < LEAST_PAYLOAD_BYTES:
+        if broker.max_payload < MIN_PAYLOAD_BYTES:
             raise SettingError("SIE_NATS_URL", _too_small(broker.max_payload))
         if wanted is not None and wanted > limit:
             leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} for input"
@@ -166,7 +166,7 @@ class WorkQueue:
 
     async def reverify(self) -> bool:
         """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
-        if self._broker.max_payload < LEAST_PAYLOAD_BYTES:
+        if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
         for pool in [name.removeprefix("WORK_") for name in self._created]:
             if self.serves(pool):
@@ -360,5 +360,5 @@ def _bounded(timeout_s: float, deadline_s: float) -> float:
 def _too_small(max_payload: int) -> str:
     return (
         f"the broker's max_payload of {max_payload} bytes is too small: its configuration must say at least "
-        f"{LEAST_PAYLOAD_BYTES}"
+        f"{MIN_PAYLOAD_BYTES}"
     )

@@ -18,7 +18,7 @@ from sie_contracts.errors import PayloadTooLarge, RateLimited
 from sie_runtime.keys import Limits
 
 MINUTE_S = 60.0
-_MOST_IDLE = 4096  # buckets that are kept; a full one says nothing that a new one does not say
+_MAX_IDLE = 4096  # buckets that are kept; a full one says nothing that a new one does not say
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Quotas:
         now_s, part = self._clock(), per_minute / max(1, self._gateways())
         level = self._levels.get(key)
         if level is None:
-            if len(self._levels) >= _MOST_IDLE:
+            if len(self._levels) >= _MAX_IDLE:
                 self._forget(now_s)
             level = self._levels[key] = _Level(part, now_s)
         level.tokens = min(part, level.tokens + (now_s - level.at_s) * part / MINUTE_S)

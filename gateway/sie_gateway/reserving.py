@@ -23,12 +23,12 @@ from sie_gateway.pools import not_found
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway
 
-TTL_S, MOST_TTL_S = 1200, 3600
-MOST_MINIMUM_WORKERS = 4
-MOST_GPUS = 4096  # of one machine profile: above any cluster
-MOST_PROFILES = 64
-MOST_PINNED = 64
-MOST_BODY_BYTES = 64 << 10
+TTL_S, MAX_TTL_S = 1200, 3600
+MAX_MINIMUM_WORKERS = 4
+MAX_GPUS = 4096  # of one machine profile: above any cluster
+MAX_PROFILES = 64
+MAX_PINNED = 64
+MAX_BODY_BYTES = 64 << 10
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset({"name", "gpus", "bundle", "minimum_worker_count", "ttl_seconds", "gpu_caps", "pinned_models"})
 _IGNORED = frozenset({"queue_pool"})  # sent by clients of clusters whose pools share queues
@@ -71,17 +71,17 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
             param="bundle",
         )
     minimum = _whole(body, "minimum_worker_count", 0, 0)
-    if minimum > MOST_MINIMUM_WORKERS:
+    if minimum > MAX_MINIMUM_WORKERS:
         raise PoolOperationForbidden(
-            f"minimum_worker_count: at most {MOST_MINIMUM_WORKERS} are allowed, got {minimum}",
+            f"minimum_worker_count: at most {MAX_MINIMUM_WORKERS} are allowed, got {minimum}",
             param="minimum_worker_count",
         )
     ttl_s = _whole(body, "ttl_seconds", TTL_S, 1)
-    if ttl_s > MOST_TTL_S:
-        raise PoolOperationForbidden(f"ttl_seconds: at most {MOST_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
+    if ttl_s > MAX_TTL_S:
+        raise PoolOperationForbidden(f"ttl_seconds: at most {MAX_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
     pinned = body.get("pinned_models") or []
-    if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MOST_PINNED:
-        message = f"pinned_models: expected a list of at most {MOST_PINNED} strings, got {_kind(pinned)}"
+    if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
+        message = f"pinned_models: expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}"
         raise InvalidInput(message, reason="schema", param="pinned_models")
     models = tuple(dict.fromkeys(each.residency for model in pinned for each in resolve_all(catalogue, model)))
     return PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
@@ -104,7 +104,7 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
     given = body.get(field)
     if given is None:
         return {}
-    if not isinstance(given, dict) or len(given) > MOST_PROFILES:
+    if not isinstance(given, dict) or len(given) > MAX_PROFILES:
         raise InvalidInput(
             f"{field}: expected a map of counts by machine profile, got {_kind(given)}", reason="schema", param=field
         )
@@ -120,10 +120,10 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
                 param=path,
                 extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
             )
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_GPUS or profile in found:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS or profile in found:
             got = f"{key[:60]!r} twice" if profile in found else count if isinstance(count, int) else _kind(count)
             raise InvalidInput(
-                f"{path}: expected a whole number from 1 to {MOST_GPUS}, got {got}", reason="schema", param=path
+                f"{path}: expected a whole number from 1 to {MAX_GPUS}, got {got}", reason="schema", param=path
             )
         found[profile] = count
     return dict(sorted(found.items()))
@@ -150,9 +150,9 @@ async def _body(request: Request) -> object:
     data = bytearray()
     async for piece in request.stream():
         data += piece
-        if len(data) > MOST_BODY_BYTES:
+        if len(data) > MAX_BODY_BYTES:
             raise PayloadTooLarge(
-                f"body: more than {MOST_BODY_BYTES} bytes", param="body", extras={"limit": MOST_BODY_BYTES}
+                f"body: more than {MAX_BODY_BYTES} bytes", param="body", extras={"limit": MAX_BODY_BYTES}
             )
     try:
         return plain.from_json(bytes(data))
@@ -226,7 +226,7 @@ def pool_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 _EXAMPLE = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
-_COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MOST_GPUS}}
+_COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MAX_GPUS}}
 _DOCUMENT = {
     "requestBody": {
         "required": True,
@@ -240,9 +240,9 @@ _DOCUMENT = {
                         "gpus": {**_COUNTS, "minProperties": 1},
                         "gpu_caps": _COUNTS,
                         "bundle": {"type": ["string", "null"]},
-                        "minimum_worker_count": {"type": "integer", "minimum": 0, "maximum": MOST_MINIMUM_WORKERS},
-                        "ttl_seconds": {"type": "integer", "minimum": 1, "maximum": MOST_TTL_S, "default": TTL_S},
-                        "pinned_models": {"type": "array", "items": {"type": "string"}, "maxItems": MOST_PINNED},
+                        "minimum_worker_count": {"type": "integer", "minimum": 0, "maximum": MAX_MINIMUM_WORKERS},
+                        "ttl_seconds": {"type": "integer", "minimum": 1, "maximum": MAX_TTL_S, "default": TTL_S},
+                        "pinned_models": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PINNED},
                     },
                 },
                 "example": _EXAMPLE,

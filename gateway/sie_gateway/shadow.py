@@ -35,9 +35,9 @@ from sie_gateway.fleet import Fleet
 from sie_gateway.metrics import Metrics
 from sie_runtime.http import uuid7
 
-MOST_IN_FLIGHT = 4  # of a gateway
-MOST_ITEMS = 64  # of a request; the others of its inputs are not copied
-MOST_VALUES = 1 << 20  # numbers of an answer that is held until its copy is there
+MAX_IN_FLIGHT = 4  # of a gateway
+MAX_ITEMS = 64  # of a request; the others of its inputs are not copied
+MAX_VALUES = 1 << 20  # numbers of an answer that is held until its copy is there
 BUDGET_S = 30.0
 LOADED_S = 0.25  # a lane in which work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # after a copy that failed, and after one that failed for now
@@ -128,7 +128,7 @@ class Shadows:
         # as its client asked, less who asked, for how long, and where: only the pool stays
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
         own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
-        copied = replace(asked, resolved=resolved, items=asked.items[:MOST_ITEMS], priority="bulk")
+        copied = replace(asked, resolved=resolved, items=asked.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, model), name="shadow"
         )
@@ -139,9 +139,9 @@ class Shadows:
         """Why there is no copy now."""
         if self._clock() < self._paused_s.get(resolved.canonical, 0.0):
             return "paused"
-        if len(self._tasks) >= MOST_IN_FLIGHT:
+        if len(self._tasks) >= MAX_IN_FLIGHT:
             return "busy"
-        if finished.values > MOST_VALUES:
+        if finished.values > MAX_VALUES:
             return "large"
         is_cold = not self._fleet.hosts(lane, resolved.residency)
         if is_cold and (resolved.residency in self._opening or not any(map(_has_room, self._fleet.of_lane(lane)))):

@@ -29,7 +29,7 @@ RETRY_S = 1.0
 OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # how long the API server keeps a watch open
-LEAST_PAUSE_S = 1.0  # between two lists of endpoints
+MIN_PAUSE_S = 1.0  # between two lists of endpoints
 API = "https://kubernetes.default.svc"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its credentials
 _logger = logging.getLogger("sie.gateway.workers")
@@ -271,7 +271,7 @@ class Endpoints:
                     await self._change(client, version)
                 except (httpx.HTTPError, msgspec.DecodeError, OSError) as error:
                     trouble.met(error)
-                await asyncio.sleep(LEAST_PAUSE_S)  # however fast pods come and go
+                await asyncio.sleep(MIN_PAUSE_S)  # however fast pods come and go
 
     @property
     def _path(self) -> str:

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 SETTING = "SIE_MODELS_DIR"
 READS_AT_ONCE = 16
-MOST_OBJECTS = 100_000  # below the prefix, files of models or not
+MAX_OBJECTS = 100_000  # below the prefix, files of models or not
 
 
 class BucketFolder:
@@ -61,9 +61,9 @@ class BucketFolder:
         seen = 0
         async for page in obstore.list(self._store):
             seen += len(page)
-            if seen > MOST_OBJECTS:
+            if seen > MAX_OBJECTS:
                 raise SettingError(
-                    SETTING, f"{self.url} has more than {MOST_OBJECTS} objects: keep models below a prefix of their own"
+                    SETTING, f"{self.url} has more than {MAX_OBJECTS} objects: keep models below a prefix of their own"
                 )
             for entry in page:
                 path = entry["path"]

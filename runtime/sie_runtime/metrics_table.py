@@ -4,7 +4,7 @@ docs/metrics.md are checked against it.
 `most` bounds the label sets of a metric, whatever is served: a process may be asked for ten thousand models. What has
 no room has `other` in the labels that FOLDED names, for which `rest` sets are kept free. Of a metric with `each` the
 busiest values of the first label have their names, so many sets each; of any other the sets that came first. All series
-of a process are at most MOST_SERIES together.
+of a process are at most MAX_SERIES together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["gateway", "worker", "config"]
-MOST_SERIES = 2000
+MAX_SERIES = 2000
 OTHER = "other"
 FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile", "bundle"})
 LABELS = {

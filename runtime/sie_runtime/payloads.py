@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TRANSFERS_AT_ONCE = 8
 LISTED_AT_ONCE = 1000
-MOST_REMOVALS = 10_000  # of one round
+MAX_REMOVALS = 10_000  # of one round
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
 
@@ -98,7 +98,7 @@ class PayloadStore:
                     failpoint("payloads.before_removal")
                     await obstore.delete_async(self._store, old)
                 removed += len(old)
-                if removed >= MOST_REMOVALS:
+                if removed >= MAX_REMOVALS:
                     break
             return removed
 

@@ -26,7 +26,7 @@ from sie_contracts.trace_context import NONE, Context
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-MOST_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
+MAX_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
 # of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
 STAGE = "sie.stage"
 
@@ -119,7 +119,7 @@ def of_headers(traceparent: str, tracestate: str) -> Context:
         traceparent = f"{_VERSION}-{found['ids']}-{_flags(found) & _SAMPLED:02x}"
     elif found["more"]:
         return NONE
-    is_state = len(tracestate) <= MOST_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
+    is_state = len(tracestate) <= MAX_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
     return Context(traceparent, tracestate if is_state else "")
 
 

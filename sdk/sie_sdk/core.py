@@ -35,9 +35,9 @@ CONCURRENCY = 8
 SERVER_DEADLINE_S = 120.0
 CONTROL_S = 30.0  # for what is not inference
 GRACE_S = 30.0  # above the server's own deadline, so that its answer wins
-CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S = 1.0, 5.0
-MOST_COSTLY_PAUSE_S = 30.0
-HEDGE_SHARE, MOST_HEDGES = 0.2, 10.0
+CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S = 1.0, 5.0
+MAX_COSTLY_PAUSE_S = 30.0
+HEDGE_SHARE, MAX_HEDGES = 0.2, 10.0
 MAX_TOLD = 256
 _logger = logging.getLogger("sie_sdk")
 
@@ -174,7 +174,7 @@ class Hedges:
 
     def sent(self) -> None:
         with self._lock:
-            self._tokens = min(MOST_HEDGES, self._tokens + HEDGE_SHARE)
+            self._tokens = min(MAX_HEDGES, self._tokens + HEDGE_SHARE)
 
     def take(self) -> bool:
         """Whether one may go now."""
@@ -330,13 +330,13 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         message = f"{where}{type(answer.cause).__name__}: {answer.cause}{hint}"
         failure: SIEError = SIEConnectionError(message, retryable=not answer.is_permanent)
         failure.__cause__ = answer.cause
-        return failure, CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S, True
+        return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
     if not failure.code and answer.status in (502, 503, 504):  # a proxy's answer: there is nobody behind it
         failure.retryable = True
-        return failure, CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S, True
+        return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     told_s = _retry_after_s(answer)
-    return failure, told_s, max(told_s, MOST_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
+    return failure, told_s, max(told_s, MAX_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
 
 
 def _retry_after_s(answer: Received) -> float:

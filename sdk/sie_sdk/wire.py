@@ -21,7 +21,7 @@ FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")
 _BYTES_PER_TOKEN = 4  # of English UTF-8; estimates are for splitting alone, the server counts truly
 _SPECIAL_TOKENS = 2
-_MOST_TOKENS = 8192  # that one text can cost; models cut long ones, most of them earlier
+_MAX_TOKENS = 8192  # that one text can cost; models cut long ones, most of them earlier
 _FILE_TOKENS = 1024
 
 
@@ -64,7 +64,7 @@ def weight(sent: Any) -> tuple[int, int]:
     """Estimated tokens and bytes of an item that `item` made."""
     if isinstance(sent, str):
         size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
-        return min(_MOST_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
+        return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
     tokens, size = weight(sent["text"]) if isinstance(sent.get("text"), str) else (_SPECIAL_TOKENS, 0)
     matrix = sent.get("multivector")
     if isinstance(matrix, np.ndarray):

@@ -20,17 +20,17 @@ from sie_contracts.stores import StoreError
 from sie_runtime.payloads import PayloadMissing, PayloadStore
 from sie_sidecar.held import Held
 
-MOST_BYTES = 512 << 20  # of fetched inputs in hand; one that is larger is taken alone
+MAX_BYTES = 512 << 20  # of fetched inputs in hand; one that is larger is taken alone
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MOST_MISSES = 3  # a shared folder may show a new file a moment late
+MAX_MISSES = 3  # a shared folder may show a new file a moment late
 _logger = logging.getLogger("sie.sidecar.fetching")
 
 
 class Fetching:
     """The reading side of the payload store. `held_bytes` is what was fetched and is not given back."""
 
-    def __init__(self, store: PayloadStore, clock: Callable[[], float], most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, store: PayloadStore, clock: Callable[[], float], most_bytes: int = MAX_BYTES) -> None:
         self.held_bytes = 0
         self._store = store
         self._clock = clock
@@ -61,7 +61,7 @@ class Fetching:
                 return
             except StoreError as error:
                 misses += isinstance(error, PayloadMissing)
-                if misses >= MOST_MISSES or self._clock() + pause_s >= held.deadline_s:
+                if misses >= MAX_MISSES or self._clock() + pause_s >= held.deadline_s:
                     _logger.error("request %s: its inputs could not be fetched: %s", item.request, error)
                     raise QueueUnavailable(
                         "the payload store, which holds the inputs of this request, could not be read"

@@ -31,14 +31,14 @@ COOL_DOWN_S = {"OOM": 60.0}  # after a failure that may pass; a permanent one st
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # tried again however often
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MOST_ATTEMPTS = 3  # of any other failure
+MAX_ATTEMPTS = 3  # of any other failure
 MEMORY_USED = 0.85  # of the device, where the adapter does not tell from where on models go
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # of the last batch
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
 EARLIER_LOAD_S = 0.5
-MOST_TURN_S = (
+MAX_TURN_S = (
     5.0  # that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
 )
 _logger = logging.getLogger("sie.sidecar.hosting")
@@ -384,7 +384,7 @@ class Hosting:
             if hosted.resolved.entry != resolved.entry:  # it changed meanwhile: what failed says nothing of it
                 raise
             hosted.attempts += 1
-            permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
+            permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MAX_ATTEMPTS)
             extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
             hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
             hosted.state, hosted.failed_s = "failed", self._clock()
@@ -515,10 +515,10 @@ class Hosting:
         self._tell_quiet()
 
     def _turn_ends_s(self, hosted: Hosted) -> float:
-        """What was loaded for its own work gets to it for as long as its load took, at most MOST_TURN_S: else there are
+        """What was loaded for its own work gets to it for as long as its load took, at most MAX_TURN_S: else there are
         only loads.
         """
-        return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MOST_TURN_S))
+        return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
         self._evicted(ready.evicted)

@@ -16,7 +16,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-MOST_REMEMBERED = 1000  # clients choose the names
+MAX_REMEMBERED = 1000  # clients choose the names
 _Key = tuple[str, str]
 _logger = logging.getLogger("sie.sidecar.loras")
 
@@ -94,7 +94,7 @@ class Loras:
                 pass
             await self._ask(hosted, name)
         except LoraLoadFailed as error:
-            if len(self._failures) >= MOST_REMEMBERED:
+            if len(self._failures) >= MAX_REMEMBERED:
                 self._failures.clear()
             self._failures[key] = (self._clock(), error.info())
             raise
@@ -103,7 +103,7 @@ class Loras:
 
     async def _ask(self, hosted: Hosted, name: str) -> None:
         digest = await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
-        if len(hosted.lora_digests) >= MOST_REMEMBERED:
+        if len(hosted.lora_digests) >= MAX_REMEMBERED:
             hosted.forget_loras()
         hosted.loras.add(name)
         hosted.lora_digests[name] = digest

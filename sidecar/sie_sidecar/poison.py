@@ -26,7 +26,7 @@ from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
-MOST_MARKS = 1 << 16  # beyond it the oldest is forgotten, which costs one more death
+MAX_MARKS = 1 << 16  # beyond it the oldest is forgotten, which costs one more death
 WRITES_AT_ONCE = 256  # a broker takes at most 1,000 in one batch
 PATIENCE_S = 2.0  # for the broker, before work goes on without it
 REOPEN_S = 2.0
@@ -202,7 +202,7 @@ class Marks:
         self._forget(key)
         self._known[key] = (mark, revision)
         self._models[mark.model] += 1
-        if len(self._known) > MOST_MARKS:
+        if len(self._known) > MAX_MARKS:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: str) -> None:

@@ -40,7 +40,7 @@ from sie_sidecar.rows import Work, effort_of
 from sie_sidecar.tokens import TokenizerPool
 
 # deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
-MOST_HAND_BACKS = 5
+MAX_HAND_BACKS = 5
 CHARACTERS_PER_TOKEN = 4  # of the gateway's estimate of a cost
 CATCH_UP_S = 2.0  # for a worker's catalogue that is older than a gateway's
 _logger = logging.getLogger("sie.sidecar.preparing")
@@ -179,7 +179,7 @@ class Preparing:
     async def _fetch(self, held: Held) -> None:
         """Get the inputs that its message could not hold, beside all other work, then prepare it by itself."""
         if self.fetching is None:
-            if held.lease.delivery.delivered < MOST_HAND_BACKS:
+            if held.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._desk.hand_back(held)
             else:
                 self._desk.answer_all(
@@ -277,7 +277,7 @@ class Preparing:
     async def _not_ours(self, group: list[Held]) -> None:
         """This worker's catalogue does not know the model, or not its revision. Another one's may."""
         for held in group:
-            if held.lease.delivery.delivered < MOST_HAND_BACKS:
+            if held.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._desk.hand_back(held)
                 continue
             held.given_up = changed()

@@ -28,7 +28,7 @@ from sie_runtime.websocket import WebSocketProtocol
 from sie_sidecar.admission import Admission
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
-from sie_sidecar.hosting import MOST_ATTEMPTS
+from sie_sidecar.hosting import MAX_ATTEMPTS
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Live, Metrics
 from sie_sidecar.status import Status, worker_app
@@ -231,7 +231,7 @@ async def _preload(
             except AdapterGone:
                 await link.wait_connected()
             except SIEError as error:
-                if error.extras.get("permanent") or hosted.attempts >= MOST_ATTEMPTS:
+                if error.extras.get("permanent") or hosted.attempts >= MAX_ATTEMPTS:
                     _logger.error("preloading %s is given up: %s", wanted.canonical, error)
                     break
                 health.preloading = f"{left} ({error})"

@@ -26,10 +26,10 @@ HYPOTHESIS = "This text is about {}."
 NOWHERE = -1  # the place of a special token
 # Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is
 # bounded before it is made.
-MOST_CHARACTERS = 32 << 20
-MOST_ROWS = 1 << 16
-MOST_TOKENS = 8 << 20
-MOST_VECTOR_BYTES = 64 << 20
+MAX_CHARACTERS = 32 << 20
+MAX_ROWS = 1 << 16
+MAX_TOKENS = 8 << 20
+MAX_VECTOR_BYTES = 64 << 20
 ROW_CHARACTERS = 24  # making a row takes as long as reading so many
 COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
 _NONE = np.zeros(0, np.int32)
@@ -180,17 +180,17 @@ def _excess(layout: Rows, item: Work) -> InvalidInput | None:
     rows, characters = _row_count(layout, item), _characters(layout, item)
     if not rows and item.inputs:
         return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
-    if rows > MOST_ROWS:
+    if rows > MAX_ROWS:
         return _too_many(
-            f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MOST_ROWS
+            f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MAX_ROWS
         )
-    if characters > MOST_CHARACTERS:
-        return _too_many(f"the items have {characters} characters with their prompts", MOST_CHARACTERS)
+    if characters > MAX_CHARACTERS:
+        return _too_many(f"the items have {characters} characters with their prompts", MAX_CHARACTERS)
     if layout.vectors:
         given = item.inputs if item.query is None else [item.query, *item.inputs]
         size = sum(len(each.vectors.data) for each in given if each.vectors is not None)
-        if size > MOST_VECTOR_BYTES:
-            return _too_many(f"the items have {size} bytes of vectors", MOST_VECTOR_BYTES)
+        if size > MAX_VECTOR_BYTES:
+            return _too_many(f"the items have {size} bytes of vectors", MAX_VECTOR_BYTES)
     return None
 
 
@@ -460,9 +460,9 @@ def _hypotheses(
         lefts = [next(texts) for _ in item.inputs]
         beside = template.special + np.array([len(right.ids) for right in rights])
         tokens = sum(int(np.minimum(limit, len(left.ids) + beside).sum()) for left in lefts)
-        if tokens > MOST_TOKENS:
+        if tokens > MAX_TOKENS:
             made.append(
-                Made([], error=_too_many(f"the items have {tokens} tokens with each of their labels", MOST_TOKENS))
+                Made([], error=_too_many(f"the items have {tokens} tokens with each of their labels", MAX_TOKENS))
             )
             continue
         rows = []

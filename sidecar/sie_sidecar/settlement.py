@@ -26,10 +26,10 @@ from sie_sidecar.metrics import Metrics
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MOST_BYTES = (
+MAX_BYTES = (
     1 << 20
 )  # of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
-MOST_ROUNDS = 3  # of sending all parts of one result
+MAX_ROUNDS = 3  # of sending all parts of one result
 _logger = logging.getLogger("sie.sidecar.settlement")
 
 
@@ -73,7 +73,7 @@ class Settlement:
         failpoint("settlement.before_result")
         data = messages.encode(result)
         verdict = "part"
-        if len(data) <= min(MOST_BYTES, self._broker.max_payload):
+        if len(data) <= min(MAX_BYTES, self._broker.max_payload):
             try:
                 verdict = await self._deliver(item, data, deadline_s, fence)
             except PayloadTooBig:  # the broker came back with a lower limit
@@ -84,7 +84,7 @@ class Settlement:
             return verdict
         if only_errors:
             return "unconfirmed"
-        error = InternalFailure(f"the result was damaged on its way {MOST_ROUNDS} times")
+        error = InternalFailure(f"the result was damaged on its way {MAX_ROUNDS} times")
         return await self._answer(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
@@ -92,8 +92,8 @@ class Settlement:
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
-        for _ in range(MOST_ROUNDS):
-            size = part_bytes(item, digest, len(data), min(MOST_BYTES, self._broker.max_payload))
+        for _ in range(MAX_ROUNDS):
+            size = part_bytes(item, digest, len(data), min(MAX_BYTES, self._broker.max_payload))
             count = -(-len(data) // size)
             try:
                 for index in range(count):

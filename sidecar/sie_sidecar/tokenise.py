@@ -17,12 +17,12 @@ from tokenizers import Encoding
 
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
-from sie_sidecar.rows import MOST_CHARACTERS, Work, bad_token
+from sie_sidecar.rows import MAX_CHARACTERS, Work, bad_token
 from sie_sidecar.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
 # Of one work item: a token that is told takes some 500 bytes here and 40 in the result.
-MOST_TOLD_CHARACTERS = 4 << 20
+MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: Work) -> int:
@@ -36,7 +36,7 @@ def answer(tokenizer: ModelTokenizer, operation: Operation, item: Work) -> tuple
     """One outcome per input. Raises InvalidInput for a work item that memory could not hold."""
     options = item.options
     made = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told
-    most = MOST_TOLD_CHARACTERS if made is _told else MOST_CHARACTERS
+    most = MAX_TOLD_CHARACTERS if made is _told else MAX_CHARACTERS
     if (size := effort_of(item)) > most:
         message = f"the inputs have {size} characters or ids with their prompts, at most {most} are tokenised together"
         raise InvalidInput(message, reason="too_many_tokens", extras={"limit": most})

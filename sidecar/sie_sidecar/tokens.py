@@ -29,7 +29,7 @@ T = TypeVar("T")
 # thread answers later and holds the loop up as long (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
 THREAD_CHARACTERS = 65536  # of small work that goes to one thread together
-_MOST_CHARACTERS_PER_TOKEN = 64
+_MAX_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
 
 
@@ -184,7 +184,7 @@ class ModelTokenizer:
 
     def prefix_of(self, text: str, room: int) -> str:
         """The text, or the part of it that its first `room` tokens cover."""
-        read = text[: room * _MOST_CHARACTERS_PER_TOKEN]
+        read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
         offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
         return text[: offsets[room][0]] if len(offsets) > room else read
 

@@ -28,11 +28,11 @@ from sie_contracts.catalogue import LoadOptions, Precision
 from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")
-LEAST_COSINE = {torch.float32: 0.99999, torch.float16: 0.999, torch.bfloat16: 0.99}
+MIN_COSINE = {torch.float32: 0.99999, torch.float16: 0.999, torch.bfloat16: 0.99}
 # Untrained weights lose more in 16 bit than trained ones, in any implementation: the mean is held, and the worst of 64
 # texts loosely.
-LEAST_VECTOR_COSINE = {"float32": 0.9999, "float16": 0.99, "bfloat16": 0.95}
-LEAST_MEAN_COSINE = {"float32": 0.9999, "float16": 0.999, "bfloat16": 0.995}
+MIN_VECTOR_COSINE = {"float32": 0.9999, "float16": 0.99, "bfloat16": 0.95}
+MIN_MEAN_COSINE = {"float32": 0.9999, "float16": 0.999, "bfloat16": 0.995}
 PADDED = ("mpnet", "deberta-v2", "gemma2")
 OVERFLOWS = "gemma"  # float16 does not hold its activations
 BACKENDS = ["sdpa", *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
@@ -80,7 +80,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
     found.stop()
 
 
-@pytest.mark.parametrize("dtype", LEAST_COSINE, ids=str)
+@pytest.mark.parametrize("dtype", MIN_COSINE, ids=str)
 @pytest.mark.parametrize("kind", toys.CONFIGS)
 def test_packed_states_on_cuda_equal_stock_states(
     kind: str, dtype: torch.dtype, tmp_path: Path, record: Record
@@ -96,10 +96,10 @@ def test_packed_states_on_cuda_equal_stock_states(
     expected = torch.cat(states_one_by_one(folder, sequences))
     cosine = float(F.cosine_similarity(got, expected, dim=1).min())
     record(f"states {kind}", encoder.attention, encoder.precision, cosine)
-    assert cosine >= LEAST_COSINE[dtype]
+    assert cosine >= MIN_COSINE[dtype]
 
 
-@pytest.mark.parametrize("precision", LEAST_VECTOR_COSINE)
+@pytest.mark.parametrize("precision", MIN_VECTOR_COSINE)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_vectors_on_cuda_equal_those_of_a_cpu(
     name: str,
@@ -122,8 +122,8 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
     for pooling in ARCHITECTURES[name].poolings:
         found = cosines(served.encode(given, pooling=pooling), reference(name).encode(given, pooling=pooling))
         record(f"dense {name}", served.attention, precision, float(found.min()))
-        assert found.min() >= LEAST_VECTOR_COSINE[precision]
-        assert found.mean() >= LEAST_MEAN_COSINE[precision]
+        assert found.min() >= MIN_VECTOR_COSINE[precision]
+        assert found.mean() >= MIN_MEAN_COSINE[precision]
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -148,8 +148,8 @@ def test_two_threads_and_two_streams_do_not_mix_their_texts(
         with ThreadPoolExecutor(2) as threads:
             streamed = list(threads.map(on_a_stream, batches))
         for expected, one, other in zip(alone, shared, streamed, strict=True):
-            assert cosines(one, expected).min() >= LEAST_MEAN_COSINE[precision]
-            assert cosines(other, expected).min() >= LEAST_MEAN_COSINE[precision]
+            assert cosines(one, expected).min() >= MIN_MEAN_COSINE[precision]
+            assert cosines(other, expected).min() >= MIN_MEAN_COSINE[precision]
     engine.stop()
 
 

@@ -43,8 +43,8 @@ from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")
 OUT = 24
-LEAST_COSINE = {"float32": 0.9999, "float16": 0.999}
-MOST_DIFFERENCE = {"float32": 1e-4, "float16": 2e-2}  # of a probability
+MIN_COSINE = {"float32": 0.9999, "float16": 0.999}
+MAX_DIFFERENCE = {"float32": 1e-4, "float16": 2e-2}  # of a probability
 MIN_TAU = {"float32": 0.98, "float16": 0.9}  # of a few close scores
 
 
@@ -99,7 +99,7 @@ def full(rows: list[dict[str, Array]], width: int) -> Array:
     return found
 
 
-@pytest.mark.parametrize("precision", LEAST_COSINE)
+@pytest.mark.parametrize("precision", MIN_COSINE)
 @pytest.mark.parametrize("architecture", ["bert", "modernbert", "mpnet"])
 def test_sparse_vectors(
     architecture: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record
@@ -113,7 +113,7 @@ def test_sparse_vectors(
     )
     found = cosines(got, expected)
     record(f"sparse {architecture}", "", precision, float(found.min()))
-    assert found.min() >= LEAST_COSINE[precision]
+    assert found.min() >= MIN_COSINE[precision]
 
 
 def test_queries_without_a_pass_score_documents_on_the_device(
@@ -146,7 +146,7 @@ MULTIVECTOR: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("precision", LEAST_COSINE)
+@pytest.mark.parametrize("precision", MIN_COSINE)
 @pytest.mark.parametrize("name", MULTIVECTOR)
 def test_late_interaction(
     name: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record
@@ -162,14 +162,14 @@ def test_late_interaction(
         assert [len(row) for row in found[0]] == [len(row) for row in found[1]]
         cosine = float(np.mean(cosines(np.concatenate(found[1]), np.concatenate(found[0]))))
         record(f"multivector {name}", "", precision, cosine)
-        assert cosine >= LEAST_COSINE[precision]
+        assert cosine >= MIN_COSINE[precision]
     expected, got = (model.score("a river (near) the mountain", texts, "multivector") for model in models)
     assert tau(list(expected), list(got)) >= MIN_TAU[precision]
     if precision == "float32":  # a token near a plane may fall to its other side in 16 bit
         options = {"muvera": Muvera(), "is_query": False}
         encoded = [np.stack([row["dense"] for row in model.encode(texts, "dense", **options)]) for model in models]
         filled = np.linalg.norm(encoded[0], axis=1) > 0
-        assert cosines(encoded[1][filled], encoded[0][filled]).mean() >= LEAST_COSINE[precision]
+        assert cosines(encoded[1][filled], encoded[0][filled]).mean() >= MIN_COSINE[precision]
 
 
 def heads_on(device: torch.device, width: int) -> dict[str, Head]:
@@ -209,14 +209,14 @@ def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
             torch.testing.assert_close(right.cpu(), left, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", MOST_DIFFERENCE)
+@pytest.mark.parametrize("precision", MAX_DIFFERENCE)
 @pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3 causal"])
 def test_cross_encoders(name: str, precision: str, scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
     folder = build_head(tmp_path / "model", name, AutoModelForSequenceClassification)
     compare(scores, folder, "cross-encoder", precision)
 
 
-@pytest.mark.parametrize("precision", MOST_DIFFERENCE)
+@pytest.mark.parametrize("precision", MAX_DIFFERENCE)
 def test_decoder_rerankers(precision: str, scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
     folder = build_reranker(tmp_path / "model", "qwen3 causal")
     compare(scores, folder, "decoder-reranker", precision, **QWEN3_ENTRY)
@@ -230,7 +230,7 @@ def compare(
         engine.load(folder, family, each, **entry) for engine, each in zip(scores, ("float32", precision), strict=True)
     ]
     expected, got = (np.array(model.scores("which river is it", documents)) for model in models)
-    assert np.abs(got - expected).max() <= MOST_DIFFERENCE[precision]
+    assert np.abs(got - expected).max() <= MAX_DIFFERENCE[precision]
 
 
 def test_entities(scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
@@ -242,4 +242,4 @@ def test_entities(scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -
         spans = [[(each["label"], each["start"], each["end"]) for each in side["entities"]] for side in (left, right)]
         assert spans[0] == spans[1]
         for one, other in zip(left["entities"], right["entities"], strict=True):
-            assert abs(one["score"] - other["score"]) <= MOST_DIFFERENCE["float32"]
+            assert abs(one["score"] - other["score"]) <= MAX_DIFFERENCE["float32"]

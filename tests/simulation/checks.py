@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 1.0  # past its deadline nothing is open
 IDLE_S = 0.05  # how long a device may have nothing to do while work is past its bound: some round trips
-MOST_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
-MOST_HELD = 512  # entries of any map or queue of a process
+MAX_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
+MAX_HELD = 512  # entries of any map or queue of a process
 FIXED = {("Ledger", "_free")}  # of one size from the start
 # What may keep a patient request from its answer: refusals that say so at once, and what the plan of the seed breaks
 # for good.
@@ -156,8 +156,8 @@ class Checks:
         for job in left:
             if job.bulk == first.bulk and job.arrived_s < newest_s:
                 self._skipped[id(job)] += 1
-                if self._skipped[id(job)] == MOST_SKIPPED:
-                    world.violate(f"{worker.scope.name}: a work item was passed over {MOST_SKIPPED} times")
+                if self._skipped[id(job)] == MAX_SKIPPED:
+                    world.violate(f"{worker.scope.name}: a work item was passed over {MAX_SKIPPED} times")
 
     # waiting
 
@@ -239,7 +239,7 @@ class Checks:
                 continue
             seen.add(id(found))
             if isinstance(found, (dict, list, set)) or type(found).__name__ in ("deque", "OrderedDict", "defaultdict"):
-                if len(found) > MOST_HELD:
+                if len(found) > MAX_HELD:
                     self._world.violate(f"{process.scope.name}: {path} has {len(found)} entries")
                 values = found.values() if hasattr(found, "values") else found
                 open_ += [(f"{path}[]", value) for value in values]

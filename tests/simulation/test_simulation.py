@@ -15,7 +15,7 @@ from simulation.world import simulate
 
 SEEDS, BLOCK = 300, 25
 LONG, LONG_BLOCK = 10_000, 250
-LEAST_EVENTS = 500
+MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -24,7 +24,7 @@ def failures(seeds: range) -> list[str]:
     found = []
     for seed in seeds:
         report = simulate(seed)
-        if len(report.events) < LEAST_EVENTS:
+        if len(report.events) < MIN_EVENTS:
             found.append(f"seed {seed}: only {len(report.events)} events")
         if report.violations:
             told = "\n    ".join(report.violations[:5])

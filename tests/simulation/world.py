@@ -51,7 +51,7 @@ AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
 START_S = 60.0  # until everything must be up
 SETTLE_S = 60.0  # after the last client, until nothing is left
 STOP_S = 40.0
-MOST_S = 600.0  # of the whole run, by its own clock
+MAX_S = 600.0  # of the whole run, by its own clock
 
 
 @dataclass
@@ -671,7 +671,7 @@ def simulate(seed: int, *, told: Callable[[str], None] | None = None) -> Report:
             loop.on_jump = world.checks.on_jump
             with _in_place(world, told):
                 try:
-                    loop.run_until_complete(asyncio.wait_for(world.run(), MOST_S))
+                    loop.run_until_complete(asyncio.wait_for(world.run(), MAX_S))
                 except Exception as error:  # noqa: BLE001  the report tells of it
                     world.violate(f"the run ended in {error!r}")
                 gc.collect(0)  # errors that nobody looked at are told when they are collected

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sie_contracts.aliases import (
-    MOST_TARGETS,
+    MAX_TARGETS,
     Alias,
     Shadow,
     Target,
@@ -101,7 +101,7 @@ def test_the_short_forms_are_the_long_ones() -> None:
     assert parse_document(msgspec.to_builtins(short)) == short  # what is exported can be read again
 
 
-SIX = [f"org/{number}" for number in range(MOST_TARGETS + 1)]
+SIX = [f"org/{number}" for number in range(MAX_TARGETS + 1)]
 BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": []}, "$.alias", "expected from 1 to 8 targets, got 0"),
     ({"alias": SIX}, "$.alias", "got 9"),
@@ -285,7 +285,7 @@ def test_which_targets_name_a_model(spec: str, named: bool) -> None:
 # ---- keys
 
 KEYS = [f"key {number}" for number in range(1500)]
-weights = st.lists(st.integers(1, 1000), min_size=2, max_size=MOST_TARGETS)
+weights = st.lists(st.integers(1, 1000), min_size=2, max_size=MAX_TARGETS)
 
 
 def split(*parts: int, name: str = "search") -> Alias:

@@ -182,14 +182,14 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
 async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many runs, and bytes of bodies, wait at most."""
     runs = Runs()
-    kept = [await runs.away(Client(), b"%d" % number) for number in range(attach.MOST_AWAY)]
+    kept = [await runs.away(Client(), b"%d" % number) for number in range(attach.MAX_AWAY)]
     with pytest.raises(ClientGone):
         await (await runs.away(Client(), b"one more"))
-    assert len(runs.table) == attach.MOST_AWAY
+    assert len(runs.table) == attach.MAX_AWAY
     runs.table.close()
     assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*kept, return_exceptions=True))
     large = Runs()
-    body = bytes(attach.MOST_AWAY_BYTES // 2 + 1)
+    body = bytes(attach.MAX_AWAY_BYTES // 2 + 1)
     held = await large.away(Client(), body)
     with pytest.raises(ClientGone):
         await (await large.away(Client(), body))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sie_cli.curve import percentile, svg
 from sie_cli.main import main
 from sie_cli.replay import Machine, Plan, Report, replay
-from sie_cli.trace import MOST_TOKENS, Ran, Request, Trace, TraceError, fit, generate, read, write
+from sie_cli.trace import MAX_TOKENS, Ran, Request, Trace, TraceError, fit, generate, read, write
 
 MACHINE = Machine(base_s=0.010, token_s=0.0001)
 PLAN = Plan()
@@ -232,7 +232,7 @@ def test_generated_arrivals_are_as_asked_for() -> None:
     assert len({request.at for request in requests}) == len(requests) / 5
     lengths = [tokens for request in requests for tokens in request.tokens]
     assert sum(lengths) / len(lengths) == pytest.approx(50, rel=0.03)
-    assert max(lengths) <= MOST_TOKENS
+    assert max(lengths) <= MAX_TOKENS
     assert sum(request.priority == "bulk" for request in requests) / len(requests) == pytest.approx(0.25, abs=0.02)
     assert len({request.model for request in requests}) == 4
     assert {request.tokens for request in generate("poisson:length=50,spread=0")} == {(50,)}

@@ -19,7 +19,7 @@ from fake_adapter import toy_entry
 from inprocess import InProcess
 
 from sie_cli import compare as comparing
-from sie_cli.compare import MOST_TEXTS, Agreement, Sample, agreement_at, compare, figures, lines, neighbours, read, svg
+from sie_cli.compare import MAX_TEXTS, Agreement, Sample, agreement_at, compare, figures, lines, neighbours, read, svg
 from sie_sdk.errors import SIEError
 
 TEXTS = [f"text number {number}" for number in range(30)]
@@ -54,7 +54,7 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
     file.write_text(
         'one\n\n two \none\n{"text": "three"}\n{not json}\n{"query": "q", "documents": ["a", "b", "a"]}\n', "utf-8"
     )
-    assert read(file, MOST_TEXTS) == Sample(("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),))
+    assert read(file, MAX_TEXTS) == Sample(("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),))
     assert read(file, 2).texts == ("one", "two")
     for wrong in (b'{"txt": "x"}', b'{"query": "q"}', b'{"query": "q", "documents": [1]}'):
         file.write_bytes(b"fine\n" + wrong)

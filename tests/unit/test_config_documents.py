@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sie_config.documents import MOST_DEPTH, MOST_DIFFERENCES, Document, checked, difference, merged, read
+from sie_config.documents import MAX_DEPTH, MAX_DIFFERENCES, Document, checked, difference, merged, read
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import ValidationFailed
 
@@ -79,7 +79,7 @@ def test_a_difference_names_each_field_with_what_it_was_and_is() -> None:
         {"path": "$.list", "before": [1, 2], "after": [2]},
     ]
     assert difference(before, before) == []
-    assert len(difference({str(number): 0 for number in range(MOST_DIFFERENCES + 1)}, {})) == MOST_DIFFERENCES
+    assert len(difference({str(number): 0 for number in range(MAX_DIFFERENCES + 1)}, {})) == MAX_DIFFERENCES
 
 
 def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
@@ -142,7 +142,7 @@ def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/x-yaml"])
 def test_what_is_nested_too_deep_is_refused_and_ends_no_process(content_type: str) -> None:
-    for depth in (MOST_DEPTH + 1, 5_000):
+    for depth in (MAX_DEPTH + 1, 5_000):
         assert "deep" in fault("[" * depth + "]" * depth, content_type)["message"]
 
 

@@ -16,7 +16,7 @@ from inprocess import settings_of, until
 from sie_broker import BrokerUnavailable, Write
 from sie_broker.memory import MemoryServer
 from sie_config import access
-from sie_config.app import MOST_BODY_BYTES
+from sie_config.app import MAX_BODY_BYTES
 from sie_config.store import (
     REPLIES_PER_SLOT,
     REPLY_KEPT_S,
@@ -299,9 +299,9 @@ async def test_writes_to_what_is_not_there_and_bodies_without_bounds_are_refused
         assert (await api.call(method, path, body, 404))["code"] == "MODEL_NOT_FOUND"
     for path in (f"{ONE}/history", f"{ONE}/status"):
         await api.call("GET", path, status=404)
-    assert (await api.call("POST", "/v1/configs/models", b" " * (MOST_BODY_BYTES + 1), 413))["error"][
+    assert (await api.call("POST", "/v1/configs/models", b" " * (MAX_BODY_BYTES + 1), 413))["error"][
         "limit"
-    ] == MOST_BODY_BYTES
+    ] == MAX_BODY_BYTES
     for path in ("/v1/configs/none", "/v1/configs"):
         await api.call("GET", path, status=404)
     answer = await api.client.put("/v1/configs/models", json={})

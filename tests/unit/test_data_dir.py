@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sie_cli.data_dir import MOST_SOCKET_BYTES, DataDir, socket_path, sockets_folder
+from sie_cli.data_dir import MAX_SOCKET_BYTES, DataDir, socket_path, sockets_folder
 from sie_contracts.settings import SettingError
 
 LONG = "a-home-with-a-rather-long-name" * 4
@@ -33,7 +33,7 @@ def test_sockets_of_a_long_path_are_elsewhere_private_and_not_left_behind(tempor
     with DataDir(path):
         folder = sockets_folder(path)
         assert (folder.parent, stat.S_IMODE(folder.stat().st_mode)) == (temporary, 0o700)
-        assert len(str(socket_path(path, 999))) <= MOST_SOCKET_BYTES
+        assert len(str(socket_path(path, 999))) <= MAX_SOCKET_BYTES
         assert sockets_folder(tmp_path / (LONG + "-of-another")) != folder
     assert not folder.exists()
 

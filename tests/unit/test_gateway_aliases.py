@@ -339,12 +339,12 @@ def _beat(*models: tuple[str, Any], slots: int = 0) -> Heartbeat:
 
 async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     harness = Harness()
-    texts = tuple(np.ones(8, "<f4") for _ in range(shadow.MOST_ITEMS + 3))
+    texts = tuple(np.ones(8, "<f4") for _ in range(shadow.MAX_ITEMS + 3))
     assert await harness.after(finished(values=texts)) == {"done": 1}
     ((call, asked),) = harness.ran
     assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk"}
     assert call.key == shadow.KEY
-    assert (asked.priority, asked.resolved.canonical, len(asked.items)) == ("bulk", "toy/two", shadow.MOST_ITEMS)
+    assert (asked.priority, asked.resolved.canonical, len(asked.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
 
 async def test_the_share_is_exact() -> None:
@@ -357,7 +357,7 @@ async def test_the_share_is_exact() -> None:
 async def test_at_most_so_many_are_in_flight_and_the_others_are_dropped() -> None:
     harness = Harness()
     harness.gate.clear()
-    for _ in range(shadow.MOST_IN_FLIGHT + 3):
+    for _ in range(shadow.MAX_IN_FLIGHT + 3):
         counted = await harness.after(settle=False)
     assert counted == {"busy": 3}
     await harness.shadows.close()
@@ -432,7 +432,7 @@ async def test_what_is_not_copied() -> None:
     assert await harness.after(asked=None) == {}
     score = Asked("score", CATALOGUE.resolve("search"), (), {})
     assert await harness.after(asked=score) == {"unsuited": 1}
-    big = np.ones(shadow.MOST_VALUES // 2 + 8, "<f4")
+    big = np.ones(shadow.MAX_VALUES // 2 + 8, "<f4")
     assert await harness.after(finished(values=(big, big))) == {"unsuited": 1, "large": 1}
     assert await harness.after(finished(values=(ErrorInfo("INFERENCE_ERROR", "x"),))) == {"unsuited": 1, "large": 1}
     harness.catalogue = CATALOGUE.with_model("search", alias("toy/one"), 3, "test:3")

@@ -26,7 +26,7 @@ from sie_contracts.messages import BatchNote, ConfigDelta, Failed, Ok, WorkResul
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
-from sie_runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric
+from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
 from sie_sidecar.metrics import Metrics, Remedies, of_models
 
@@ -192,7 +192,7 @@ def test_labels_of_fixed_sets_all_have_their_place() -> None:
 def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
     """B4: by what is declared, and by thousands of values of every label of every metric."""
     table = TABLE[process]
-    assert sum(metric.series for metric in table.values()) <= MOST_SERIES
+    assert sum(metric.series for metric in table.values()) <= MAX_SERIES
     make, scrape = Maker(process), Scrape(process)
     random.seed(7)
     for name, metric in table.items():
@@ -241,7 +241,7 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
         gateway.key_tokens.labels(f"key-{number}").inc()
         gateway.shadow_seconds.labels(f"alias-{number}", model, "served").observe(1)
     for metrics in (worker, gateway):
-        assert 100 < len(series(metrics.registry)) <= MOST_SERIES
+        assert 100 < len(series(metrics.registry)) <= MAX_SERIES
     counters, histograms = of_models(worker.registry)
     assert sum(counters["sie_tokens_processed_total"].values()) == 100_000, "nothing is lost, it is only told together"
     assert counters["sie_padding_tokens_total"]["org/model-0"] == 2
@@ -268,7 +268,7 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
                 pass  # a chunk is counted after its result has left
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
             found = await scraped(process)
-            assert sum(len(each) for each in found.values()) <= MOST_SERIES
+            assert sum(len(each) for each in found.values()) <= MAX_SERIES
             assert found.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
         assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
             "less what was told before"

@@ -255,7 +255,7 @@ def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
     after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a proxy before the service may say."""
-    monkeypatch.setattr(models_service, "MOST_PAUSE_S", 0.001)
+    monkeypatch.setattr(models_service, "MAX_PAUSE_S", 0.001)
     busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": after}, json={})
     flaky = Flaky([busy, httpx.Response(200, json={"is": "done"})])
     with Service("http://config", ADMIN, flaky) as service:

@@ -17,7 +17,7 @@ from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
 from sie_contracts.messages import Input, RunOptions, WorkItem
 from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
-from sie_sidecar.poison import MOST_MARKS, Mark, Marks, after_death, content_keys
+from sie_sidecar.poison import MAX_MARKS, Mark, Marks, after_death, content_keys
 
 POISON = "INFERENCE_ERROR poison"
 
@@ -233,7 +233,7 @@ def test_a_content_is_all_that_decides_what_runs(one: str, other: str, width: in
 async def test_marks_are_bounded() -> None:
     server, now_s = MemoryServer(), Times()
     marks = Marks(server.connect("one"), "one", now_s)
-    await marks.suspected("m", [str(number) for number in range(MOST_MARKS + 10)])
+    await marks.suspected("m", [str(number) for number in range(MAX_MARKS + 10)])
     assert marks.of("0") is None
-    assert marks.of(str(MOST_MARKS + 9)) is not None
+    assert marks.of(str(MAX_MARKS + 9)) is not None
     assert marks.any_of("m")

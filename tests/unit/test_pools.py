@@ -23,7 +23,7 @@ from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbi
 from sie_contracts.messages import PoolSpec, Reservation
 from sie_contracts.settings import Settings
 from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
-from sie_gateway.pools import HELD_BACK, MOST_RESERVATIONS, TOO_FEW
+from sie_gateway.pools import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.queue import work_spec
 from sie_gateway.reserving import parse_spec
 
@@ -217,7 +217,7 @@ def test_the_queue_of_a_reservation_is_a_part_of_what_a_pool_may_hold() -> None:
     """64 of them are at most four times what one pool of its own reserves at the broker."""
     settings = Settings()
     own, reserved = work_spec(settings, "_default").max_bytes, work_spec(settings, "team", reserved=True).max_bytes
-    assert MOST_RESERVATIONS * reserved == 4 * own
+    assert MAX_RESERVATIONS * reserved == 4 * own
 
 
 # their life
@@ -380,7 +380,7 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
 
 
 async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_once(town: Town) -> None:
-    wanted = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MOST_RESERVATIONS + 6)]
+    wanted = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MAX_RESERVATIONS + 6)]
     answers: list[httpx.Response] = []
     for start in range(0, len(wanted), 7):
         tasks = [
@@ -388,10 +388,10 @@ async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_
             for number, body in enumerate(wanted[start : start + 7])
         ]
         answers += await asyncio.gather(*tasks)
-    assert sorted(answer.status_code for answer in answers) == [201] * MOST_RESERVATIONS + [403] * 6
+    assert sorted(answer.status_code for answer in answers) == [201] * MAX_RESERVATIONS + [403] * 6
     assert {code(answer) for answer in answers if answer.status_code == 403} == {(403, "POOL_OPERATION_FORBIDDEN")}
     for gateway in town.gateways:
-        await eventually(gateway, "/v1/pools", lambda found: len(found["pools"]) == MOST_RESERVATIONS + 1)
+        await eventually(gateway, "/v1/pools", lambda found: len(found["pools"]) == MAX_RESERVATIONS + 1)
 
 
 async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:

@@ -226,7 +226,7 @@ def test_vectors_cost_their_bytes_and_are_bounded(monkeypatch: pytest.MonkeyPatc
         )
         assert row.cost == max(1, 4 * WIDTH * count // VECTOR_BYTES)
         assert not row.truncated
-    monkeypatch.setattr(rows, "MOST_VECTOR_BYTES", 4 * WIDTH * 9)
+    monkeypatch.setattr(rows, "MAX_VECTOR_BYTES", 4 * WIDTH * 9)
     item = work(*(Input(vectors=vectors(3)) for _ in range(2)), query=Input(vectors=vectors(3)), **MAXSIM)
     assert made_of("wordpiece", SIDES, item).error is None
     refused = made_of("wordpiece", SIDES, work(*item.inputs, query=Input(vectors=vectors(4)), **MAXSIM))

@@ -63,9 +63,9 @@ def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.Monke
     item = work("paper river " * 60, "music", labels=LABELS[:20])
     (made,) = make(TOKENIZER, Rows("hypotheses"), [item])
     tokens = sum(len(row.ids) for row in made.rows)
-    monkeypatch.setattr(rows, "MOST_TOKENS", tokens)
+    monkeypatch.setattr(rows, "MAX_TOKENS", tokens)
     assert ids(make(TOKENIZER, Rows("hypotheses"), [item])[0]) == ids(made)
-    monkeypatch.setattr(rows, "MOST_TOKENS", tokens - 1)
+    monkeypatch.setattr(rows, "MAX_TOKENS", tokens - 1)
     (refused,) = make(TOKENIZER, Rows("hypotheses"), [item])
     assert refused.error is not None
     assert str(tokens) in refused.error.message
@@ -73,7 +73,7 @@ def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.Monke
 
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
     """Ids, types and lengths of the most that is made of one work item."""
-    assert 5 * rows.MOST_TOKENS + 4 * rows.MOST_ROWS < MAX_REQUEST_BYTES
+    assert 5 * rows.MAX_TOKENS + 4 * rows.MAX_ROWS < MAX_REQUEST_BYTES
 
 
 def test_no_labels_are_an_error_of_their_own_item() -> None:
@@ -124,7 +124,7 @@ def test_only_what_the_tokens_reach_of_a_cut_text_is_sent(truncate: str) -> None
 async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(rows, "MAX_CHARACTERS", 100)
     async with InProcess(tmp_path) as cluster:
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
         refused = await gateway.encode("canary " * 20)

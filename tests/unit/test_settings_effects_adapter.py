@@ -28,7 +28,7 @@ from unit.adapter import toys
 
 from sie_adapter.device import AttentionFacts, Memory, resolve_attention
 from sie_adapter.engine import Engine
-from sie_adapter.instrumentation import MOST_BATCHES, Instrumentation
+from sie_adapter.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.residency import Residency
@@ -308,7 +308,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
     padded = BatchDone("b", (Failed(ModelLoading("not loaded").info()),), b"", 1.0, padding=7)
     for _ in range(100_000):
         kept.ran(job, padded, 0, 0)
-    assert [each.number for each in kept.batches()] == list(range(100_001 - MOST_BATCHES, 100_001))
+    assert [each.number for each in kept.batches()] == list(range(100_001 - MAX_BATCHES, 100_001))
     assert {(each.tokens, each.padding, each.failed) for each in kept.batches()} == {(5, 7, 1)}
 
 

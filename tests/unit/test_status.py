@@ -802,7 +802,7 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
     """SIE_GATEWAY_KUBERNETES: unready pods are shown, those that terminate are not; the credentials are read anew each
     time.
     """
-    monkeypatch.setattr(workers, "LEAST_PAUSE_S", 0.01)
+    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
     async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as found:
         await until(lambda: len(api.asked) >= 2, "the first list and a watch")
         api.change(
@@ -854,7 +854,7 @@ async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod
     """SIE_GATEWAY_KUBERNETES: without it the API is never called; with it, outside a pod, the start
     fails and names it.
     """
-    monkeypatch.setattr(workers, "LEAST_PAUSE_S", 0.01)
+    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
     with pytest.raises(SettingError, match=r"^SIE_GATEWAY_KUBERNETES: no service account"):
         await cluster.gateway(SIE_GATEWAY_KUBERNETES="true")
     async with kubernetes() as (api, url):

@@ -15,7 +15,7 @@ import sie_sidecar.hosting
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
-from sie_sidecar.hosting import MOST_TURN_S, Hosted, Hosting
+from sie_sidecar.hosting import MAX_TURN_S, Hosted, Hosting
 
 
 class OneModel:
@@ -125,7 +125,7 @@ def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_ha
     """S14: under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and
     turns and a load.
     """
-    turn_s = max(min(load_s, MOST_TURN_S), swap_after_s)
+    turn_s = max(min(load_s, MAX_TURN_S), swap_after_s)
     round_s = models * (load_s + turn_s)
     for_s, pass_s = 10 * round_s, turn_s / 20
     longest_s = 0.0

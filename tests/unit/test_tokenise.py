@@ -138,8 +138,8 @@ def test_what_has_nothing_to_answer_from_is_an_error_of_its_own_input(
 
 def test_more_than_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is only counted is read in pieces, and may be longer than what is told."""
-    monkeypatch.setattr(tokenise, "MOST_TOLD_CHARACTERS", 100)
-    monkeypatch.setattr(tokenise, "MOST_CHARACTERS", 200)
+    monkeypatch.setattr(tokenise, "MAX_TOLD_CHARACTERS", 100)
+    monkeypatch.setattr(tokenise, "MAX_CHARACTERS", 200)
     inputs = [Input("river " * 20)]
     assert counted("wordpiece", inputs, RunOptions()) == [22]
     with pytest.raises(InvalidInput) as refused:

@@ -9,7 +9,7 @@ import pytest
 
 from sie_contracts.weights import (
     MANIFEST,
-    MOST_MANIFEST_BYTES,
+    MAX_MANIFEST_BYTES,
     FileFact,
     Manifest,
     ManifestError,
@@ -92,7 +92,7 @@ def test_what_does_not_make_sense_is_refused(manifest: Manifest, says: str) -> N
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"\xff", b"[1]", b'{"repository": 1}', b"[" * 100_000, b" " * (MOST_MANIFEST_BYTES + 1)]
+    "data", [b"", b"{}", b"\xff", b"[1]", b'{"repository": 1}', b"[" * 100_000, b" " * (MAX_MANIFEST_BYTES + 1)]
 )
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):

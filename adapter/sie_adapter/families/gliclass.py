@@ -44,7 +44,7 @@ from sie_contracts.ipc import Rows
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # of a long text, at first
-_LEAST_ROOM = 8  # labels leave at least this part of the model's tokens to the text
+_MIN_ROOM = 8  # labels leave at least this part of the model's tokens to the text
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class GliclassModel(Extractor[_Made]):
         if any(self._reserved(label) for label in labels):
             raise labels_refused("one of them holds a token that the model reserves")
         ids = self._counter.encode(self._pipeline.prepare_input("", labels)).ids
-        if self.max_tokens - len(ids) < self.max_tokens // _LEAST_ROOM:
+        if self.max_tokens - len(ids) < self.max_tokens // _MIN_ROOM:
             raise labels_refused(f"they take {len(ids)} of {self.max_tokens} tokens")
         return len(ids)
 

@@ -49,7 +49,7 @@ _TOKENS_PER_WORD = 4  # of the longest window of an encoder that has no limit of
 _CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token
 _WORDS_PER_COUNT = 8192
 _OVERLAP = 8  # a window shares this part of itself with the next
-_LEAST_ROOM = 8  # labels leave at least this part of a window to the text
+_MIN_ROOM = 8  # labels leave at least this part of a window to the text
 # of a window at most, best first: the decoder compares each with all that stay, or all starts with all ends
 _CANDIDATES = 2048
 _FLAT_CANDIDATES = 8192  # few of those stay
@@ -208,7 +208,7 @@ class GlinerModel(Extractor[_Made]):
             raise labels_refused("one of them has no token")
         if prompt and encoding.ids.count(self._gliner.config.class_token_index) != len(labels):
             raise labels_refused(f"one of them holds {self._gliner.config.ent_token}, which the model reserves")
-        if self.max_tokens - len(encoding.ids) < self.max_tokens // _LEAST_ROOM:
+        if self.max_tokens - len(encoding.ids) < self.max_tokens // _MIN_ROOM:
             raise labels_refused(f"they take {len(encoding.ids)} of {self.max_tokens} tokens")
         return len(encoding.ids)
 

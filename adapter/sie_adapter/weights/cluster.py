@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SETTING = "SIE_CLUSTER_CACHE"
-MOST_OBJECTS = 100_000  # of one snapshot
+MAX_OBJECTS = 100_000  # of one snapshot
 GLANCE_S, GLANCES = 10.0, 3  # for a manifest
 _FOLDER = re.compile(r"models--(.+)")
 
@@ -114,8 +114,8 @@ class Bucket:
             found: dict[str, int] = {}
             async for page in obstore.list(self.store, prefix=prefix):
                 found |= {entry["path"].removeprefix(prefix + "/"): entry["size"] for entry in page}
-                if len(found) > MOST_OBJECTS:
-                    raise StoreError(f"more than {MOST_OBJECTS} objects below {prefix}")
+                if len(found) > MAX_OBJECTS:
+                    raise StoreError(f"more than {MAX_OBJECTS} objects below {prefix}")
             found.pop(MANIFEST, None)
             return found
 

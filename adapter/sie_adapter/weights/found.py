@@ -14,7 +14,7 @@ import msgspec
 from sie_adapter.weights.selection import Wanted
 
 _HEADER_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _NO_JSON = (
     msgspec.DecodeError,
     UnicodeDecodeError,
@@ -85,7 +85,7 @@ def _wrong_with(path: Path) -> str:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_HEADER_BYTES), "little")
-            if size < _HEADER_BYTES or length > min(size, _MOST_HEADER_BYTES):
+            if size < _HEADER_BYTES or length > min(size, _MAX_HEADER_BYTES):
                 return "is cut off"
             header = msgspec.json.decode(file.read(length), type=dict[str, object])
         ends = [

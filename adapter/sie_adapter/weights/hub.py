@@ -41,7 +41,7 @@ FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
 TRIES = 3  # without a byte in between
 PAUSE_S = 0.5  # before the second one; twice that before the next, each with jitter: many nodes may ask at once
-MOST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 
 
 class _Passing(Exception):
@@ -306,7 +306,7 @@ def _size(path: Path) -> int:
 
 
 def _pause_s(tries: int, after_s: float) -> float:
-    return min(MOST_PAUSE_S, max(after_s, PAUSE_S * 2.0 ** (tries - 1))) * random.uniform(0.75, 1.25)  # noqa: S311
+    return min(MAX_PAUSE_S, max(after_s, PAUSE_S * 2.0 ** (tries - 1))) * random.uniform(0.75, 1.25)  # noqa: S311
 
 
 def _tried(call: Callable[[], _T], what: str) -> _T:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.adapter")
 
-MOST_PARTS = 9_000  # of one object: stores allow 10,000
-LEAST_PART_BYTES = 8 << 20  # and nothing under 5 MiB
+MAX_PARTS = 9_000  # of one object: stores allow 10,000
+MIN_PART_BYTES = 8 << 20  # and nothing under 5 MiB
 STALL_S = 180.0  # for one part
 ROUNDS = 20  # of looking, writing and looking again
 DIGEST = "sha256"  # attribute of an object: what its writer had digested
@@ -157,7 +157,7 @@ class Push:
                 f"{path} is not what the manifest beside it says: `sie weights verify --local` tells what else is wrong"
             )
         attributes = {DIGEST: fact.sha256}
-        if fact.bytes <= LEAST_PART_BYTES:
+        if fact.bytes <= MIN_PART_BYTES:
             await self._put(name, await asyncio.to_thread(path.read_bytes), attributes, "overwrite")
             self._progress.add(fact.bytes)
         else:
@@ -187,7 +187,7 @@ class Push:
         import obstore
         from obstore.exceptions import BaseError
 
-        part_bytes = max(LEAST_PART_BYTES, -(-size // MOST_PARTS))
+        part_bytes = max(MIN_PART_BYTES, -(-size // MAX_PARTS))
         sent = 0
         loop = asyncio.get_running_loop()
 

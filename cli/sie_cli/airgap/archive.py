@@ -28,7 +28,7 @@ INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
 # where files of an archive may lie; what `load` makes by itself lies elsewhere
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
-MOST_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK = 512
 _USTAR_LIMIT = 1 << 33  # the size that 11 octal digits cannot say
@@ -206,8 +206,8 @@ class Reader:
         if member.name != name or member.type != tarfile.REGTYPE:
             kind = "file" if member.type == tarfile.REGTYPE else "link, folder or device"
             raise Refused(f"expected the file {name}, got the {kind} {member.name[:200]!r}: {_DAMAGED}")
-        if not 0 <= member.size <= MOST_INDEX_BYTES if size is None else member.size != size:
-            most = f"at most {MOST_INDEX_BYTES}" if size is None else size
+        if not 0 <= member.size <= MAX_INDEX_BYTES if size is None else member.size != size:
+            most = f"at most {MAX_INDEX_BYTES}" if size is None else size
             raise Refused(f"{name} has {member.size} bytes, expected {most}: {_DAMAGED}")
         return member.size
 

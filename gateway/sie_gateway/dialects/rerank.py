@@ -21,8 +21,8 @@ from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
 from sie_gateway.inference import Inference
 
-MAX_TOKENS_PER_DOC = 4096
-MOST_TOKENS_PER_DOC = 1 << 20
+DEFAULT_TOKENS_PER_DOC = 4096
+MAX_TOKENS_PER_DOC = 1 << 20
 DOCUMENTS_PER_UNIT = 100  # of what is billed
 
 
@@ -52,7 +52,7 @@ async def _rerank(inference: Inference, call: Call, body: fields.Body, *, versio
     items = _documents(body, inference.max_items(call))
     count = fields.whole(body, "top_n" if body.get("top_n") is not None else "top_k", 1)
     with_documents = fields.flag(body, "return_documents", default=version == 1)
-    document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MOST_TOKENS_PER_DOC) or MAX_TOKENS_PER_DOC
+    document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
     parameters = cut | fields.parameters(body, "instruction", "truncate", "options")
     asked = Asked("score", resolved, items, parameters, query, fields.priority(body))

@@ -4,7 +4,7 @@ JSON.
     python allocation_failures.py MODEL_FOLDER CACHE_FOLDER HEADROOM_MIB BATCHES SEED STEP_S
 
 The limit (RLIMIT_DATA) is set once the model is loaded and warm, so every failure is one of the allocator in a pass.
-Batches mix lengths from 2 to 512 tokens up to MOST_TOKENS, so the large ones cannot fit at once and every single item
+Batches mix lengths from 2 to 512 tokens up to MAX_TOKENS, so the large ones cannot fit at once and every single item
 can. The frontier's clock goes STEP_S for each batch: with a large step what was learnt is doubted, and fails, again and
 again.
 """
@@ -30,7 +30,7 @@ from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
 from sie_contracts.messages import Ok
 from sie_contracts.settings import Settings
 
-WIDTH, LONGEST, VOCABULARY, MOST_TOKENS = 64, 512, 500, 16_384
+WIDTH, LONGEST, VOCABULARY, MAX_TOKENS = 64, 512, 500, 16_384
 
 
 class Failures(logging.Handler):
@@ -44,7 +44,7 @@ class Failures(logging.Handler):
 
 def adversarial(generator: np.random.Generator) -> list[int]:
     """Lengths of a batch: all long, all short, one long among short ones, or any."""
-    most = int(generator.integers(1, MOST_TOKENS))
+    most = int(generator.integers(1, MAX_TOKENS))
     kind = generator.integers(4)
     if kind == 0:
         return [LONGEST] * max(1, most // LONGEST)
