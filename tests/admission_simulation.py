@@ -125,9 +125,8 @@ class Report:
         math.inf,
     )  # from, until: who came then could not know of the stall or the slow-down
     begun_s: float = math.inf  # the stall, or the slow-down
-    known_s: float = (
-        math.inf
-    )  # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
+    # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
+    known_s: float = math.inf
 
     def is_onset(self, at_s: float) -> bool:
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.phases)

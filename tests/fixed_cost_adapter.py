@@ -103,9 +103,8 @@ class Adapter:
         self._load_s_of = load_s_of
         self.slots = slots
         self.width = width
-        self.total_bytes = (
-            int((slots * (1 << 20) + BESIDE_BYTES) / MEMORY_USED) + 1 if slots else 1 << 30
-        )  # each model takes 1 MiB
+        # each model takes 1 MiB
+        self.total_bytes = int((slots * (1 << 20) + BESIDE_BYTES) / MEMORY_USED) + 1 if slots else 1 << 30
         self.loaded: dict[str, ipc.LoadedModel] = {}  # in the order of their last run
         self.batches = 0
         self._deadly = ids_of(deadly)[1:-1].astype("<i4").tobytes() if deadly else b""

@@ -262,9 +262,8 @@ class Use:
 def _cpu_seconds() -> tuple[float, float]:
     """Busy and all seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    total = (
-        sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    )  # which `user` and `nice` count as well
+    # which `user` and `nice` count as well
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
 

@@ -30,26 +30,11 @@ from sie_adapter.weight_files import check_weights, safetensors_of
 from sie_adapter.weights import Located, Lock, WeightSources
 from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
+from sie_contracts.families import FAMILIES
 from sie_contracts.settings import Settings
 
 _logger = logging.getLogger("sie.adapter")
 
-# imported when first used: each brings its own library
-FAMILIES = {
-    **dict.fromkeys(
-        (
-            "text-encoder",
-            "cross-encoder",
-            "decoder-reranker",
-            "zero-shot-classifier",
-            "text-classifier",
-            "token-classifier",
-        ),
-        "sie_adapter.families.text_encoder:TextEncoder",
-    ),
-    "gliner": "sie_adapter.families.gliner:GlinerModel",
-    "gliclass": "sie_adapter.families.gliclass:GliclassModel",
-}
 ENTRY_POINTS = "sie.adapters"
 MAX_CERTIFICATES = 1000
 
@@ -63,8 +48,8 @@ def family_of(name: str) -> Any:
     """The class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is
     missing.
     """
-    if path := FAMILIES.get(name):
-        module, _, attribute = path.partition(":")
+    if name in FAMILIES:
+        module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
     found = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name in found:

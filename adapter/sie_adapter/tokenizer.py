@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer, models, processors
 from transformers import AutoTokenizer
 
 from sie_adapter.failure import load_failed
+from sie_contracts import families
 from sie_contracts.catalogue import LoadOptions
 
 _FILES = (
@@ -67,11 +68,10 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, family: str, pooling: str, *, is_decoder: bool) -> Needs:
         """`pooling` of its vectors. A decoder reads its last token, and a pair as one text."""
-        is_head = not is_decoder
+        row = families.row(family)
         return cls(
-            begins=pooling == "cls"
-            or (is_head and family in ("cross-encoder", "zero-shot-classifier", "text-classifier")),
-            separates=is_head and family in ("cross-encoder", "zero-shot-classifier"),
+            begins=pooling == "cls" or (row.reads_first_token and not is_decoder),
+            separates=row.separates_pairs and not is_decoder,
         )
 
 

@@ -135,9 +135,8 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in found if name.startswith(_WORK)} | own):
-        reserved = (
-            pool not in own and f"DEAD_{pool}" not in found
-        )  # a reservation, whose dead letters are kept elsewhere
+        # a reservation, whose dead letters are kept elsewhere
+        reserved = pool not in own and f"DEAD_{pool}" not in found
         facts = await look(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
         if reserved:

@@ -324,9 +324,8 @@ def _if_match(request: Request) -> int | None:
     given = request.headers.get("if-match")
     if given is None:
         return None
-    text = (
-        given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
-    )  # a proxy that compresses makes an ETag a weak one
+    # a proxy that compresses makes an ETag a weak one
+    text = given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {given[:60]!r}"
         raise InvalidInput(message, reason="schema", param="If-Match")

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from sie_contracts import bundles as bundling
-from sie_contracts import muvera
+from sie_contracts import families, muvera
 from sie_contracts.aliases import Alias, choose, is_alias, parse_alias
 from sie_contracts.bundles import Bundle
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
@@ -37,7 +37,6 @@ _LISTED = {
     "json": "extract",
 }  # outputs as clients know them, by their task
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-_NEED_LABELS = frozenset({"zero-shot-classifier", "gliner", "gliclass"})
 
 _Value = TypeVar("_Value")
 
@@ -184,7 +183,7 @@ msgspec.json.Decoder(ModelEntry)
 
 def needs_labels(entry: ModelEntry) -> bool:
     """Whether a request must say what an extraction looks for."""
-    return entry.family in _NEED_LABELS
+    return families.row(entry.family).needs_labels
 
 
 def classifies(entry: ModelEntry) -> bool:

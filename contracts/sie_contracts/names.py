@@ -95,9 +95,8 @@ class Names:
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        step = (
-            1 + len(folded) // _LONG
-        )  # of a long name every other piece is enough, and so on: each is looked for in all of the text
+        # of a long name every other piece is enough, and so on: each is looked for in all of the text
+        step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))
         shared: Counter[int] = Counter()

@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import muvera
+from sie_contracts import families, muvera
 from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults, needs_labels
 from sie_contracts.errors import InvalidInput
+from sie_contracts.families import FAMILIES
 from sie_contracts.messages import Operation, RunOptions, Truncate
 from sie_contracts.muvera import Muvera
 from sie_contracts.names import did_you_mean
@@ -37,18 +38,6 @@ SCORE_MODES = {
     "sparse": ("sparse",),
     "colbert": ("multivector",),
     "hybrid": ("dense", "sparse", "multivector"),
-}
-LORA_FAMILIES = frozenset({"text-encoder", "cross-encoder"})
-# the options that only one family reads; a family that is not here checks its own
-PARAMETERS = {
-    "text-encoder": frozenset({"score_mode", "score_weights"}),
-    "cross-encoder": frozenset[str](),
-    "decoder-reranker": frozenset[str](),
-    "token-classifier": frozenset({"threshold"}),
-    "zero-shot-classifier": frozenset({"threshold", "multi_label", "hypothesis_template"}),
-    "gliner": frozenset({"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}),
-    "gliclass": frozenset({"threshold", "multi_label"}),
-    "text-classifier": frozenset({"threshold", "raw_scores"}),
 }
 TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
 _EVERYWHERE = frozenset(
@@ -75,7 +64,7 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-FIELDS = _KNOWN.union(*PARAMETERS.values())  # that mean something somewhere
+FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # that mean something somewhere
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
@@ -167,7 +156,7 @@ def run_options(
             f"{operation}"
         )
         raise InvalidInput(message, reason="unsupported_task", param="model")
-    own = PARAMETERS.get(entry.family)
+    own = families.row(entry.family).parameters if entry.family in FAMILIES else None
     parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
     common: dict[str, Any] = {
         "truncate": _truncate(*given.get("truncate")),
@@ -194,7 +183,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
     """`run` with the states of the last layer, one for each token, in place of what it asks for. Raises InvalidInput if
     there are none.
     """
-    if entry.family != "text-encoder" or "dense" not in entry.outputs:
+    if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
     return msgspec.structs.replace(
@@ -254,7 +243,7 @@ def _score(
         # a piece for the instruction alone has no meaning without one
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
-    if entry.family != "text-encoder":
+    if not families.row(entry.family).gives_vectors:
         return {"outputs": ()}
     mode = parameters.get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
     outputs = SCORE_MODES[mode]
@@ -358,7 +347,7 @@ def _lora(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
         raise InvalidInput(
             f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path
         )
-    if name and entry.family not in LORA_FAMILIES:
+    if name and not families.row(entry.family).takes_lora:
         raise InvalidInput(f"{path}: {entry.id} takes no LoRA", reason="lora_unsupported", param=path)
     return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sie_contracts import families
 from sie_contracts.catalogue import ModelEntry, classifies
 
 Able = Callable[[ModelEntry], bool]
@@ -29,7 +30,7 @@ CAN: Mapping[str, Able] = {
     "embed": _embeds,
     "similarity": _embeds,
     "embed_sparse": lambda entry: "sparse" in entry.outputs and "encode" in entry.tasks,
-    "embed_all": lambda entry: "dense" in entry.outputs and entry.family == "text-encoder",
+    "embed_all": lambda entry: "dense" in entry.outputs and families.row(entry.family).gives_vectors,
     "rerank": _task("score"),
     "predict": classifies,
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sie_contracts import messages, topology
+from sie_contracts import families, messages, topology
 from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved
 from sie_contracts.errors import (
     CONFIG_CHANGED,
@@ -379,7 +379,7 @@ class Inference:
             limits=limits,
             # one row for each label of such a model, and its hypothesis in each; elsewhere everything shared is read
             # with each input
-            rows=len(run.labels) if resolved.entry.family == "zero-shot-classifier" else 1,
+            rows=len(run.labels) if families.row(resolved.entry.family).has_row_per_label else 1,
             each_tokens=chunk.estimated_tokens(shared_bytes, max_tokens) if shared_bytes else 0,
         )
         if shared_bytes * len(chunks) > bodies.MAX_BODY_BYTES:

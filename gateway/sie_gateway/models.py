@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from sie_contracts import families
 from sie_contracts.catalogue import Catalogue, ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.messages import Heartbeat, ModelStatus
-from sie_contracts.options import LORA_FAMILIES
 from sie_contracts.places import without_paths
 from sie_gateway.aliases import alias_infos
 from sie_gateway.fleet import Fleet
@@ -51,7 +51,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "workers": loaded,
         "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None,
         "score_scale": score_scale(entry),
-        "supports_lora": entry.family in LORA_FAMILIES,
+        "supports_lora": families.row(entry.family).takes_lora,
         "prompts": sorted(entry.prompts),
         "revision": entry.revision,
         "certificate": certificate,
@@ -109,9 +109,10 @@ def score_scale(entry: ModelEntry) -> str | None:
     """What a score of this model means, None where it gives none or only its own files tell."""
     if "score" not in entry.tasks:
         return None
-    if entry.family == "decoder-reranker":
+    family = families.row(entry.family)
+    if family.reads_answer:
         return "logit" if entry.head.score == "difference" else "probability"
-    if entry.family == "text-encoder":
+    if family.gives_vectors:
         return "cosine" if "score" in entry.outputs else "maxsim"
     return {"identity": "logit", None: None}.get(entry.head.activation, "probability")
 

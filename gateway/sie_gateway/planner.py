@@ -379,9 +379,8 @@ class Planner:
                 continue
             known, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            age_s = (
-                0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
-            )  # a wait for a load asks for no host
+            # a wait for a load asks for no host
+            age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
                 known,
                 float(tokens_s[layout.indices[model]]),

@@ -33,9 +33,8 @@ UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
 HEADER_BYTES = 256  # of a publish: its message id
-MIN_PAYLOAD_BYTES = (
-    64 << 10
-)  # a result of one input of the widest model, and a worker's heartbeat with a few hundred models
+# a result of one input of the widest model, and a worker's heartbeat with a few hundred models
+MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
 

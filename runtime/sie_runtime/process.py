@@ -103,9 +103,8 @@ class _Json(_Plain):
         line.update(_fields(record))
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
-        line["message"] = (
-            line["message"].encode(errors="backslashreplace").decode()
-        )  # names of files may have bytes that are no text
+        # names of files may have bytes that are no text
+        line["message"] = line["message"].encode(errors="backslashreplace").decode()
         return msgspec.json.encode(line).decode()
 
 

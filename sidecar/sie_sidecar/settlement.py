@@ -26,9 +26,8 @@ from sie_sidecar.metrics import Metrics
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MAX_BYTES = (
-    1 << 20
-)  # of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
+# of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
+MAX_BYTES = 1 << 20
 MAX_ROUNDS = 3  # of sending all parts of one result
 _logger = logging.getLogger("sie.sidecar.settlement")
 

@@ -70,9 +70,8 @@ class Adapter:
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loras: dict[str, list[str]] = {}
         self.running: dict[str, tuple[ipc.RunBatch, asyncio.StreamWriter]] = {}
-        self.suspects: set[bytes] = (
-            set()
-        )  # rows that ran when the process died, by their ids, and not alone since, here or elsewhere
+        # rows that ran when the process died, by their ids, and not alone since, here or elsewhere
+        self.suspects: set[bytes] = set()
         self.deaths = 0
         self.frozen = False
         self.fails_next = False  # the load that is under way

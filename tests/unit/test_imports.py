@@ -65,6 +65,7 @@ CORE = {
     "sie_contracts.topology",
     "sie_contracts.catalogue",
     "sie_contracts.errors",
+    "sie_contracts.families",
     "sie_contracts.arrays",
     "sie_contracts.settings",
     "sie_contracts.muvera",

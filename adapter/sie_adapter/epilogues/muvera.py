@@ -24,9 +24,8 @@ from torch import Tensor
 from sie_contracts.muvera import Muvera
 
 BLOCK_BYTES = 32 << 20  # of one intermediate; twice that in float64
-CPU_BLOCK_BYTES = (
-    2 << 20
-)  # which a cache holds: 16 MiB took 1.4 times as long on an AMD EPYC, bench/muvera.py --block-mib
+# which a cache holds: 16 MiB took 1.4 times as long on an AMD EPYC, bench/muvera.py --block-mib
+CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
 

@@ -1,1 +1,1 @@
-"""Kinds of model code, one file each. `FAMILIES` is filled in by `loading`, which imports them."""
+"""Kinds of model code, one file each. `sie_contracts.families` has a row for each, which names its class."""

@@ -16,8 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
+from tokenizers import Tokenizer
 
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
+from sie_adapter.tokenizer import fault
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 
@@ -220,14 +222,19 @@ def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None
         config.pop("auto_map", None)
 
 
-def refuse_misfits(entry: ModelEntry, fault: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if weights are `fault`, other than a pooler, which is never run, and position
+def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
+    """Raise ModelLoadFailed INCOMPATIBLE if weights are `misfit`, other than a pooler, which is never run, and position
     ids.
     """
     if found := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: the weights have {len(found)} {fault} keys: {', '.join(found[:5])}"
+            "INCOMPATIBLE", f"{entry.id}: the weights have {len(found)} {misfit} keys: {', '.join(found[:5])}"
         )
+
+
+def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
+    """Why the ids of the tokenizer cannot be those of the encoder's table, empty if they can."""
+    return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 
 def bytes_of(model: torch.nn.Module) -> int:

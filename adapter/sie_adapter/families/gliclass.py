@@ -34,6 +34,7 @@ from sie_adapter.families.extraction import (
     padding_of,
     passes,
     refuse_misfits,
+    tokenizer_fault,
     without_remote_code,
 )
 from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
@@ -70,6 +71,14 @@ class GliclassModel(Extractor[_Made]):
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
+        return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
+
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         from gliclass.pipeline import UniEncoderZeroShotClassificationPipeline
@@ -88,9 +97,8 @@ class GliclassModel(Extractor[_Made]):
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._model)
         self.attention = f"{encoder.config._attn_implementation} padded"
-        self._tokenizing = (
-            threading.Lock()
-        )  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(options.labels)

@@ -34,8 +34,9 @@ from sie_adapter.families.extraction import (
     labels_refused,
     padding_of,
     passes,
+    tokenizer_fault,
 )
-from sie_adapter.families.gliner_folder import load_gliner
+from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.tokenizer import bare_tokenizer, fault
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
@@ -114,6 +115,18 @@ class GlinerModel(Extractor[_Made]):
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        model = empty_gliner(folder, entry, entry.load)
+        layers, processor = model.model.token_rep_layer, model.data_processor
+        cause = tokenizer_fault(bare_tokenizer(processor.transformer_tokenizer), layers.bert_layer.model)
+        if not cause and hasattr(layers, "labels_encoder"):
+            cause = tokenizer_fault(bare_tokenizer(processor.labels_tokenizer), layers.labels_encoder.model)
+        return cause
+
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         self._device = compute.device
@@ -142,9 +155,8 @@ class GlinerModel(Extractor[_Made]):
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._gliner.model)
         self.attention = f"{encoder.config._attn_implementation} padded"
-        self._tokenizing = (
-            threading.Lock()
-        )  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        self._tokenizing = threading.Lock()
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
             bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)

@@ -20,21 +20,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from sie_adapter import answers, checkpoint
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import Modules, read_json, read_modules
+from sie_adapter.checkpoint import Modules, empty_model, read_json, read_modules
 from sie_adapter.device import Compute
 from sie_adapter.entities import entities
 from sie_adapter.failure import load_failed
@@ -48,20 +43,14 @@ from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.late_interaction import late_interaction
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed, expanded
-from sie_adapter.tokenizer import Needs, fitted, load_tokenizer, special_ids
+from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer, special_ids
+from sie_contracts import families
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.options import TOKEN_STATES
 
 _logger = logging.getLogger("sie.adapter")
-_CLASSES = {
-    "cross-encoder": AutoModelForSequenceClassification,
-    "zero-shot-classifier": AutoModelForSequenceClassification,
-    "text-classifier": AutoModelForSequenceClassification,
-    "decoder-reranker": AutoModelForCausalLM,
-    "token-classifier": AutoModelForTokenClassification,
-}
 _RANKED = 45
 _LORA_SAMPLE = (8, 24)
 
@@ -92,6 +81,19 @@ class TextEncoder:
     backend in force, with `padded` where the packed path does not hold.
     """
 
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        modules = read_modules(folder)
+        tokenizer = load_tokenizer(modules.folder, entry.load)
+        model: Any = empty_model(class_of(entry, folder), modules.folder, entry.load, consumed_by(entry))
+        is_decoder = families.row(entry.family).reads_answer or isinstance(model, GenericForSequenceClassification)
+        needs = Needs.of(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
+        table = model.get_input_embeddings().num_embeddings
+        return fault(fitted(tokenizer, table)[0], table, needs)
+
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
         entry.
@@ -110,7 +112,7 @@ class TextEncoder:
             builder = _Builder(modules, entry, load, compute, tokenizer)
             # what is ranked is compared by rank as well, which takes more than a few
             self.backbone = Backbone(
-                builder.backbone, compute, entry.max_tokens, 0 if entry.family == "text-encoder" else _RANKED
+                builder.backbone, compute, entry.max_tokens, 0 if families.row(entry.family).gives_vectors else _RANKED
             )
             builder.build(self)
         self.tokenizer = builder.tokenizer.to_str().encode()
@@ -172,9 +174,10 @@ class TextEncoder:
 def class_of(entry: ModelEntry, folder: Path) -> Any:
     """The transformers class that is made from the files of `folder`."""
     # a masked LM is loaded whole only where its head is what the sparse output is made from
-    if entry.family == "text-encoder" and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
+    family = families.row(entry.family)
+    if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
         return AutoModelForMaskedLM
-    return _CLASSES.get(entry.family, AutoModel)
+    return getattr(transformers, family.transformers_class)
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
@@ -204,7 +207,7 @@ class _Builder:
             _logger.info(
                 "%s: text like any other, since its weights have no embedding for it: %s", entry.id, ", ".join(beyond)
             )
-        if entry.family == "decoder-reranker":
+        if families.row(entry.family).reads_answer:
             self._keep_answers(model)
         self.head: TransformersHead | None = None
         if model.base_model is model:

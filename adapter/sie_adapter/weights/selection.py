@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.options import PARAMETERS
+from sie_contracts.families import FAMILIES
 from sie_contracts.weights import MANIFEST
 
 FILES = (
@@ -44,11 +44,10 @@ of_lora = _matching(LORA_FILES)
 
 def wanted_by(entry: ModelEntry) -> Wanted:
     """The files that a load of `entry` may read. A family of somebody else's may read any."""
-    if entry.family not in PARAMETERS:
+    if entry.family not in FAMILIES:
         return _matching(("*",))
-    return _matching(
-        (*FILES, *(("*.py",) if runs_code(entry) else ()), *((PICKLED,) if entry.family == "gliner" else ()))
-    )
+    pickled = (PICKLED,) if FAMILIES[entry.family].has_pickled_weights else ()
+    return _matching((*FILES, *(("*.py",) if runs_code(entry) else ()), *pickled))
 
 
 def runs_code(entry: ModelEntry) -> bool:
@@ -64,12 +63,13 @@ def is_model(folder: Path, entry: ModelEntry) -> bool:
     """Whether the folder has what every load of this family begins with. A family of somebody else's
     knows by itself.
     """
-    if entry.family not in PARAMETERS:
+    if entry.family not in FAMILIES:
         return folder.is_dir()
-    if entry.family == "gliner":
-        return (folder / "gliner_config.json").is_file() and (has_safetensors(folder) or (folder / PICKLED).is_file())
+    family = FAMILIES[entry.family]
+    if family.has_pickled_weights:
+        return (folder / family.config_file).is_file() and (has_safetensors(folder) or (folder / PICKLED).is_file())
     in_subfolder = (folder / "modules.json").is_file() and any(folder.glob("*/*.safetensors"))
-    return in_subfolder or ((folder / "config.json").is_file() and has_safetensors(folder))
+    return in_subfolder or ((folder / family.config_file).is_file() and has_safetensors(folder))
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -79,6 +79,7 @@ def has_safetensors(folder: Path) -> bool:
 
 def lacking(entry: ModelEntry) -> str:
     """What a folder is that is no model of this family."""
-    if entry.family not in PARAMETERS:
+    if entry.family not in FAMILIES:
         return "is not a folder"
-    return f"holds no {'gliner_config.json and weights' if entry.family == 'gliner' else 'config.json and safetensors'}"
+    family = FAMILIES[entry.family]
+    return f"holds no {family.config_file} and {'weights' if family.has_pickled_weights else 'safetensors'}"

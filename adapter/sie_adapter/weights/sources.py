@@ -275,9 +275,8 @@ class WeightSources:
         except FetchFailed as error:
             allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
             made = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(error.error_class, lora_failed)
-            message = (
-                error.message.replace(private, "it") if private else error.message
-            )  # whoever named it needs no name that hides it
+            # whoever named it needs no name that hides it
+            message = error.message.replace(private, "it") if private else error.message
             raise made(name, f"no folder of the models folder, not in the local cache; {message}{allowed}") from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:

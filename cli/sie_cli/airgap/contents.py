@@ -27,6 +27,7 @@ from sie_adapter.weights.selection import LORA_FILES, wanted_by
 from sie_cli.airgap import sbom
 from sie_cli.airgap.archive import BILL, Index, Refused, Told, digest
 from sie_config.overlay import PLUG_INS, Folders
+from sie_contracts import families
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, serving
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
@@ -105,7 +106,7 @@ class Gathering:
                 self.files[f"{place}/{name}"] = path
                 if name in manifest:
                     self._known[f"{place}/{name}"] = manifest[name]
-        if entry.family == "gliner":
+        if families.row(entry.family).names_backbones:
             self._backbones(folder, place, entry)
         for lora in sorted(
             {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())} - {None, ""}, key=str
@@ -122,7 +123,7 @@ class Gathering:
         """What a GLiNER's own folder says of its backbones by name alone goes below that folder, where a load looks
         first.
         """
-        raw = json.loads((folder / "gliner_config.json").read_text("utf-8"))
+        raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
             each for each in (raw.get("labels_encoder"),) if each

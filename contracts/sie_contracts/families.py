@@ -1,0 +1,103 @@
+"""Model families: one row says what gateway, sidecar, adapter and CLI have to know of a family.
+
+    family of an entry ──► row ──► parameters, LoRA, labels (gateway)
+                                   class, files, tokens around a text (adapter)
+
+To add one: a file with its class in `sie_adapter/families`, a row here, and its name in the bundles that have what it
+needs.
+A family of another package has no row: the entry point `sie.adapters` names its class, it checks its own parameters,
+and any file of its folder may be read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`implementation`: `module:class` in the adapter, imported when a model of the family is first loaded.
+    `parameters`: the options that only this family reads.
+    `config_file`: the file that makes a folder one of its models, beside weights.
+    `transformers_class`: the class of transformers that is made from the folder.
+    """
+
+    implementation: str
+    parameters: frozenset[str] = frozenset()
+    config_file: str = "config.json"
+    transformers_class: str = "AutoModel"
+    gives_vectors: bool = False  # dense, sparse or multivector, from which scores are computed as well
+    reads_answer: bool = False  # the score is the probability of the next token: a decoder
+    takes_lora: bool = False
+    needs_labels: bool = False  # in each request
+    has_row_per_label: bool = False  # an input is as many sequences as there are labels
+    reads_first_token: bool = False  # so the tokenizer has to put one before each text
+    separates_pairs: bool = False  # so the tokenizer has to put a token between two texts
+    has_pickled_weights: bool = False  # pytorch_model.bin, read by torch's loader of plain tensors
+    names_backbones: bool = False  # by repository in `config_file`, whose files belong to the model
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "text-encoder": Family(
+            implementation=_TEXT_ENCODER,
+            parameters=frozenset({"score_mode", "score_weights"}),
+            gives_vectors=True,
+            takes_lora=True,
+        ),
+        "cross-encoder": Family(
+            implementation=_TEXT_ENCODER,
+            transformers_class="AutoModelForSequenceClassification",
+            takes_lora=True,
+            reads_first_token=True,
+            separates_pairs=True,
+        ),
+        "decoder-reranker": Family(
+            implementation=_TEXT_ENCODER,
+            transformers_class="AutoModelForCausalLM",
+            reads_answer=True,
+        ),
+        "zero-shot-classifier": Family(
+            implementation=_TEXT_ENCODER,
+            parameters=frozenset({"threshold", "multi_label", "hypothesis_template"}),
+            transformers_class="AutoModelForSequenceClassification",
+            needs_labels=True,
+            has_row_per_label=True,
+            reads_first_token=True,
+            separates_pairs=True,
+        ),
+        "text-classifier": Family(
+            implementation=_TEXT_ENCODER,
+            parameters=frozenset({"threshold", "raw_scores"}),
+            transformers_class="AutoModelForSequenceClassification",
+            reads_first_token=True,
+        ),
+        "token-classifier": Family(
+            implementation=_TEXT_ENCODER,
+            parameters=frozenset({"threshold"}),
+            transformers_class="AutoModelForTokenClassification",
+        ),
+        "gliner": Family(
+            implementation="sie_adapter.families.gliner:GlinerModel",
+            parameters=frozenset(
+                {"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}
+            ),
+            config_file="gliner_config.json",
+            needs_labels=True,
+            has_pickled_weights=True,
+            names_backbones=True,
+        ),
+        "gliclass": Family(
+            implementation="sie_adapter.families.gliclass:GliclassModel",
+            parameters=frozenset({"threshold", "multi_label"}),
+            needs_labels=True,
+        ),
+    }
+)
+FOREIGN = Family(implementation="")  # of another package
+
+
+def row(family: str) -> Family:
+    return FAMILIES.get(family, FOREIGN)
