@@ -108,12 +108,13 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
         "sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, "
         f"spare={spare}))"
     )
+    # the last two let a CPU stand in for a lesser one
     kept = (
         "PATH",
         "HOME",
         "ATEN_CPU_CAPABILITY",
         "ONEDNN_MAX_CPU_ISA",
-    )  # the last two let a CPU stand in for a lesser one
+    )
     known = {name: os.environ[name] for name in kept if name in os.environ}
     settings = {
         "SIE_IPC_SOCKET_PATH": str(path),

@@ -120,10 +120,11 @@ class Report:
     seconds: float = 0.0
     phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
     stall: tuple[float, float] = (math.inf, math.inf)
+    # from, until: who came then could not know of the stall or the slow-down
     struck: tuple[float, float] = (
         math.inf,
         math.inf,
-    )  # from, until: who came then could not know of the stall or the slow-down
+    )
     begun_s: float = math.inf  # the stall, or the slow-down
     # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
     known_s: float = math.inf

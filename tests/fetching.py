@@ -22,6 +22,7 @@ REPOSITORY = "org/model"
 END_S = 60.0  # far above what is expected
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["fetching", "sie_adapter.weights", "huggingface_hub.hf_api", "huggingface_hub.utils"])
+# of `os`: what changes the disk for others to see
 EFFECTS = (
     "fsync",
     "replace",
@@ -30,7 +31,7 @@ EFFECTS = (
     "unlink",
     "rmdir",
     "mkdir",
-)  # of `os`: what changes the disk for others to see
+)
 
 
 class Fetcher:

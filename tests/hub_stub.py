@@ -47,15 +47,13 @@ class HubStub:
     gated: bool = False  # to those without the token; else the repository does not exist for them
     status: int = 0  # of every answer
     failures: Counter[str] = field(default_factory=Counter)  # answers 503 so often, by path of a file
-    cuts: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # closes the connection after so many bytes of an answer, each once
+    # closes the connection after so many bytes of an answer, each once
+    cuts: dict[str, list[int]] = field(default_factory=dict)
     wrong: Counter[str] = field(default_factory=Counter)  # so many answers have other bytes
     ignores_ranges: bool = False
     lists_only_names: bool = False
-    before_piece: Callable[[str, int], None] = lambda path, sent: (
-        None
-    )  # called before each piece of a file: blocks for a slow hub
+    # called before each piece of a file: blocks for a slow hub
+    before_piece: Callable[[str, int], None] = lambda path, sent: None
     asked: list[Asked] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     url: str = ""

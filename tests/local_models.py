@@ -89,9 +89,8 @@ def _cross(folder: Path) -> Entry:
 
 
 def _reranker(folder: Path) -> Entry:
-    build_reranker(
-        folder, "qwen3 causal", tie_word_embeddings=True, vocab_size=4096
-    )  # more than it has tokens, as published ones
+    # more than it has tokens, as published ones
+    build_reranker(folder, "qwen3 causal", tie_word_embeddings=True, vocab_size=4096)
     return {"family": "decoder-reranker", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, **QWEN3_ENTRY}
 
 

@@ -173,10 +173,11 @@ class Reader:
 
     def read(self, page: Path) -> None:
         """Do what a page says, from its top to its end. Raises AssertionError with the block that failed."""
+        # for commands that mean the address without saying it
         self._terminal = {
             **self._environ,
             "SIE_GATEWAY_URL": self._cluster.url,
-        }  # for commands that mean the address without saying it
+        }
         for block in blocks(page, *RUN):
             if block.mark in ELSEWHERE:
                 continue

@@ -311,9 +311,8 @@ class Stack:
             (folder / f"{number}.yaml").write_text(json.dumps(entry))  # JSON is YAML
         bundles = folder / "bundles"
         bundles.mkdir(exist_ok=True)
-        (bundles / f"{self.plan.toy_bundle}.yaml").write_text(
-            json.dumps({"id": self.plan.toy_bundle})
-        )  # it has every family
+        # it has every family
+        (bundles / f"{self.plan.toy_bundle}.yaml").write_text(json.dumps({"id": self.plan.toy_bundle}))
         return folder
 
     def _environ(self, **own: str) -> dict[str, str]:

@@ -125,9 +125,8 @@ class Backbone:
             types["token_type_ids"] = to_device(padded, device)
         mask = to_device(seen, device).long()
         hidden = self._model(input_ids=to_device(ids, device), attention_mask=mask, **types)[0]
-        return hidden.flatten(0, 1)[
-            to_device(np.flatnonzero(real), device)
-        ]  # places, not a mask: counting that would wait for the device
+        # places, not a mask: counting that would wait for the device
+        return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)

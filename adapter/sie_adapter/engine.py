@@ -233,6 +233,5 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    os.putenv(
-        "ORT_DISABLE_TELEMETRY", "1"
-    )  # onnxruntime, which gliner imports, else sends and stores events from its import on
+    # onnxruntime, which gliner imports, else sends and stores events from its import on
+    os.putenv("ORT_DISABLE_TELEMETRY", "1")

@@ -39,9 +39,8 @@ def keep_one_serving() -> int | None:
     To be called on the only thread, with SIGNALS blocked; they are blocked in the child as well.
     """
     parent, pause_s, stopping = os.getpid(), 0.0, False
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # were it ignored, as it may have been inherited, nobody could wait for a child
+    # were it ignored, as it may have been inherited, nobody could wait for a child
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     while True:
         child = _fork()
         if child is None:

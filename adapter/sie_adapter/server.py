@@ -144,9 +144,8 @@ class Server:
         except SIEError as error:
             told = public(error.info())
             if told.message != error.message:
-                _logger.warning(
-                    "%s was refused: %s", type(request).__name__, error.message
-                )  # the one place that says where
+                # the one place that says where
+                _logger.warning("%s was refused: %s", type(request).__name__, error.message)
             return Refused(told)
         except Exception:
             _logger.exception("%s failed", type(request).__name__)

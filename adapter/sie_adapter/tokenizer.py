@@ -21,12 +21,13 @@ from sie_adapter.failure import load_failed
 from sie_contracts import families
 from sie_contracts.catalogue import LoadOptions
 
+# each is a vocabulary, as published folders have them
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
     "vocab.json",
     "*.model",
-)  # each is a vocabulary, as published folders have them
+)
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
 _KNOWN = 0.5  # of the characters of a sentence: more make it one that the tokenizer reads
 _UNKNOWN_SIGN = "\U00010600"  # Linear A: no vocabulary has it

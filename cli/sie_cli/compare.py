@@ -243,9 +243,8 @@ def neighbours(asking: Matrix, rows: Matrix, most: int, *, own: bool) -> NDArray
 def agreement_at(one: NDArray[np.intp], two: NDArray[np.intp]) -> list[float]:
     """The mean share of neighbours in common among the first 1, 2, 3, ... of each."""
     most = one.shape[1]
-    found = np.zeros(
-        most
-    )  # by how many neighbours one has to look at until both models have one more of them in common
+    # by how many neighbours one has to look at until both models have one more of them in common
+    found = np.zeros(most)
     for mine, other in zip(one.tolist(), two.tolist(), strict=True):
         places = {row: place for place, row in enumerate(other)}
         for place, row in enumerate(mine):

@@ -63,9 +63,8 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.mkdir(
-                mode=0o700, exist_ok=True
-            )  # one that was there keeps its mode, what is in it is private in any case
+            # one that was there keeps its mode, what is in it is private in any case
+            self._path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(self._path):
                 raise SettingError(
                     "--data-dir", f"{self._path}: {why}; name another one, or make it yours and `chmod o-w` it"

@@ -94,10 +94,11 @@ class Service:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._taken(method, answer)
                 after = answer.headers.get("retry-after", "1")
+                # a proxy may say a date
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
-                )  # a proxy may say a date
+                )
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise Refused(
                     f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port"

@@ -354,9 +354,8 @@ class _Serve:
             environ = environment.of_broker(self._environ, self._embedded.environ)
             broker = [Child("nats-server", self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
-            self._environ["SIE_NATS_URL"] = self._flags.pop(
-                "SIE_NATS_URL"
-            )  # it may hold a password, which no process list should show
+            # it may hold a password, which no process list should show
+            self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")
         config: list[Child] = []
         if settings.config_service_url is None:
             config_port = free_port()

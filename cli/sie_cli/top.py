@@ -159,9 +159,8 @@ def top(gateway_url: str | None, once: bool) -> None:
 
     from sie_sdk.errors import AuthenticationError, SIEConnectionError, SIEError
 
-    logging.getLogger("sie_sdk").setLevel(
-        logging.ERROR
-    )  # its warnings of attempts would break the picture, which tells of them
+    # its warnings of attempts would break the picture, which tells of them
+    logging.getLogger("sie_sdk").setLevel(logging.ERROR)
     found = loaded({"gateway_url": gateway_url})
     url = (found.settings.gateway_url or GATEWAY).partition(",")[0].rstrip("/")
     secret = gateway_token(found.settings, found.sources)

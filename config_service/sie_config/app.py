@@ -262,10 +262,11 @@ def _reads(app: FastAPI, service: ConfigService) -> None:
 def _writes(app: FastAPI, service: ConfigService) -> None:
     async def document(request: Request) -> tuple[Document, bytes]:
         body = await _body(request)
+        # a large YAML takes seconds
         return (
             await asyncio.to_thread(read, body, request.headers.get("content-type", "")),
             body,
-        )  # a large YAML takes seconds
+        )
 
     @app.post(_MODELS, summary="Add a model, or profiles to one", status_code=201)
     async def create(request: Request) -> Response:

@@ -344,9 +344,8 @@ class CatalogueStore:
                         if is_alias(change.entry) or is_alias(change.held.entry)
                     }
                     index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                    await self.write(
-                        batch, index=index, tell=start + SEED_BATCH >= len(changes)
-                    )  # one look at the end is enough
+                    # one look at the end is enough
+                    await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                     done += batch
             except WrongRevision:
                 continue  # another replica seeds at the same time: look again

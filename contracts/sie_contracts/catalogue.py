@@ -29,13 +29,14 @@ from sie_contracts.names import Names, in_words
 Precision = Literal["float32", "float16", "bfloat16"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
+# outputs as clients know them, by their task
 _LISTED = {
     "dense": "",
     "sparse": "",
     "multivector": "",
     "score": "score",
     "json": "extract",
-}  # outputs as clients know them, by their task
+}
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
 
 _Value = TypeVar("_Value")
@@ -301,9 +302,8 @@ class Catalogue:
     bundles: Mapping[str, Bundle] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    written: Mapping[str, int] = field(
-        default_factory=dict
-    )  # the number in its epoch of the write that made each revision
+    # the number in its epoch of the write that made each revision
+    written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -51,11 +51,12 @@ _REFUSED = frozenset(
         "TokenRefreshRequired",
     }
 )
+# asked where nothing else names credentials
 _INSTANCE = (
     "169.254.169.254",
     "169.254.170.2",
     "metadata.google.internal",
-)  # asked where nothing else names credentials
+)
 
 
 class StoreError(Exception):

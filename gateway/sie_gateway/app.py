@@ -289,11 +289,12 @@ class Edge:
         if path in _PROBES and not is_socket:
             await self._probes({**scope, "path": path}, receive, send)
             return
+        # as ASGI has it: the path begins with the root path
         scope = {
             **scope,
             "path": self._root + path,
             "root_path": self._root,
-        }  # as ASGI has it: the path begins with the root path
+        }
         call = Call(uuid7(), received_s, headers, path=path, receive=receive, client=(scope.get("client") or ("",))[0])
         scope["sie.call"] = call
         spans.begin(None if is_socket else self._gateway.tracer, call, scope.get("method", "GET"))

@@ -113,9 +113,8 @@ def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> 
     return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
 
 
-_ELSEWHERE = {
-    "items": frozenset({"text", "texts", "documents", "docs", "sentences", "passages"})
-}  # what other servers and libraries say
+# what other servers and libraries say
+_ELSEWHERE = {"items": frozenset({"text", "texts", "documents", "docs", "sentences", "passages"})}
 _ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
 _MODALITIES = {
     "images": "image",

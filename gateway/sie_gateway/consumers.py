@@ -157,9 +157,8 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            self._ensuring.begin(
-                spec.name, functools.partial(self._make, spec)
-            )  # where it fails the next round is the net
+            # where it fails the next round is the net
+            self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
         """The consumer of this name, if an open request of ours counts on it."""

@@ -25,10 +25,11 @@ CHANGED = 2.0  # times as long, or as short, as any fixed and any token part all
 CHANGED_SAMPLES = 2
 OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
 MAX_EVIDENCE = 64
+# without a result for so long the queue may stand still; the second before any sample
 STALL_S, UNKNOWN_STALL_S = (
     0.25,
     5.0,
-)  # without a result for so long the queue may stand still; the second before any sample
+)
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
 MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that

@@ -51,9 +51,8 @@ class Fragments:
     most_request_bytes: int = MAX_REQUEST_BYTES
     silence_s: float = LONGEST_SILENCE_S
     held_bytes: int = 0
-    _all: dict[tuple[str, int, str], Assembly] = field(
-        default_factory=dict
-    )  # the one that waits longest for a part first
+    # the one that waits longest for a part first
+    _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)
     _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -95,9 +95,8 @@ class Inbox:
 
     def __init__(self, broker: Broker, metrics: Metrics, fragments: Fragments | None = None) -> None:
         self.subject = f"sie.result.{uuid.uuid4().hex}"
-        self.on_late: Callable[[WorkResult], None] = lambda result: (
-            None
-        )  # called with each result whose request is over
+        # called with each result whose request is over
+        self.on_late: Callable[[WorkResult], None] = lambda result: None
         self._broker = broker
         self._metrics = metrics
         self._open: dict[str, Collector] = {}

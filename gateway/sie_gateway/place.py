@@ -30,10 +30,11 @@ from sie_gateway.turns import Turns
 from sie_gateway.window import Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
+# samples after which half of an expected wait is believed, above the floor of work and up to it
 DOUBT, FLOOR_DOUBT = (
     1.0,
     2.0,
-)  # samples after which half of an expected wait is believed, above the floor of work and up to it
+)
 BUSY_BATCHES = (
     1.5  # of wait, beside those that run and the turns that are due at once: let in, so that the workers have no pause
 )

@@ -552,9 +552,8 @@ class Pools(Collection[str]):
             for worker in sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name)):
                 self._count("assigned" if worker in found else "released")
                 _logger.info("worker %s serves %s", worker, found.get(worker, "its own pool again"))
-                await self._broker.send(
-                    topology.assigned_subject(worker), b""
-                )  # a hint; it asks every few seconds anyway
+                # a hint; it asks every few seconds anyway
+                await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, each in live.items() if self.is_active(each))
         self._count("active", len(active - self._active))
         self._count("pending", len((self._active - active) & live.keys()))

@@ -24,6 +24,7 @@ EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client nee
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
+# the whole
 STAGES = (
     "queue_time",
     "preprocess_time",
@@ -31,7 +32,7 @@ STAGES = (
     "inference_time",
     "postprocess_time",
     "unattributed_time",
-)  # the whole
+)
 _TIMING_HEADERS = (
     ("X-Queue-Time", "queue_time"),
     ("X-Tokenization-Time", "preprocess_time"),

@@ -23,10 +23,11 @@ from sie_contracts.messages import Turn
 MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
 MAX_TURNS = 16_384
 MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
+# how much later than told a client may come, and by which share of its wait earlier or later
 GRACE_S, GRACE_SHARE = (
     2.0,
     0.3,
-)  # how much later than told a client may come, and by which share of its wait earlier or later
+)
 SLOT_S = 0.25  # turns that are due are counted by slots
 SLOTS = 4  # of a second
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # in which turns may be that are past and have not lapsed
@@ -61,9 +62,8 @@ class Turns:
         self._by_slot: dict[int, float] = {}  # of what is open: costs by the slot in which it is due
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
-        self._booked: deque[tuple[bytes, float, float]] = deque(
-            maxlen=MAX_NEWS
-        )  # of this gateway, not told yet: client, due, cost
+        # of this gateway, not told yet: client, due, cost
+        self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 
     def __len__(self) -> int:

@@ -80,12 +80,10 @@ class BucketFolder:
 
         async def one(path: str, size: int) -> None:
             async def body() -> bytes:
-                bounded: GetOptions = {
-                    "range": (0, most_bytes)
-                }  # not by the size in the list: the object may have grown since
-                answer = await obstore.get_async(
-                    self._store, path, options=bounded if size else {}
-                )  # an empty one has no range
+                # not by the size in the list: the object may have grown since
+                bounded: GetOptions = {"range": (0, most_bytes)}
+                # an empty one has no range
+                answer = await obstore.get_async(self._store, path, options=bounded if size else {})
                 if not size and answer.meta["size"]:
                     answer = await obstore.get_async(self._store, path, options=bounded)
                 return bytes(await answer.bytes_async())

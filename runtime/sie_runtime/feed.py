@@ -324,9 +324,8 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
     """All `*.yaml` entries below `folder`, by id. Raises ValidationFailed naming file and path, OSError."""
     import yaml
 
-    loader = getattr(
-        yaml, "CSafeLoader", yaml.SafeLoader
-    )  # libyaml's, ten times as fast, where PyYAML was built with it
+    # libyaml's, ten times as fast, where PyYAML was built with it
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: dict[str, ModelEntry] = {}
     for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
         try:

@@ -86,9 +86,8 @@ def _decoded(body: bytes) -> object:
     import yaml
 
     try:
-        loader = getattr(
-            yaml, "CSafeLoader", yaml.SafeLoader
-        )  # libyaml's, ten times as fast, where PyYAML was built with it
+        # libyaml's, ten times as fast, where PyYAML was built with it
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         return loader(body).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {type(error).__name__}") from error

@@ -33,6 +33,7 @@ _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
 
+# their messages quote values
 QUOTING = (
     LookupError,
     ValueError,
@@ -40,7 +41,7 @@ QUOTING = (
     AttributeError,
     AssertionError,
     SyntaxError,
-)  # their messages quote values
+)
 
 
 def end_signals() -> tuple[signal.Signals, ...]:

@@ -319,9 +319,8 @@ class Protocol(HttpToolsProtocol):
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
             with contextlib.suppress(OSError):  # of a broken connection, which the look below finds
-                os.write(
-                    descriptor, b"HTTP/1.1 100 Continue\r\n\r\n"
-                )  # at once: a client that is gone may be back in a moment
+                # at once: a client that is gone may be back in a moment
+                os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
         found = select.poll()
         found.register(descriptor, 0)  # errors and resets alone

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 
 TELL_S = 10.0  # between lines in the log about what is refused here
+# the reasons for which something is refused below any application
 REFUSED = (
     "host",
     "origin",
     "malformed",
     "connections",
     "unread",
-)  # the reasons for which something is refused below any application
+)
 _logger = logging.getLogger("sie.http")
 
 

@@ -16,11 +16,12 @@ from typing import NamedTuple
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: for everybody, never behind a token
 _USUAL_PATH = 256
+# how alike two paths must be; how many parts of one are looked at, and how much of each
 _LIKE, _LIKE_PARTS, _LIKE_PART = (
     0.8,
     3,
     32,
-)  # how alike two paths must be; how many parts of one are looked at, and how much of each
+)
 
 
 class Row(NamedTuple):
@@ -114,9 +115,8 @@ class Table:
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         asked = {"/".join(each[:count]) for each in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        exact = next(
-            (head for head in self._heads if head in asked), None
-        )  # the right beginning, with nothing or too much behind it
+        # the right beginning, with nothing or too much behind it
+        exact = next((head for head in self._heads if head in asked), None)
         like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
         return self._heads[head] if head is not None else ""

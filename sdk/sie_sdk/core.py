@@ -315,9 +315,8 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
     return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
 
 
-_COSTLY = frozenset(
-    {"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"}
-)  # what may have cost the device its time is repeated ever more slowly
+# what may have cost the device its time is repeated ever more slowly
+_COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
 def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:

@@ -16,9 +16,8 @@ from typing import Any
 
 from sie_sdk.errors import InvalidInputError
 
-_PNG_MODES = frozenset(
-    {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
-)  # what PNG holds without loss; TIFF holds the others
+# what PNG holds without loss; TIFF holds the others
+_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "png"),
     (b"\xff\xd8\xff", "jpeg"),

@@ -76,9 +76,8 @@ def _is_refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        told = [
-            each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)
-        ]  # of each address of a name
+        # of each address of a name
+        told = [each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)]
         if told and all(map(_is_refused, told)):
             return True
         cause = cause.__cause__ or cause.__context__

@@ -186,14 +186,12 @@ class Hosting:
         self._on_change = on_change
         self._hosted: dict[str, Hosted] = {}
         self._of_model: dict[str, list[Hosted]] = {}
-        self.assigned: Callable[[], frozenset[str] | None] = lambda: (
-            None
-        )  # models that this worker is a host of; None: not known
+        # models that this worker is a host of; None: not known
+        self.assigned: Callable[[], frozenset[str] | None] = lambda: None
         self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
         self.on_failed: Callable[[Hosted, SIEError], object] = lambda hosted, error: None
-        self.on_role: Callable[[Hosted], object] = lambda hosted: (
-            None
-        )  # it is unloaded, makes room, or need not any more
+        # it is unloaded, makes room, or need not any more
+        self.on_role: Callable[[Hosted], object] = lambda hosted: None
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -311,9 +309,8 @@ class Hosting:
                 continue
             if hosted.loading is None:
                 hosted.loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                hosted.loading.add_done_callback(
-                    lambda task: task.cancelled() or task.exception()
-                )  # its waiters may have gone by then
+                # its waiters may have gone by then
+                hosted.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(hosted.loading)
 
     async def stop(self) -> None:

@@ -82,9 +82,8 @@ class Loras:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            load.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # its waiters may have gone by then
+            # its waiters may have gone by then
+            load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
     async def _load(self, hosted: Hosted, name: str) -> None:

@@ -137,9 +137,8 @@ class Settlement:
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
     """How much of a result a message of that size holds beside what says which part it is."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    return max(
-        1, message_bytes - len(messages.encode(frame)) - 4
-    )  # the length of 4 GiB takes four bytes more than that of nothing
+    # the length of 4 GiB takes four bytes more than that of nothing
+    return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
 def failed(result: WorkResult, error: SIEError) -> WorkResult:

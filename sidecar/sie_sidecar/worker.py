@@ -747,9 +747,8 @@ class Worker:
         self.inventory.remove(held)
         if held.coming:
             self.inventory.known(held)
-            self.pulling.refill_one(
-                held.lease.delivery.consumer
-            )  # it stood for others that its model's load would have served
+            # it stood for others that its model's load would have served
+            self.pulling.refill_one(held.lease.delivery.consumer)
         if self.preparing.fetching is not None:
             self.preparing.fetching.let_go(held)
         self._let_model_go(held)

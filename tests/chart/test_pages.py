@@ -13,9 +13,8 @@ from monitoring import parts_of
 from pages import DOCS
 
 FILE = "values-gke.yaml"
-RUNBOOK = re.sub(
-    r"^```.*?^```$", "", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
-)  # without its block
+# without its block
+RUNBOOK = re.sub(r"^```.*?^```$", "", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 TYPED = {
     page.name: re.findall(r"\b(?:kubectl|helm|kind) [^`\n]*(?:\\\n[^`\n]*)*", page.read_text("utf-8"))
     for page in DOCS.glob("*.md")

@@ -13,9 +13,8 @@ from upgrade import released
 from sie_contracts import ipc
 
 FIXTURES = Path(__file__).parent / "fixtures"
-OTHER_PROTOCOL = re.compile(
-    rf"ipc(?!{ipc.PROTOCOL}-)\d+-"
-)  # between sidecar and adapter of one pod, which change together
+# between sidecar and adapter of one pod, which change together
+OTHER_PROTOCOL = re.compile(rf"ipc(?!{ipc.PROTOCOL}-)\d+-")
 
 
 def test_no_fixture_of_the_old_version_is_missing_or_changed() -> None:

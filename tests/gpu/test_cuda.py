@@ -168,8 +168,7 @@ def test_the_documented_default_precision_runs_on_cuda(folder: Callable[[str], P
         assert engine.describe().memory_total_bytes > 1 << 30
         del resident
         engine.residency.release("toy")
-        assert engine.describe().memory_used_bytes <= before + (
-            256 << 20
-        )  # the context, and the workspaces of its libraries
+        # the context, and the workspaces of its libraries
+        assert engine.describe().memory_used_bytes <= before + (256 << 20)
     finally:
         engine.stop(5)

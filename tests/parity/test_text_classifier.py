@@ -84,9 +84,8 @@ def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngin
     folder = folders(name)
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
     lefts = ragged_documents(10, longest=60)
-    rights = [
-        text or "winter" for text in ragged_documents(10, seed=1, longest=60)
-    ]  # transformers takes an empty one for none
+    # transformers takes an empty one for none
+    rights = [text or "winter" for text in ragged_documents(10, seed=1, longest=60)]
     pairs = [Input(left, pair=right) for left, right in zip(lefts, rights, strict=True)]
     found = scoring.found([*pairs, *lefts])
     check(

@@ -150,15 +150,13 @@ def _decoder(algorithm: Algorithm, *specials: str, single: str, **roles: str) ->
     return TokenizerRecipe(algorithm, specials, roles, single, single.replace("$A", "$A $B"), padding_side="left")
 
 
-BERT = _bert_like(
-    "wordpiece", "[UNK]", "[unused0]", "[unused1]", "[MASK]", "[CLS]", "[PAD]", "[SEP]", token_types=True
-)  # pad 5
+# pad 5
+BERT = _bert_like("wordpiece", "[UNK]", "[unused0]", "[unused1]", "[MASK]", "[CLS]", "[PAD]", "[SEP]", token_types=True)
 DISTILBERT = _bert_like("wordpiece", "[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")  # pad 3
 MODERNBERT = _bert_like("byte-level", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # pad 3
 DEBERTA = _bert_like("unigram", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", token_types=True)  # pad 3
-ROBERTA = _roberta_like(
-    "byte-level", "<s>", "<unk>", "</s>", "<mask>", "<unused>", "<pad>"
-)  # pad 5: positions start at 6
+# pad 5: positions start at 6
+ROBERTA = _roberta_like("byte-level", "<s>", "<unk>", "</s>", "<mask>", "<unused>", "<pad>")
 XLM_ROBERTA = _roberta_like("unigram", "<s>", "<pad>", "</s>", "<unk>", "<mask>")  # pad 1
 MPNET = _roberta_like("wordpiece", "<s>", "<pad>", "</s>", "[UNK]", "<mask>", unk="[UNK]")  # pad 1
 # As in Qwen3-Embedding: one token ends every text and pads it.

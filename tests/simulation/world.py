@@ -643,9 +643,8 @@ def _in_place(world: World, told: Callable[[str], None] | None) -> Iterator[None
             (Watch, "__hash__", number),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(
-            mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"})
-        )  # threads of Rust are real ones
+        # threads of Rust are real ones
+        stack.enter_context(mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}))
         stack.enter_context(world.checks.watching())
         try:
             yield

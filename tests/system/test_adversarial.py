@@ -349,12 +349,13 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
     from transformers import pipeline
 
     braces = "{query}{document}{text}"
+    # the pipeline takes a first label of {} for a template without a field
     labels = [
         "river",
         "{}",
         "{label}",
         "{0} {",
-    ]  # the pipeline takes a first label of {} for a template without a field
+    ]
     classify = pipeline("zero-shot-classification", model=str(models.weights / "zero-shot"), device="cpu")
     expected = classify(MATES[0], labels, hypothesis_template="This text is about {}.")
     (slot,) = slots(checked(await ask(client, "zero-shot", [MATES[0]], labels=labels)))

@@ -549,9 +549,8 @@ def test_langchain_sends_ids_of_openai_and_gets_the_vector_of_its_text(cluster: 
 
     embedder = OpenAIEmbeddings(model=IDS, base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0)  # type: ignore[arg-type]
     found = embedder.embed_documents([TEXT])
-    assert np.array_equal(
-        np.array(found[0], np.float32), native(client, TEXT, IDS)
-    )  # MINI, loaded apart, may have other kernels
+    # MINI, loaded apart, may have other kernels
+    assert np.array_equal(np.array(found[0], np.float32), native(client, TEXT, IDS))
     assert np.allclose(embedder.embed_query("kernel"), native(client, "kernel"), atol=1e-6)
     assert np.allclose(
         asyncio.run(embedder.aembed_documents([TEXT, QUERY])),

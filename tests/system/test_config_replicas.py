@@ -236,9 +236,8 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         assert one.revisions(MODEL)[0] == kept
         await eventually(lambda: feed.is_behind, "the reader's complaint", WITHIN_S)
         assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: kept + 1}, 32)
-        assert (
-            one.call("PATCH", path, {"max_tokens": 48}).json()["revision"] == kept + 1
-        )  # and its epoch is that of the lost one
+        # and its epoch is that of the lost one
+        assert one.call("PATCH", path, {"max_tokens": 48}).json()["revision"] == kept + 1
         await eventually(
             lambda: feed.catalogue.entries[MODEL].max_tokens == 48, "what was written in place of the lost", WITHIN_S
         )

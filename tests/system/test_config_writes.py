@@ -73,9 +73,8 @@ def replicas(broker: NatsServer) -> Iterator[Replicas]:
         found.parts.append(Part("config", f"config {number}", [SIE, "config", "--port", str(port)], environ, ready))
     try:
         found.again(0)
-        found.again(
-            1, "--failpoints", "config.before_broadcast=crash"
-        )  # there is nothing left to seed: its first write is an operator's
+        # there is nothing left to seed: its first write is an operator's
+        found.again(1, "--failpoints", "config.before_broadcast=crash")
         yield found
     finally:
         for part in found.parts:

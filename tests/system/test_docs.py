@@ -22,9 +22,8 @@ from transformers import AutoModel
 
 pytestmark = [
     pytest.mark.timeout(400),  # each step has its own bound
-    pytest.mark.filterwarnings(
-        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-    ),  # PEFT asks transformers for it
+    # PEFT asks transformers for it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 ELSEWHERE = ("quickstart.md", "coming-from.md", "bundles.md", "tuning.md", "sdk.md")  # the last one by test_readme.py
 # those that want a server of their own come last

@@ -213,9 +213,8 @@ async def drive(stack: Stack, broker: Broker, publisher: Publisher, placer: Plac
             most_loaded = max(most_loaded, *await metric(stack, "sie_model_loaded"))
         await send(publisher, placer, number, chance.choices(models, weights)[0])
         number += 1
-        await asyncio.sleep(
-            max(0.0, (number - first) / setup.rate - (time.perf_counter() - begin_s))
-        )  # the pace of an open client
+        # the pace of an open client
+        await asyncio.sleep(max(0.0, (number - first) / setup.rate - (time.perf_counter() - begin_s)))
     after = await loads(stack)
     await answered(broker, publisher)
     times_s: Sequence[float] = [publisher.times_s[f"r{index}"] for index in range(measured, number)]
@@ -237,9 +236,8 @@ async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
     await fleet.start()
     placer = Placer(broker, 2.0, fleet, Ages(broker, Backlog(broker, [LANE.pool]), clock.now_s).of, clock.now_s)
     bucket = await broker.key_value(topology.PLACEMENT_BUCKET, storage="memory")
-    empty = messages.encode(
-        Placement(clock.now_s())
-    )  # of a lane that had workers before: without any table all would pull all
+    # of a lane that had workers before: without any table all would pull all
+    empty = messages.encode(Placement(clock.now_s()))
     await bucket.write([Write(topology.lane_key(LANE), empty, 0)])
     await placer.start(storage="memory", replicas=1)
     task = asyncio.create_task(placer.run(stop))

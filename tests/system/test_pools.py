@@ -106,9 +106,8 @@ def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> N
     renewed = call(stack, "POST", "/v1/pools/team/renew", 1).json()
     assert renewed["expires_at"] > before["status"]["expires_at"]
     assert call(stack, "DELETE", "/v1/pools/team", 1).json() == {"message": "Pool deleted"}
-    assert (
-        call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
-    )  # the name is free, also while the worker still leaves
+    # the name is free, also while the worker still leaves
+    assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
     until(lambda: workers_of(stack, "team"), 20, "active again")
     assert encode(stack, "team").status_code == 200
     assert call(stack, "DELETE", "/v1/pools/team").status_code == 200

@@ -44,9 +44,8 @@ SECRET = {
     "config-read-token": "reader-token",
     "admin-token": "admin-token",
     "nats-route": "in-a-url",
-    **{
-        f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS
-    },  # what a URL, or a server's configuration, would read otherwise
+    # what a URL, or a server's configuration, would read otherwise
+    **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},
 }
 VALUES = {"auth": {"mode": "static"}, "catalogue": {"configMap": "own-models"}}
 CLIENT = {"Authorization": "Bearer client-token"}
@@ -103,9 +102,8 @@ class Node:
 
     folder: Path
     found: list[Object]
-    own_files: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # of ConfigMaps that are not the chart's, by name
+    # of ConfigMaps that are not the chart's, by name
+    own_files: dict[str, dict[str, str]] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
     disk: Path | None = None
     pods: list[Pod] = field(init=False)

@@ -29,13 +29,14 @@ BATCH_MS = 20.0
 RATE = 40.0  # requests a second, of both models together: about two thirds of the device
 WARM_S = 5.0
 SPAN_S = 66.0  # of each measurement: the load, and after it the work that waited for it
+# of the clients of the slow model, the last of them within one hold of the load's end
 ARRIVALS = (
     0.0,
     0.0,
     5.0,
     25.0,
     LOAD_S - 15.0,
-)  # of the clients of the slow model, the last of them within one hold of the load's end
+)
 # Both measurements have the same arrivals, so on a machine with nothing else to do they differ by how late six
 # processes wake up. With two cores that others keep busy for part of the time, the p99 says what they did.
 NOISE_S = 0.003

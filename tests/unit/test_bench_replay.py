@@ -130,9 +130,8 @@ def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> Non
 
 
 def test_more_workers_and_a_faster_device_are_never_slower_where_every_batch_is_one_message() -> None:
-    requests = generate(
-        "poisson:rate=90,length=60,seconds=10,seed=4"
-    )  # one queue, so that the order is that of arrival
+    # one queue, so that the order is that of arrival
+    requests = generate("poisson:rate=90,length=60,seconds=10,seed=4")
     alone = dataclasses.replace(PLAN, max_batch_requests=1)
     found = [runs(requests, dataclasses.replace(alone, workers=workers)) for workers in (1, 2, 4)]
     for percent in (50, 99):

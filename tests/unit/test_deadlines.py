@@ -125,9 +125,8 @@ async def test_a_clock_that_is_30_s_off_changes_nothing(tmp_path: Path, offset_s
     async with Direct(tmp_path, ENTRY) as cluster:
         cluster.server.wall_clock = lambda: time.time() + offset_s
         late = await cluster.publish("late", budget_ms=100)
-        await asyncio.sleep(
-            0.1 + LATE_S + 0.2
-        )  # its budget, what it is forgiven, and what the clocks may be off in this process
+        # its budget, what it is forgiven, and what the clocks may be off in this process
+        await asyncio.sleep(0.1 + LATE_S + 0.2)
         adapter = await cluster.adapter()
         await cluster.sidecar(adapter)
         good = await cluster.publish("good", budget_ms=5_000)

@@ -621,9 +621,8 @@ async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gatew
                 assert response.headers["x-sie-error-code"], told
                 check_retry(response.status_code, response.headers)
                 if response.status_code == 405:
-                    assert "allow" in response.headers, (
-                        told
-                    )  # empty where the config service has the path and a gateway takes nothing
+                    # empty where the config service has the path and a gateway takes nothing
+                    assert "allow" in response.headers, told
                 if method == "HEAD":
                     assert not response.content, told
                 else:

@@ -159,9 +159,8 @@ def broken(good: Path) -> Path:
     for name, content in contents.items():
         folder = shutil.copytree(good, good.parent / "broken" / name)
         (folder / "model.safetensors").write_bytes(content)
-    os.truncate(
-        good.parent / "broken" / "vast" / "model.safetensors", (1 << 42) + 8 + len(header)
-    )  # takes no room on the disk
+    # takes no room on the disk
+    os.truncate(good.parent / "broken" / "vast" / "model.safetensors", (1 << 42) + 8 + len(header))
     return good.parent / "broken"
 
 

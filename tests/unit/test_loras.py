@@ -41,9 +41,8 @@ class Toy:
 async def toy(tmp_path: Path) -> AsyncIterator[Toy]:
     async with InProcess(tmp_path, ENTRY, WITH_PROFILES) as cluster:
         adapter, gateway = await cluster.adapter(), await cluster.gateway()
-        await cluster.sidecar(
-            adapter, SIE_RUST_PIPELINE_DEPTH="1"
-        )  # a batch that is sent ahead has its LoRA checked at once
+        # a batch that is sent ahead has its LoRA checked at once
+        await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")
         yield Toy(adapter, gateway)
 
 

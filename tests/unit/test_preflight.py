@@ -12,11 +12,12 @@ from sie_cli import preflight
 @pytest.mark.parametrize(
     ("path", "files", "limits"),
     [
+        # the one around binds as well
         (
             "/a/b",
             {"a/b/memory.max": "700", "a/memory.max": "500", "memory.max": "max"},
             [700, 500],
-        ),  # the one around binds as well
+        ),
         ("/a", {"a/memory.max": "max"}, []),
         ("/docker/of-the-host", {"memory.max": "300"}, [300]),  # inside a container its own group is the root
         ("/", {"memory.max": "9223372036854771712"}, []),

@@ -165,11 +165,12 @@ async def test_work_that_no_adapter_takes_ends_with_its_budget(tmp_path: Path) -
         cluster.adapters.append(adapter)
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar(adapter)
         answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1000")
+        # as ready as the worker is then
         assert answer.json()["code"] in (
             "GATEWAY_TIMEOUT",
             "PROVISIONING",
             "MODEL_LOADING",
-        )  # as ready as the worker is then
+        )
         assert len(adapter.loads) > 1
         await let_go(cluster, sidecar.worker)
         right(await gateway.encode("short"), "short")

@@ -43,10 +43,11 @@ class Scheduling(RuleBasedStateMachine):
         self.more_expected = False
         self.number = 0
         self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
+        # the oldest due one, and batches it may still see
         self.due: dict[bool, tuple[Job[int], int] | None] = {
             False: None,
             True: None,
-        }  # the oldest due one, and batches it may still see
+        }
 
     @rule(
         model=st.sampled_from(MODELS),

@@ -232,9 +232,8 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 @each_row
 def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
-    found = load(
-        environ={row.name: good if row.name == "SIE_NATS_PASSWORD" else f" {good} "}
-    )  # of which each character counts
+    # of which each character counts
+    found = load(environ={row.name: good if row.name == "SIE_NATS_PASSWORD" else f" {good} "})
     assert getattr(found.settings, row.field) == row.read(good) != row.default
     assert found.sources[row.name] == "environment"
     found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})

@@ -91,11 +91,12 @@ async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_no
         answer = await gateway.encode("a", traceparent=CLIENT, tracestate="vendor=1")
         assert "x-trace-id" not in answer.headers
         batch = adapter.batches[-1]
+        # it goes on, untold
         assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (
             CLIENT,
             "vendor=1",
             "",
-        )  # it goes on, untold
+        )
     assert len(collector.spans) == before
 
 

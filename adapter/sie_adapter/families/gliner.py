@@ -42,9 +42,8 @@ from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.ipc import Rows
 
-_TOKENS_PER_PASS = {
-    "cpu": 2048
-}  # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
+# padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
+_TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 _TOKENS_PER_WORD = 4  # of the longest window of an encoder that has no limit of its own
 _CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token

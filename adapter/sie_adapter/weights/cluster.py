@@ -154,9 +154,8 @@ class Bucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         found = [stored for each in await asyncio.gather(*map(of, folders)) for stored in each]
-        return [
-            stored for stored in found if stored.sizes or stored.manifest is not None
-        ]  # some stores keep empty folders
+        # some stores keep empty folders
+        return [stored for stored in found if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
         import obstore

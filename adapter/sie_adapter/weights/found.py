@@ -15,11 +15,12 @@ from sie_adapter.weights.selection import Wanted
 
 _HEADER_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# what the decoder raises for bad syntax, UTF-8, depth
 _NO_JSON = (
     msgspec.DecodeError,
     UnicodeDecodeError,
     RecursionError,
-)  # what the decoder raises for bad syntax, UTF-8, depth
+)
 _NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no folder in a repository
 
 

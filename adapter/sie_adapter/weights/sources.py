@@ -147,9 +147,8 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress
                         )
-                    folder = self.cache.find(
-                        weights.hub, revision, wanted_by(entry)
-                    )  # it was pushed for a model that may want less
+                    # it was pushed for a model that may want less
+                    folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
                 holds = "has no" if fetch is None else "has not all of"
@@ -157,9 +156,8 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                _logger.warning(
-                    "%s: the cluster cache %s: %s", what, self.cluster.url, error.message
-                )  # the next source may have it
+                # the next source may have it
+                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)
         untold = self.cache.place(weights.hub, revision)
         unfit = self.cache.why_not(weights.hub, revision)
         if not unfit and self._has_all(untold, entry):
@@ -297,9 +295,8 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                _logger.warning(
-                    "%s: the cluster cache %s: %s", what, self.cluster.url, why
-                )  # the next source may have it
+                # the next source may have it
+                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)
         untold = self.cache.place(repository, commit)
         fits = _has_lora(untold) and not self.cache.why_not(repository, commit)
         if not self.may_download:

@@ -128,9 +128,8 @@ class MemoryBroker:
 
     async def reach(self, timeout_s: float) -> float:
         """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
-        await asyncio.sleep(
-            0
-        )  # a round trip lets others run: a caller that asks again and again must not stop the loop
+        # a round trip lets others run: a caller that asks again and again must not stop the loop
+        await asyncio.sleep(0)
         if self._live:
             return timeout_s
         start_s = time.monotonic()

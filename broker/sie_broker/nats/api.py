@@ -38,10 +38,11 @@ _SPEC_FIELDS = {
     "filter_subject": "subject",
 }
 _NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is given up
+# a changed filter may overlap, which some server versions accept on update
 NEVER_UPDATED = {
     "filter_subject",
     "ack_policy",
-}  # a changed filter may overlap, which some server versions accept on update
+}
 
 
 class ApiError(msgspec.Struct):

@@ -221,11 +221,12 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
     began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     data = [
+        # written as base64, or as a list
         {
             "object": "embedding",
             "index": index,
             "embedding": row.data if is_base64 else row,
-        }  # written as base64, or as a list
+        }
         for index, row in enumerate(rows)
     ]
     for name, values in extras.items():

@@ -18,6 +18,7 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120
+# a tokenizer that reads no plain sentence is refused
 WORDS = (
     "the",
     "river",
@@ -28,7 +29,7 @@ WORDS = (
     "and",
     "into",
     "sea",
-)  # a tokenizer that reads no plain sentence is refused
+)
 _NO_OPTIONS = LoadOptions()
 _SMALL = {
     "vocab_size": VOCABULARY,
