@@ -6,20 +6,16 @@ batch, clients that come again when they are told to, to any of the gateways. Th
 no part in the figures.
 
 * false: refused (at once or later) although it would have been answered a tenth of its budget and one batch early,
-  behind all that was
-  ahead of it and all that had been promised a turn; of all requests;
+  behind all that was ahead of it and all that had been promised a turn; of all requests;
 * late: accepted and not answered within the budget; of the accepted. Onset: from the start, a stall or a slow-down on,
-  for twice the budget
-  or ten batches;
+  for twice the budget or ten batches;
 * struck: late as well, but accepted before the stall or the slow-down, or within one usual batch after it; or refused
-  when the device had
-  stood still for as long as the budget, and the stall ended in time: nobody could know. Neither in `late` nor in
-  `false`, of all requests;
+  when the device had stood still for as long as the budget, and the stall ended in time: nobody could know. Neither in
+  `late` nor in `false`, of all requests;
 * served: let in and answered in time, of those who came again at their Retry-After;
 * told before: the same of those who were told to come again before the stall or the slow-down could be known (a usual
-  batch after a stall
-  began, two slow batches after the device became slow) and whom it met. They are not in `served`: nobody could foresee
-  it;
+  batch after a stall began, two slow batches after the device became slow) and whom it met. They are not in `served`:
+  nobody could foresee it;
 * goodput: answers in time of the capacity, after the onset, where requests come at ten times that.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a

@@ -5,19 +5,16 @@
 The corners of the matrix that `bench/admission.py` runs in virtual time; each cell begins with fresh processes.
 
 * cold: the first requests that the processes see; tiny: after one small request; stall: the adapter is stopped for 6 s
-  a third of the way
-  in; slow: from then on all processes have a tenth of the machine, by a control group;
+  a third of the way in; slow: from then on all processes have a tenth of the machine, by a control group;
 * 10x: clients come at ten times the capacity, each with one request.
 
 A client that is refused waits its Retry-After and comes again. The columns:
 
 * false: refused although it would have been answered: behind all that had been let in by then, which is known from when
-  that was answered,
-  and behind all who had been told to come again and had not yet, at the largest rate that was seen of this device
-  (slow: after the slow-down), with a full batch and a tenth of the budget to spare; of all requests;
+  that was answered, and behind all who had been told to come again and had not yet, at the largest rate that was seen
+  of this device (slow: after the slow-down), with a full batch and a tenth of the budget to spare; of all requests;
 * late: let in and not answered within the budget; of those let in. Onset: until ten full batches and twice the budget
-  have passed, but for
-  half of the cell at most, and from a stall or a slow-down on; steady: else;
+  have passed, but for half of the cell at most, and from a stall or a slow-down on; steady: else;
 * served: let in and answered in time, of those who came again when they were told to;
 * goodput: answers in time a second in the second half of a cell, of what full batches would give;
 * log: lines a second of all processes.

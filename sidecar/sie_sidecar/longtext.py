@@ -7,18 +7,16 @@ Why the joined ids equal those of the whole text. A cut lies between a character
 space after it (some pipelines allow more places). Then, step by step:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could tell the whole from its
-  parts. A pattern of
-  places that any added token could straddle, the white space that its `rstrip` takes included, is narrowed or given up.
+  parts. A pattern of places that any added token could straddle, the white space that its `rstrip` takes included, is
+  narrowed or given up.
 - Normalizers: white space is a starter that composes with nothing before it and begins a grapheme, so NFC to NFKD,
-  Precompiled charsmaps
-  (which work by grapheme) and maps of single characters never look across. Letters that begin a grapheme with what
-  follows (prepended marks) are no left side.
+  Precompiled charsmaps (which work by grapheme) and maps of single characters never look across. Letters that begin a
+  grapheme with what follows (prepended marks) are no left side.
 - Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without one (Llama 2, Gemma) BPE
-  sees the text as one
-  word; merges then act on both sides apart, because no token of the vocabulary holds a space after something else.
+  sees the text as one word; merges then act on both sides apart, because no token of the vocabulary holds a space after
+  something else.
 - The first word of a text is treated specially (a prepended space), so each later piece follows the one-word text
-  SENTINEL, whose tokens
-  are dropped. What treats the text after each added token so is not cut there.
+  SENTINEL, whose tokens are dropped. What treats the text after each added token so is not cut there.
 
 A pipeline that is not recognised is tried on hard text, as are all others for good measure; one that fails is never
 cut.
