@@ -1,15 +1,13 @@
 """What the cluster costs over its engine, measured side by side in one run.
 
 1. One short text: the forward pass in this process (tokenise, forward, pool) and the same text over HTTP through the
-  whole cluster, in
-   turn; the difference of each pair.
+   whole cluster, in turn; the difference of each pair.
 2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine
-  profile), against
-   the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and
-   their ratio.
+   profile), against the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several
+   rounds; medians and their ratio.
 3. Where it goes: the engine alone once more, in batches as large as the cluster formed at 64 x 1, and the processor
-  time of each process
-   for one text. What the engine loses by smaller batches is not overhead of the processes, and the reverse.
+   time of each process for one text. What the engine loses by smaller batches is not overhead of the processes, and the
+   reverse.
 
 Run `make bench`. Writes a table to bench/results/overhead.md.
 """

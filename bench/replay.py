@@ -5,8 +5,7 @@ what-if has it.
   the sidecar records.
 2. The device is fitted to what was recorded.
 3. The cluster is started again with each what-if in force, and replayed with it. Measured beside predicted. Each run
-  has the arrivals that
-   the broker saw in it: on a busy machine a client is late, and differently each time.
+   has the arrivals that the broker saw in it: on a busy machine a client is late, and differently each time.
 
 Run `python bench/replay.py`. The device is a clock, so busy cores cost latency of the processes but no device time.
 """

@@ -3,8 +3,7 @@
 1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process, the load
   generator apart.
 2. The same with 1, 20 and 200 models that have had traffic: all of it on one of them, then on each in turn. The former
-  must not depend on
-   how many there are; the latter loses what requests of one model share, a batch above all.
+   must not depend on how many there are; the latter loses what requests of one model share, a batch above all.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
 Rates depend on what else the machine does; processor time per request much less. The generator is `wrk`.

@@ -2,14 +2,12 @@
 turn, medians.
 
 1. Texts of 500 characters: one call each, one batch, and the pool (the same texts in as many groups as it has workers);
-  wall time and
-   processor time of a text, and the share that goes to the ids' way from the library to numpy.
+   wall time and processor time of a text, and the share that goes to the ids' way from the library to numpy.
 2. A text of 10 kB and one of 10 MB, cut to 512 tokens at either end, and the 10 MB counted whole.
 3. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
 4. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a
-  thread of its own,
-   and as the product does it. How long the gather takes, its processor time, and how late the loop's timers are
-   meanwhile.
+   thread of its own, and as the product does it. How long the gather takes, its processor time, and how late the loop's
+   timers are meanwhile.
 
 Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
 """

@@ -5,12 +5,10 @@ Rules of `judge`, in this order:
 
 1. Nothing of this model is in the queue, or no worker has it loaded: let in.
 2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses
-  nobody. Up to the
-   floor of work the doubt is larger.
+   nobody. Up to the floor of work the doubt is larger.
 3. A queue that stands still for longer than the budget refuses.
 4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns
-  that are
-   due within it, or as far as keeps the workers busy.
+   that are due within it, or as far as keeps the workers busy.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ def test_load_serve_and_encode_try_no_connection_where_there_is_no_network(tmp_p
 
     1. A machine with everything answers, and makes the archive.
     2. In a namespace without a route `sie airgap load` and `sie airgap serve` run under strace, the folder being
-      mounted read-only in
-       between, and the same texts are asked.
+       mounted read-only in between, and the same texts are asked.
     3. Vectors are equal to the last bit, and so are fingerprints; no connection was tried but to loopback, no name was
       looked up.
     """

@@ -381,8 +381,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
     """P9, P12, X10, X13, X17.
 
     1. All containers start from their rendered commands, variables, files and users, and write nowhere but to their
-      volumes, of which less
-       than the limit is used.
+       volumes, of which less than the limit is used.
     2. Models of the packaged catalogue and of the operator's ConfigMap answer over the gateway's service.
     3. Nobody gets in without a token, and what changes the catalogue wants the administrator's.
     4. The broker refused nothing, and refuses what is not a component's own.
