@@ -2,24 +2,23 @@
 utilisation, busy share.
 
     python bench/device.py [--device cuda] [--precision bfloat16] [--sizes ...] [--lengths 50 512] [--texts 4096]
-    [--rounds 5] python bench/device.py --device cpu --precision float32 --sizes tiny --lengths 16 --texts 64 --rounds 1
-    --out -      a rehearsal
+    [--rounds 5]
+    python bench/device.py --device cpu --precision float32 --sizes tiny --lengths 16 --texts 64 --rounds 1 --out -
+        a rehearsal
 
 Random weights in the geometry of the named models, since speed does not depend on weights. All variants are loaded at
 once and run in turn; figures are medians of rounds. Results are written to bench/results/device-<name>.md, or printed
 only with `--out -`.
 
     engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as
-      connections queue them
+                            connections queue them
     sentence-transformers   encode(), tokenising included, which the engine leaves to another process: default (float32,
-      batches of 32),
-                            and in --precision with batches of 32 and of 256
+                            batches of 32), and in --precision with batches of 32 and of 256
 
 Utilisation: the products of linear layers and attention, 2 operations for each multiplication, a second of the engine,
 divided by the dense 16-bit peak of the data sheet, or by a measured product where the card is not in the list or the
 precision is float32. Busy share: the mean of NVML's utilisation while the engine runs. `cosine`: the worst of all texts
-between engine and default.
-"""
+between engine and default."""
 
 from __future__ import annotations
 

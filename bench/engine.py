@@ -10,9 +10,9 @@ a time, whose figure is milliseconds.
     engine ...                our packed engine, one lane per core; `eager` with the written-out attention
     sentence-transformers     as its users call it: default (float32), and bfloat16; tokenising included
     onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request over all cores;
-    not tokenising
+                              not tokenising
     floor                     the matrix products of the linear layers and the attention, nothing else, on the engine's
-      lanes
+                              lanes
 
 Packages onnx, onnxruntime and openvino are needed for their rows; without one its rows are left out. `cosine` is the
 worst of a sample against sentence-transformers in float32.

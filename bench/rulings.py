@@ -3,10 +3,10 @@
     python bench/rulings.py [transforms] [processes] [lengths] [--rounds 5]
 
 transforms   normalise, quantise and MUVERA in the lane, after the forward pass, against in a pool of threads while the
-  lane goes on
+             lane goes on
 processes    one process with a lane per core for all models, against a process per model, each with a lane per core
 lengths      time of a token by the length of its text, beside the cost that waits are predicted with (backbones of
-  random weights)
+             random weights)
 
 all-MiniLM-L6-v2 in bfloat16, the product's own functions, one torch thread per lane.
 """

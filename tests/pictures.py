@@ -1,11 +1,10 @@
 """Dashboards drawn from query results, as Grafana lays them out: grid, units, legends, stacks, thresholds, overrides.
 
     python tests/pictures.py FOLDER      # a loaded cluster and a Prometheus for two minutes, then FOLDER/NAME.png of
-    each dashboard
+                                         each dashboard
 
 It draws what the chart's panels use, and refuses what it does not know. All durations of panels are a thirtieth of what
-they say.
-"""
+they say."""
 
 from __future__ import annotations
 

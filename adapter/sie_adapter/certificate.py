@@ -4,7 +4,7 @@ become ready.
     digests   SHA-256 of its files against the catalogue entry
     files     what the entry says of pooling and prompts against what the model's own files say
     tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts
-    not all unknown
+              not all unknown
     packed    the packed path against the reference path, output by output
     golden    vectors of the public oracle, where the entry names a file of them
 

@@ -1,8 +1,7 @@
 """Which models are loaded, and which one goes when memory is short.
 
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
-                                          └─ before it: evict while memory, with the new weights, would be above the
-                                          threshold
+                                          └─ before it: evict while memory would be above the threshold
     after a batch, and once a second ──► evict while memory is above the threshold
     out of memory ──► make_room: evict one, whatever the threshold says, or wait for a load to end
 

@@ -102,11 +102,9 @@ def compare(
     \b
     Of models that encode:
       cosine     of the two vectors of each text: only where they have the same width, and 1 only if both models mean
-        the same by each
-                 number. Two models that were trained apart are near 0, however alike they search.
+                 the same by each number. Two models that were trained apart are near 0, however alike they search.
       recall@k   the share of a text's k nearest neighbours in the sample that both models find; any widths. What would
-        change in a
-                 search over an index that is made anew with the other model.
+                 change in a search over an index that is made anew with the other model.
     Of models that score:
       rank correlation (Spearman's) of each query's documents, 1: the same order.
 

@@ -66,8 +66,9 @@ def main() -> None:
     sie dlq list               work that was given up
     sie keys create NAME       a token for a client; `list` and `revoke` it
     sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue, `sie models set`
-    changes it there sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and
-    `rm` them sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
+                               changes it there
+    sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and `rm` them
+    sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
     sie bench replay TRACE     what other settings would do to recorded or generated traffic
     sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """

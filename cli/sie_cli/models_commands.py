@@ -174,8 +174,9 @@ def set_command(
 
     \b
     sie models set org/model run.pooling=mean max_tokens=256
-    sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field sie
-    models set org/model 'profiles."v1.5".run.normalize=false'                         quotes around a name with dots
+    sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field
+    sie models set org/model 'profiles."v1.5".run.normalize=false'
+        quotes around a name with dots
     sie models show org/model > m.yaml; edit m.yaml; sie models set org/model -f m.yaml --if-match 3
     """
     if bool(changes) == (file is not None):

@@ -2,14 +2,15 @@
 
 A trace is JSON lines, in any order:
 
-    {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}    a request; only at and
-    tokens are needed {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}                             a
-    batch as it was measured {"settings": {"max_wait_ms": 5, "workers": 2}}
-    what the cluster was set to
+    {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
+        a request; only at and tokens are needed
+    {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
+        a batch as it was measured
+    {"settings": {"max_wait_ms": 5, "workers": 2}}
+        what the cluster was set to
 
 `at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
-batch.
-"""
+batch."""
 
 from __future__ import annotations
 

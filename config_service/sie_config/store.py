@@ -2,13 +2,12 @@
 between them.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
-                     an operator ──── write ──►   └──► one delta for each write of a model, each naming the epoch before
-                     it
+                     an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
 
     model.<id>             the model as it is: what compare-and-set goes by
     bundle.<id>            a bundle, as the folders have it; who reads the catalogue hears of a change by the epoch
     history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest takes the
-      oldest's place
+                           oldest's place
     replies.<number>       answers to writes that had an Idempotency-Key, by a hash of it, written in the same batch too
     aliases                what each alias names; an alias itself is kept as a model is
 

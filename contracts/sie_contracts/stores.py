@@ -2,8 +2,7 @@
 words.
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or StoreError
-                                                                               └── Patience.asked: again, where that may
-                                                                               help
+                                                                            └── Patience.asked: again, where that helps
 
 StoreError             no answer in time, or one that may be another one later
 ├── ObjectMissing      no such object

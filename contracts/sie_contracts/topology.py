@@ -4,8 +4,9 @@ verifies.
 One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Where a stream
 has as many of them as it should, further models share hashed slots:
 
-    sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}           a model's own subject, and its consumer's
-    filter sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  the same work by way of a slot
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
+        a model's own subject, and its consumer's filter
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  the same work by way of a slot
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
 
 Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length.

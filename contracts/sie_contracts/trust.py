@@ -3,8 +3,7 @@
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
                    path: weights.path, golden and run.lora that name a place of the file system
     allowed        what an entry of the package or of SIE_MODELS_DIR claims too; code by SIE_ALLOW_REMOTE_CODE; paths
-      below the models
-                   folder or a folder of SIE_MODEL_PATHS
+                   below the models folder or a folder of SIE_MODEL_PATHS
 
 The config service asks at each write over HTTP, and an adapter at each entry that it is to load: by its own settings
 and its own look at the folder, since what comes over the broker may have been written by anybody who could reach that.

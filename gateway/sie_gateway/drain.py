@@ -1,8 +1,7 @@
 """How fast the work of one model at one priority leaves the queue, measured while there is work, and the wait that
 follows. Pure.
 
-    results of batches ──► time between batches that had work waiting ──► time of a batch ──► wait = batches ahead x
-    that time
+    results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
 Only measured time counts. The time between two results is a sample if the later work was in the queue before the
 earlier result came: then the workers had no pause in between. An idle worker therefore yields no sample, and without a

@@ -3,8 +3,7 @@ the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
-                                       that work and the
-                                           turns of the clients that it refused (`listeners`)
+                                           that work and the turns of the clients that it refused (`listeners`)
 
 A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
 """

@@ -1,8 +1,8 @@
 """The pools that work can be routed to: this installation's own, and reservations, which come and go over `/v1/pools`.
 
     POST, renew, DELETE ──compare-and-set──► record in KV ──watch──► every gateway: routes, streams, Pool objects
-                                               ▲      one gateway, by a lease: expiry, removal, assignments ──► KV ──►
-                                                 sidecars ask any
+                                               ▲
+    one gateway, by a lease: expiry, removal, assignments ──► KV ──► sidecars ask any
 
 A reservation has a stream of its own. It ends at once for everybody by the broker's clock: requests that wait for it
 fail with POOL_NOT_FOUND, then its stream goes. Its name is free again when that is done.

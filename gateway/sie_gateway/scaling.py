@@ -33,9 +33,8 @@ def wanted_replicas(
     `reserved`: workers that reservations have or ask for, which do nothing else. `backlog_cost`: tokens that wait or
     run, in the queue and in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second that one worker
     runs while it is busy, 0 while nobody knows. Enough for what comes in and to end the backlog within DRAIN_S; one
-    where
-    anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the workers
-    that are ready. A hundredth of a worker is nothing, so that traffic which fades out ends.
+    where anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the
+    workers that are ready. A hundredth of a worker is nothing, so that traffic which fades out ends.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0

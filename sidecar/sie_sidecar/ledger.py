@@ -1,13 +1,12 @@
 """The deliveries in our hands, in a file that outlives a killed process: the next one hands them back at once, not when
 they lapse.
 
-    hold ──► a slot of the mapped file ──► drop clears it         kill -9 ──► the next process reads the slots and
-    releases them
+    hold ──► a slot of the mapped file ──► drop clears it
+    kill -9 ──► the next process reads the slots and releases them
 
 The file is mapped memory, all of it reserved at the start: a write is a copy of at most 512 bytes and no system call,
 the kernel keeps it when the process dies, and a disk that fills up later cannot stop it. It is not meant to survive the
-machine: by then the leases lapsed.
-"""
+machine: by then the leases lapsed."""
 
 from __future__ import annotations
 

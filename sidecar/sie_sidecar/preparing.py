@@ -1,10 +1,10 @@
 """From a delivery to work that can run: gathered, its inputs fetched, its model's entry and copy there, its texts
 tokenised.
 
-arrived ─► grouped ─► entry as the gateway knew it? ─► model loaded ─► tokenised ─► waiting for the device
-              │              │  └─► older here: wait for it, then leave it to others     │
-              │              └─► newer here: its gateway asks anew                       └─► tokenize, decode: answered
-              └─► large inputs come from the payload store, each work item by itself
+    arrived ─► grouped ─► entry as the gateway knew it? ─► model loaded ─► tokenised ─► waiting for the device
+                  │              │  └─► older here: wait for it, then leave it to others     │
+                  │              └─► newer here: its gateway asks anew                       └─► tokenize, decode: reply
+                  └─► large inputs come from the payload store, each work item by itself
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A work item's way through the worker. All state belongs to one event loop; every path out of a stage resolves what it
 held.
 
-    delivery ─► held (leased) ─► prepared: model loaded, texts tokenised ─► waiting ─► batch at the adapter ─► answered,
-    acked
+    delivery ─► held (leased) ─► prepared: model loaded, texts tokenised ─► waiting ─► batch ─► answered, acked
                      │                    └─► load failed: answered with the error          │
-                     └─► unknown here: handed back, in the end a dead letter      adapter died: its inputs are tried one
-                     by one
+                     └─► unknown here: handed back, in the end a dead letter  adapter died: its inputs run one by one
 
 Before it is tokenised, before its model is loaded and before its batch is sent, work whose budget is over by the
 broker's clock, and work that was cancelled, is dropped.

@@ -115,8 +115,7 @@ async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is
     """W9, L20.
 
     1. two workers, leases of 3 s; 2. one sidecar is stopped while it holds work; 3. the other answers; 4. the stopped
-      one resumes and
-    its late results are counted and dropped.
+    one resumes and its late results are counted and dropped.
     """
     with running(tmp_path, "--preload", MODEL, "--ack-wait-s", "3", "--no-spare", workers=2) as cluster:
         load = Load([cluster.url])

@@ -1,8 +1,8 @@
 """Two worker processes, twelve models and room for eight on each, through a real broker: with the placement table and
 without it.
 
-fixed cost: a load is 0.5 s of waiting        real: checkpoints of transformers, a limit on the adapter's memory, the
-processor shared
+    fixed cost: a load is 0.5 s of waiting        real: checkpoints of transformers, a limit on the adapter's memory,
+                                                  the processor shared
 """
 
 from __future__ import annotations

@@ -243,8 +243,7 @@ def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client
     searched.
 
     1. requests with a mark in one place each; no error says it; 2. wrong tokens with the mark; 3. no process wrote it
-      into its log or
-    shows it in its metrics, its command line, /health, or the frames of its websockets.
+    into its log or shows it in its metrics, its command line, /health, or the frames of its websockets.
     """
     statuses = Counter[int]()
     for name, path, body, headers in messages():

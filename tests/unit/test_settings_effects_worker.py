@@ -398,8 +398,7 @@ async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at
     1. four workers know toy/one; 2. toy/two appears, with a new epoch at `polled` and `slow`, without one at `full` and
       `never`;
     3. work for toy/two is done by `polled` and `full`, while `slow` polls every 30 s, or when such work comes, and
-      `never` reads the whole
-    export only at start.
+    `never` reads the whole export only at start.
     """
     short, off = {"SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000"}, {"SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": "0"}
     environs = {

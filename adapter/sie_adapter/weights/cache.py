@@ -3,9 +3,9 @@
     hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
     hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next one goes on there
     hub/.locks/models--org--name/COMMIT.fetch   exclusive: the one process of the node that fetches it, with how far it
-      is
+                                                is
     hub/.locks/models--org--name/COMMIT.use     shared: loads it, has it loaded or fetches it; exclusive: removes it.
-      Its time: the last use
+                                                Its time: the last use
 
 A fetch fills the partial folder; the manifest is written last, and the folder is renamed into place whole.
 """

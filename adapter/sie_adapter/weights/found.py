@@ -1,8 +1,9 @@
 """Whether a snapshot that somebody else put into the cache is complete: the hub's own client, an older one, or a copy
 by hand.
 
-told     by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there, of its size
-judged   by what the files say of each other, where there is no listing
+    told     by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there, of its
+             size
+    judged   by what the files say of each other, where there is no listing
 """
 
 from __future__ import annotations

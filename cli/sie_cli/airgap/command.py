@@ -35,9 +35,10 @@ def airgap() -> None:
 
     \b
     sie airgap create --models BAAI/bge-m3,my/model -o models.tar     where there is a network
-    sie airgap verify models.tar                                      check every byte, change nothing sie airgap load
-    models.tar                                        at the site: into ./airgap, or nothing at all sie airgap serve
-    --port 8080                                      `sie serve` of that folder, nothing else is asked for
+    sie airgap verify models.tar                                      check every byte, change nothing
+    sie airgap load models.tar                                        at the site: into ./airgap, or nothing at all
+    sie airgap serve --port 8080                                      `sie serve` of that folder, nothing else is asked
+                                                                      for
 
     The software is not in the archive: its bill of materials names what `sie serve` needs, and in which versions.
     """

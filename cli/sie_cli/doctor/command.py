@@ -59,7 +59,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
     \b
     sie doctor                                         a `sie serve` of this machine
     sie doctor --url URL --nats-url nats://...         a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes
-    have them
+                                                       have them
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
     service, it asks the gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and
