@@ -98,7 +98,8 @@ async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     """L22.
 
     1. an input ends two adapters and its work is a dead letter; 2. the broker is killed and restarted; 3. replayed with
-    the fault still there it fails again and is kept; 4. replayed without, it gives the answer that it would have had, and is gone.
+    the fault still there it fails again and is kept; 4. replayed without, it gives the answer that it would have had,
+    and is gone.
     """
     item, result = await answered(broker, "before", SECRET)
     assert reasons(result) == ["", "INFERENCE_ERROR poison"]

@@ -70,8 +70,9 @@ async def test_accepted_work_survives_a_killed_broker(cluster: Cluster) -> None:
     """L3, L10, S1, S2.
 
     1. the sidecar is stopped and 100 requests are accepted by the broker; 2. 100 more are under way when the broker is
-    killed with -9; 3. it is restarted, the sidecar resumed; 4. every accepted one is answered rightly, the others rightly or with a
-    typed retryable error, none past its deadline; 5. every one sent 5 s after the restart is answered rightly.
+    killed with -9; 3. it is restarted, the sidecar resumed; 4. every accepted one is answered rightly, the others
+    rightly or with a typed retryable error, none past its deadline; 5. every one sent 5 s after the restart is answered
+    rightly.
     """
     assert cluster.encode(["warm"]).status_code == 200
     (sidecar,), (broker,) = cluster.pids("sidecar"), cluster.pids("nats-server")

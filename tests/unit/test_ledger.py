@@ -130,7 +130,8 @@ async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, cap
     """L7, S3.
 
     1. a sidecar holds work that its adapter does not finish; 2. it is killed: its connection and its tasks end where
-    they are, its ledger stays; 3. the next one of that worker, long before the ack wait of 30 s is over, has it again and answers.
+    they are, its ledger stays; 3. the next one of that worker, long before the ack wait of 30 s is over, has it again
+    and answers.
     """
     async with Direct(tmp_path, ENTRY) as cluster:
         adapter = await cluster.adapter("a.sock")
