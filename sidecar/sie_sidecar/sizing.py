@@ -12,8 +12,9 @@ two rules bound what one job may cost:
   all.
 * A job that would be late in the smaller batch as well is not considered.
 
-A batch that is sent while another one runs waits at the device, and what arrives meanwhile waits for both. So where a
-budget `binds`, a batch is sealed no sooner than LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device, and what arrives meanwhile waits for both before its
+own batch runs: three batches. So where a budget is shorter than that and what the prediction misses, it `binds`: a
+batch is sealed no sooner than LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sie_contracts.batch_times import BatchTimes
 
 SHARE = 0.4  # of the time that a job has left: about two batches fit into it
 MAX_LOSS = 0.5  # of the tokens a second of a full batch, where all jobs in it ask for a smaller one
+AHEAD_SHARE = 0.25  # of a budget: a batch that takes more of it is not sealed while another one runs
 LEAD_S = 0.01  # long enough to have the next batch at the device when the one that runs ends
 UNKNOWN_S = (
     10.0  # a job with no more time than this asks for a small batch while nobody knows how long a full one takes
@@ -60,13 +62,13 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Whether a batch, of these jobs or as the last ones were, takes so much of the budget of any of them that it
-    matters when it is formed. While nothing is known of the model, whether any has little time.
+    """Whether a batch, of these jobs or as the last ones were, takes so much of a budget that what arrives after it was
+    sealed would be late: more than AHEAD_SHARE. While nothing is known of the model, whether any has little time.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
     batch_s = max(times.mean_s, times.seconds(sum(ask.cost for ask in asks)))
-    return any(SHARE * ask.budget_s < batch_s for ask in asks)
+    return any(AHEAD_SHARE * ask.budget_s < batch_s for ask in asks)
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:

@@ -19,7 +19,7 @@ from inprocess import InProcess
 
 from sie_contracts.batch_times import BatchTimes
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
-from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, fitting
+from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, binds, fitting
 
 LIMITS = Limits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")
@@ -199,6 +199,19 @@ def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free
     assert isinstance(next_batch(queue, 1.6, LIMITS, overdue), Batch), (
         "a prediction that was too short holds nobody back"
     )
+
+
+def test_a_batch_is_sealed_early_only_where_three_and_more_fit_into_the_budget() -> None:
+    """What arrives after it was sealed waits for the batch that runs, for that one and for its own. Batches of 0.36 s
+    with a budget of 1 s are not cut, and were late if one lay ready.
+    """
+    times = BatchTimes()
+    for tokens in (24, 32, 40):
+        times.note(tokens, 0.3 + 0.002 * tokens)
+    assert times.mean_s == pytest.approx(0.364, rel=0.01)
+    assert fitting([Ask(8.0, 1.0, 1.0)] * 4, times) == 4
+    assert binds([Ask(8.0, 1.0, 1.0)], times)
+    assert not binds([Ask(8.0, 1.6, 1.6)], times)
 
 
 def test_jobs_with_little_time_do_not_wait_behind_a_batch_of_which_nothing_is_known() -> None:
