@@ -595,7 +595,7 @@ _OWN: dict[tuple[str, str], tuple[str, Schema, list[Schema]]] = {
     ("delete", "/v1/pools/{name}"): ("Pools", _map(("message",), message=_TEXT), [_NAME]),
     ("post", "/v1/pools/{name}/renew"): (
         "Pools",
-        _map(("message", "expires_at"), message=_TEXT, expires_at=_NUMBER),
+        _map(("message", "expires_at"), message=_TEXT, expires_at=_OPTIONAL_TIME),
         [_NAME],
     ),
     ("get", "/v1/pools/assignments"): (
