@@ -159,11 +159,11 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
             while True:
                 try:
                     bucket = await broker.key_value(topology.CATALOGUE_BUCKET, replicas=3)
+                    await bucket.write([Write("one", b"1")])
                     break
-                except BrokerError:  # until they have a leader
+                except BrokerError:  # until they have a leader and the server asked has heard of the stream
                     assert time.monotonic() < end_s
                     await asyncio.sleep(0.1)
-            await bucket.write([Write("one", b"1")])
             async with httpx.AsyncClient(trust_env=False) as client:
                 names = {
                     (await client.get(f"http://127.0.0.1:{monitor}/varz")).json()["server_name"]
