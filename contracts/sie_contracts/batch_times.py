@@ -6,6 +6,8 @@ import math
 
 _MIN_SPREAD = 0.02  # variance of batch sizes over their mean squared, below which a line through their times is noise
 _IMPOSSIBLE = 2.0  # times as long, or as short, as any fixed and any token part allow beside the batches before
+AHEAD_SHARE = 0.25  # of a budget: a batch that takes more of it is not sealed while another one runs
+_UNLIKELY = 4.0  # times as long, or as short, as the line says
 _GROWTH = 2.0  # of the mean batch: the largest batch of which something is said while only one size was measured
 
 
@@ -51,6 +53,11 @@ class BatchTimes:
     def _oddness(self, tokens: float, seconds: float) -> float:
         if not self._n:
             return 1.0
+        line = self.line()
+        if line is not None and (expected_s := line[0] + line[1] * tokens):
+            times = seconds / expected_s
+            if max(times, 1 / times) > _UNLIKELY:
+                return times
         size, mean_s = tokens * self._n / self._x, self._y / self._n
         least_s, most_s = mean_s * min(1.0, size), mean_s * max(1.0, size)
         if seconds > _IMPOSSIBLE * most_s:

@@ -154,7 +154,7 @@ class Admission:
         }
         self.pump()
         for place in [place for place in self._places.values() if place.entered]:
-            self._shed(place, now_s)
+            self._look_again(place, now_s)
 
     # ---- refusal
 
@@ -179,6 +179,7 @@ class Admission:
         if not place.window.items and not place.window.is_waiting:
             return
         self._look(place, now_s)
+        self._look_again(place, now_s)
         time_cost = place.costs([cost], [squares])[0]
         refusal = place.judge(now_s, key, time_cost, budget_s, self._floor(place), client)
         if refusal is not None:
@@ -227,17 +228,24 @@ class Admission:
                 longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
         return longest_s
 
+    def _look_again(self, place: Place, now_s: float) -> None:
+        """`_shed`, once in SHED_S, and not between the results of one batch: those that are still to come would count
+        as work ahead.
+        """
+        if now_s - place.shed_s > SHED_S and place.drain.is_settled(now_s, SHED_S):
+            self._shed(place, now_s)
+
     def _shed(self, place: Place, now_s: float) -> None:
         """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
         is left to others.
         """
         place.shed_s = now_s
-        for entered, refusal in place.shed(now_s):
+        for entered, refusal, cost in place.shed(now_s):
             permits = self._open.get(entered.ticket)
             if permits is None or permits.on_refused is None:
                 continue
             self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, "late").inc()
-            permits.on_refused(self._late(place, refusal, entered.cost, entered.deadline_s - now_s, entered.client))
+            permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Messages of a lane in the queue, as far as this gateway knows."""
@@ -309,7 +317,7 @@ class Admission:
         window.shares.saw(key, now_s)
         self._look(place, now_s)
         ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
-        entered = Entered(ticket, now_s, budget_s, client, request)
+        entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
         permits = Permits(self, place, entered, costs, size_bytes)
         is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
         if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
@@ -342,8 +350,7 @@ class Admission:
         """A result of a request was taken."""
         place, now_s = permits.place, self._clock()
         place.answered(ticket, result, estimate, now_s)
-        if now_s - place.shed_s > SHED_S:
-            self._shed(place, now_s)
+        self._look_again(place, now_s)
 
     def answered_late(self, result: WorkResult) -> None:
         """A result came for a request that is over: what it says of the queue counts all the same."""
@@ -415,7 +422,7 @@ class Admission:
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         """A request has ended: its permits come back, nothing of it waits."""
         self._open.pop(ticket, None)
-        entered = permits.place.entered.pop(ticket, None)
+        entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:

@@ -16,6 +16,8 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+from sie_contracts.batch_times import AHEAD_SHARE
+
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
 MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
@@ -39,12 +41,14 @@ GROWING = 1.25  # times any before it: the last batch while batches grow
 # of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work
 # behind
 CAPPED = 0.05
+FULL = 0.8  # of a full batch: those that are larger leave nothing behind that fits
 
 
 class Wait(NamedTuple):
     """The wait of a request. `least_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
     one more, the batch that was formed before it came. `stalled_s`: for how long nothing has come, where that is
-    unusual; it may well last as long again. `evidence`: samples that this rests on, 0 to MAX_EVIDENCE. `rate`: tokens a
+    unusual; it may well last as long again. `formed_s`: until the batch of this request is formed, infinite where that
+    may be long before it runs. `evidence`: samples that this rests on, 0 to MAX_EVIDENCE. `rate`: tokens a
     second, 0 while not known. `batch_s`: of one batch.
     """
 
@@ -54,6 +58,12 @@ class Wait(NamedTuple):
     evidence: int = 0
     rate: float = 0.0
     batch_s: float = 0.0
+    formed_s: float = math.inf
+
+    def belief(self, doubt: float) -> float:
+        """The part of it that is believed, 0 to 1."""
+        samples = self.evidence * self.evidence
+        return samples / (samples + doubt)
 
 
 class _Batch:
@@ -68,15 +78,25 @@ class _Batch:
         "is_crowded",
         "is_sample",
         "left_work",
+        "missing",
         "name",
         "queued_s",
         "tokens",
     )
 
     def __init__(
-        self, name: str, at_s: float, before_s: float, queued_s: float, is_crowded: bool, device_s: float, pipeline: int
+        self,
+        name: str,
+        at_s: float,
+        before_s: float,
+        queued_s: float,
+        is_crowded: bool,
+        device_s: float,
+        pipeline: int,
+        chunks: int,
     ) -> None:
         self.name = name
+        self.missing = chunks  # results of it that did not come; those of other gateways never do
         self.at_s = at_s
         self.before_s = before_s
         self.queued_s = queued_s
@@ -135,11 +155,11 @@ class Known(NamedTuple):
 class Drain:
     """Times are those of one clock, seconds."""
 
-    __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "_last_s")
+    __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "last_s")
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque(maxlen=MAX_SAMPLES)
-        self._last_s = -math.inf  # of the last result
+        self.last_s = -math.inf  # of the last result
         self._lanes = 1
         self._evidence = 0
         self._known: Known | None = None
@@ -156,10 +176,11 @@ class Drain:
         device_s: float = math.inf,
         lanes: int = 1,
         pipeline: int = 1,
+        chunks: int = 1,
     ) -> None:
         """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they
         were queued while more waited than the workers take in, so that no batch is larger. `device_s`: what the batch
-        took, of which `lanes` run at a time, each with `pipeline` formed.
+        took, of which `lanes` run at a time, each with `pipeline` formed. `chunks`: in it.
         """
         if not batch:  # nothing ran
             return
@@ -167,16 +188,17 @@ class Drain:
             (each for each in itertools.islice(reversed(self._batches), RECENT_BATCHES) if each.name == batch), None
         )
         if found is None:
-            found = _Batch(batch, now_s, self._last_s, queued_s, is_crowded, device_s, pipeline)
+            found = _Batch(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
             self._see_left(found, queued_s)
             self._lanes = lanes
             self._batches.append(found)
-            self._last_s = now_s
+            self.last_s = now_s
         if queued_s < found.queued_s:
             found.queued_s = queued_s
             self._see_left(found, queued_s)
         found.is_crowded |= is_crowded
         found.tokens += tokens
+        found.missing -= 1
         found.is_sample |= found.queued_s <= found.before_s
         if found.is_sample and not found.is_counted:
             found.is_counted = True
@@ -230,12 +252,19 @@ class Drain:
             samples.remove(longest)
             longest = others[0]
         full = [each for each in samples if each.is_crowded]
-        counted = full or samples
+        counted = full if self._lanes == 1 and full else samples
         tokens = sum(each.tokens for each in counted) / len(counted)
         seconds = sum(each.seconds for each in counted) / len(counted)
         is_steady = len(samples) >= MIN_SAMPLES - 1 and newest <= GROWING * before
         left_work = is_steady and 2 * sum(each.left_work for each in samples) >= len(samples)
         return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), left_work, longest.seconds)
+
+    def is_settled(self, now_s: float, within_s: float) -> bool:
+        """Whether all results of the last batch are here, or a batch takes so little that one does not matter."""
+        if self._batches and self._batches[-1].missing <= 0:
+            return True
+        known = self.batch(now_s)
+        return known is None or known.seconds <= within_s or now_s - self.last_s >= SETTLED * known.seconds
 
     def rate(self, now_s: float) -> float:
         """Tokens of this gateway that leave the queue per second, 0 while not known."""
@@ -252,6 +281,7 @@ class Drain:
         fixed_tokens: float,
         share: float = 1.0,
         budget_s: float = math.inf,
+        running: float = 0.0,
     ) -> Wait:
         """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
 
@@ -259,10 +289,12 @@ class Drain:
         of their time; `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a
         larger batch takes no longer. `share`: this gateway's part of what leaves the queue; what is `ahead` is that of
         all gateways. `budget_s`: no worker forms batches that are larger than the budgets of their requests allow, so
-        batches that take a good part of it do not become larger.
+        batches that take a good part of it do not become larger; and none is sealed while another one runs if it takes
+        more than AHEAD_SHARE of it. Then the `running` tokens of what is ahead are in batches that run, and the others
+        fill the next ones from the front, unless batches are smaller than they might be and leave work behind.
         """
         known = self.batch(now_s)
-        silent_s = now_s - max(oldest_s, self._last_s)
+        silent_s = now_s - max(oldest_s, self.last_s)
         if known is None:
             return Wait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
         tokens, seconds, is_full, left_work, longest_s = known
@@ -272,9 +304,18 @@ class Drain:
         if size > tokens and fixed_tokens < math.inf:
             seconds *= (fixed_tokens + min(size, MAX_GROWTH * tokens)) / (fixed_tokens + tokens)
         spent_s = min(max(0.0, silent_s), seconds)
-        batches = (ahead + cost) / size
         stalled_s = silent_s if silent_s > max(STALL_S, STALL_BATCHES * longest_s) else 0.0
-        least_s = max(0.0, batches * seconds - spent_s)
-        whole = math.ceil(batches) if batches < FEW_BATCHES else batches
-        likely_s = (whole + 1) * seconds - spent_s
-        return Wait(least_s, likely_s, stalled_s, self._evidence, size / seconds, seconds)
+        formed_s = math.inf
+        takes_all = not left_work or tokens >= FULL * full_tokens
+        if takes_all and seconds * self._lanes > AHEAD_SHARE * budget_s:
+            running = min(running, ahead, size * self._lanes)
+            run = min(self._lanes, math.ceil(running / tokens))
+            behind = (ahead - running + cost) / size
+            least, likely = run + max(1.0, behind), run + math.ceil(behind)
+            formed_s = max(0.0, (likely - self._lanes) * seconds - spent_s)
+        else:
+            least = (ahead + cost) / size
+            likely = (math.ceil(least) if least < FEW_BATCHES else least) + 1
+        least_s = max(0.0, least * seconds - spent_s)
+        likely_s = likely * seconds - spent_s
+        return Wait(least_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)

@@ -4,8 +4,8 @@ Pure.
 Rules of `judge`, in this order:
 
 1. Nothing of this model is in the queue, or no worker has it loaded: let in.
-2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses
-   nobody. Up to the floor of work the doubt is larger.
+2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n^2 / (n^2 + doubt). No evidence
+   refuses nobody. Up to the floor of work the doubt is larger.
 3. A queue that stands still for longer than the budget refuses.
 4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns
    that are due within it, or as far as keeps the workers busy.
@@ -28,14 +28,10 @@ from sie_gateway.turns import Turns
 from sie_gateway.window import Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
-# samples after which half of an expected wait is believed, above the floor of work and up to it
-DOUBT, FLOOR_DOUBT = (
-    1.0,
-    2.0,
-)
-BUSY_BATCHES = (
-    1.5  # of wait, beside those that run and the turns that are due at once: let in, so that the workers have no pause
-)
+DOUBT = 1.0  # the square of the samples after which half of an expected wait is believed
+FLOOR_DOUBT = 2.0  # the same up to the floor of work
+# beside those that run and the turns that are due at once: let in, so that the workers have no pause
+BUSY_BATCHES = 1.5
 TURN_PACE = 0.4  # of what leaves the queue: the part that turns are given for; clients without one have the rest
 # of what a batch leaves of a budget: work of clients that come at once, as those of one second do by their Retry-After
 BUNCH = 0.4
@@ -69,14 +65,15 @@ class Refusal(NamedTuple):
 
 class Entered:
     """A request from its admission to its end. `queued_s`: when each chunk that is in the queue was let into it, and
-    whether more was waiting then."""
+    whether more was waiting then. `scale`: that of the place, with which it was counted."""
 
-    __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "ticket")
+    __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
 
     def __init__(
-        self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str
+        self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str, scale: float
     ) -> None:
         self.ticket = ticket
+        self.scale = scale or 1.0
         self.request = request
         self.cost = sum(ticket.costs)
         self.budget_s = budget_s
@@ -106,6 +103,9 @@ class Place:
         self.until_s = self.used_s = 0.0
         self.shed_s = 0.0
         self._busy_s = math.inf  # since when something is in the queue
+        self._running = 0.0  # tokens that were in the queue at the last result: the first of them run
+        self._gone = 0.0  # tokens of requests that ended since, which may run all the same
+        self._taken_s: float | None = None  # what was queued until then may run, None while not looked up
         self._stalled_until_s = -math.inf  # it was withdrawn while nothing ran: new work finds the same stall
         self._others: dict[str, _Other] = {}  # by gateway
 
@@ -125,8 +125,10 @@ class Place:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """A chunk was let into the queue."""
-        if self.window.items <= 1 and now_s >= self._stalled_until_s:
-            self._busy_s = now_s
+        if self.window.items <= 1:
+            self._running = self.window.cost
+            if now_s >= self._stalled_until_s:
+                self._busy_s = now_s
         self._busy_s = min(self._busy_s, now_s)
         self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
 
@@ -163,18 +165,44 @@ class Place:
             device_s=device_s,
             lanes=self._lanes(),
             pipeline=max(1, pipeline),
+            chunks=result.batch.chunks,
         )
 
     def freed(self, now_s: float, *, is_result: bool) -> None:
         """Something has left the queue: with a result, or because its request has ended. Where all were withdrawn from
         a queue that stands still, it goes on standing still for those that come next, until a result.
         """
+        if is_result:
+            self._running, self._gone, self._taken_s = self.window.cost, 0.0, None
         if self.window.items:
             return
         if not is_result and self.wait(now_s, 0.0, 0.0).stalled_s:
             self._stalled_until_s = now_s + EXPIRY_S
         else:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
+
+    def ended(self, ticket: Ticket) -> Entered | None:
+        """The request has ended. What it has in a batch that runs keeps the device busy until the next result."""
+        entered = self.entered.get(ticket)
+        if entered is None:
+            return None
+        if entered.queued_s:
+            if self._taken_s is None:
+                self._taken_s = self._last_taken_s()
+            queued = entered.queued_s.items()
+            self._gone += sum(ticket.costs[chunk] for chunk, (queued_s, _) in queued if queued_s <= self._taken_s)
+        return self.entered.pop(ticket)
+
+    def _last_taken_s(self) -> float:
+        """When the last was queued of those that are in the batches that run, if they are full."""
+        left, last_s = self._full_tokens(0.0) * self._lanes(), -math.inf
+        for entered in self.entered.values():
+            for chunk, (queued_s, _) in entered.queued_s.items():
+                if left <= 0 or queued_s > self.drain.last_s:
+                    return last_s
+                left -= entered.ticket.costs[chunk]
+                last_s = queued_s
+        return last_s
 
     def heard(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
         """Another gateway told what it has in the queue, and of turns."""
@@ -210,6 +238,7 @@ class Place:
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
         everything, share = self.everywhere(now_s, ahead)
+        everything += self._gone / share
         return self.drain.wait(
             now_s,
             everything + promised,
@@ -219,6 +248,7 @@ class Place:
             fixed,
             share,
             budget_s,
+            self._running / share,
         )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
@@ -268,19 +298,21 @@ class Place:
         if not ahead or not self.hosts:
             return None
         wait = self.wait(now_s, ahead, cost, budget_s)
+        everything = self.everywhere(now_s, ahead)[0] + cost
         promised = self.turns.promised(now_s)
         is_turn = promised > 0 and self.turns.claim(now_s, client())
         margin = 1.0 if is_turn else MARGIN
-        believed = margin * wait.evidence / (wait.evidence + (FLOOR_DOUBT if ahead <= floor else DOUBT))
+        believed = margin * wait.belief(FLOOR_DOUBT if ahead <= floor else DOUBT)
         if wait.stalled_s + believed * wait.likely_s <= budget_s:
             if not promised or is_turn:
                 return None
-            busy_s = (self._lanes() + BUSY_BATCHES) * wait.batch_s
-            if self.wait(now_s, ahead, cost, budget_s, self.turns.due(now_s, wait.batch_s)).likely_s <= busy_s:
+            busy = (self._lanes() + BUSY_BATCHES) * wait.rate * wait.batch_s if wait.formed_s == math.inf else 0.0
+            if everything + self.turns.due(now_s, wait.batch_s) <= busy:
                 return None
-            if believed * self.wait(now_s, ahead, cost, budget_s, self.turns.due(now_s, budget_s)).likely_s <= budget_s:
+            due = self.turns.due(now_s, min(budget_s, wait.formed_s))
+            if believed * self.wait(now_s, ahead, cost, budget_s, due).likely_s <= budget_s:
                 return None
-        return self._refusal(wait, self.everywhere(now_s, ahead)[0] + cost, budget_s)
+        return self._refusal(wait, everything, budget_s)
 
     def _refusal(self, wait: Wait, ahead: float, budget_s: float) -> Refusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
@@ -317,19 +349,22 @@ class Place:
         late = []
         for entered, ahead in found:
             wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
-            if wait.evidence / (wait.evidence + DOUBT) * wait.least_s > entered.deadline_s - now_s:
+            if wait.belief(DOUBT) * wait.least_s > entered.deadline_s - now_s:
                 late.append((entered, wait))
         return late
 
-    def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal]]:
-        """`late`, each with its turn: one after the other, behind all that stays and all that was promised before."""
+    def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal, float]]:
+        """`late`, each with its turn, one after the other, behind all that stays and all that was promised before; and
+        with its cost as it would be counted now.
+        """
         late = self.late(now_s)
         for entered, _ in late:
             entered.is_decided = True
         gone = sum(entered.cost for entered, _ in late)
         stays, _ = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
         for entered, wait in late:
-            yield entered, self._refusal(wait, stays + entered.cost, entered.budget_s)
+            cost = entered.cost * (self.scale or 1.0) / entered.scale
+            yield entered, self._refusal(wait, stays + cost, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""

@@ -23,11 +23,8 @@ from sie_contracts.messages import Turn
 MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
 MAX_TURNS = 16_384
 MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
-# how much later than told a client may come, and by which share of its wait earlier or later
-GRACE_S, GRACE_SHARE = (
-    2.0,
-    0.3,
-)
+GRACE_S = 2.0  # how much later than told a client may come
+GRACE_SHARE = 0.3  # the same as a share of its wait, and how much earlier
 SLOT_S = 0.25  # turns that are due are counted by slots
 SLOTS = 4  # of a second
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # in which turns may be that are past and have not lapsed
@@ -79,10 +76,11 @@ class Turns:
         return self._open * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Of `promised`, what is due by then."""
+        """Of `promised`, what is due by then; of the slot in which this ends, a part."""
         self.promised(now_s)
-        last = math.floor(min(now_s + within_s, now_s + MAX_RETRY_S + 1) / SLOT_S)
-        return self._shown * sum(cost for slot, cost in self._by_slot.items() if slot <= last)
+        part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
+        before = sum(cost for slot, cost in self._by_slot.items() if slot < last)
+        return self._shown * (before + part * self._by_slot.get(int(last), 0.0))
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down
