@@ -166,6 +166,63 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
 
 
+class Known:
+    """Admission of a gateway alone, at a device that takes half a second for 12 messages of 8 tokens, one batch after
+    the other; the clock is the caller's.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        settings = settings_of()
+        fleet = Fleet(Mock(), settings)
+        self.admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: self.now_s)
+        fleet.note(beat(credit_cost=3 * 16384, credit_items=36, batch_cost=16384, pipeline=1))
+        self.place = self.admission._place(LANE, "interactive", "toy/one")
+        for number in range(8):
+            at_s = self.now_s - 4 + 0.5 * number
+            self.place.drain.left(at_s, str(number), 96, 0.0, is_crowded=True, device_s=0.5)
+
+    def enter(self, number: int, cost: int = 8) -> Any:
+        return self.admission.enter(
+            "key", LANE, "interactive", "toy/one", [cost], 100, 1.0, lambda: b"%d" % number, f"r{number}"
+        )
+
+    def result(self, number: int, chunks: int = 12, tokens: int = 8) -> WorkResult:
+        note = BatchNote("last", chunks, chunks, chunks * tokens)
+        outcome = messages.Ok({}, tokens)
+        return WorkResult(f"r{number}", 0, "ghost", (outcome,), stages=messages.Stages(inference_ms=500.0), batch=note)
+
+
+def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_result() -> None:
+    """Twelve run and twelve wait. The twelve that run are given up: those that wait are not in front for that."""
+    one = Known()
+    permits = [one.enter(number) for number in range(24)]
+    one.now_s += 0.01
+    first = one.enter(24)
+    one.place.drain.left(one.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
+    one.place.freed(one.now_s, is_result=True)
+    before_s = one.place.wait(one.now_s, 200, 8, 1.0).likely_s
+    for each in permits[:12]:
+        each.close()
+    assert one.place.wait(one.now_s, 104, 8, 1.0).likely_s == before_s
+    permits[12].taken(one.result(12))
+    assert one.place.wait(one.now_s, 96, 8, 1.0).likely_s < before_s
+    first.close()
+
+
+def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_turned_out_to_be() -> None:
+    """The first result shows that three estimated tokens are eight."""
+    one = Known()
+    refused: list[QueueFull] = []
+    permits = [one.enter(number, cost=3) for number in range(100)]
+    for each in permits:
+        each.on_refused = refused.append
+    one.now_s += 0.5
+    permits[0].taken(one.result(0, chunks=1))
+    assert refused
+    assert one.place.turns.promised(one.now_s) == pytest.approx(8 * len(refused))
+
+
 # permits
 
 

@@ -53,6 +53,15 @@ def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not
     assert times.seconds(256) == pytest.approx(0.356, rel=0.1)
 
 
+def test_small_and_large_batches_in_turns_show_a_slower_device() -> None:
+    """A small batch of a device that became ten times slower takes no longer than a large one did before."""
+    times = known(0.04, 0.0007, (256, 400, 512))
+    for tokens in (17, 500, 12, 400):
+        times.note(tokens, 10 * (0.04 + 0.0007 * tokens))
+    assert times.seconds(256) == pytest.approx(10 * (0.04 + 0.0007 * 256), rel=0.2)
+    assert times.seconds(8) < 1.0
+
+
 @given(st.floats(0.0, 0.5), st.floats(1e-6, 0.01), st.lists(st.integers(1, 4096), min_size=1, max_size=30))
 def test_a_steady_device_is_predicted_and_tokens_are_the_inverse_of_seconds(
     batch_s: float, token_s: float, sizes: list[int]

@@ -128,6 +128,32 @@ def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
     assert likely_s(cut, 60.0) < 1.0
 
 
+def test_where_no_batch_is_sealed_ahead_those_behind_what_runs_fill_the_next_one() -> None:
+    """Batches of 96 tokens in half a second, of which one runs for 0.2 s. A request behind it is in the next batch as
+    long as that has room. With a long budget a batch may have been formed before the request came.
+    """
+    found = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
+
+    def likely_s(waiting: float, budget_s: float) -> float:
+        ahead = 96 + waiting
+        return found.wait(3.7, ahead, 8, 0.0, 96, math.inf, budget_s=budget_s, running=ahead).likely_s
+
+    assert [likely_s(waiting, 1.0) for waiting in (0, 88, 96)] == pytest.approx([0.8, 0.8, 1.3])
+    assert likely_s(88, 60.0) == pytest.approx(1.3)
+
+
+def test_of_a_queue_it_is_known_again_what_is_ahead_when_all_results_of_a_batch_are_there() -> None:
+    found = drain(*((0.5 * number, 96, -1.0) for number in range(8)), crowded=True, device_s=0.5)
+    for number in range(12):
+        assert found.is_settled(4.0 + 0.001 * number, 0.1) == (number == 0)
+        found.left(4.0 + 0.001 * number, "new", 8, -1.0, is_crowded=True, device_s=0.5, chunks=12)
+    assert found.is_settled(4.012, 0.1)
+    found.left(4.5, "of several gateways", 8, -1.0, is_crowded=True, device_s=0.5, chunks=12)
+    assert not found.is_settled(4.5, 0.1)
+    assert found.is_settled(4.5, 0.6), "a batch takes too little to matter"
+    assert found.is_settled(4.7, 0.1)
+
+
 def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> None:
     own = drain(*((0.5 * number, 256, -1.0) for number in range(8)), crowded=True)
     alone = own.wait(3.9, 2560, 8, 0.0, 512, math.inf)
