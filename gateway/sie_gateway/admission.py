@@ -381,6 +381,7 @@ class Admission:
             return
         place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
         place.hosts = self._fleet.hosts(place.lane, place.residency)
+        place.gateways = self.peers.count()
         place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
         place.bound = bound(
             [host_of(beat) for beat in place.hosts],
@@ -388,7 +389,7 @@ class Admission:
             contested=place.window.shares.contested(now_s),
             mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)),
             fixed_tokens=place.batches.fixed_tokens() / place.window.stretch(),
-            replicas=self.peers.count(),
+            replicas=place.gateways,
         )
 
     def pump(self) -> None:

@@ -311,7 +311,7 @@ class Drain:
             running = min(running, ahead, size * self._lanes)
             run = min(self._lanes, math.ceil(running / tokens))
             behind = (ahead - running + cost) / size
-            least, likely = run + max(1.0, behind), run + math.ceil(behind)
+            least, likely = run + max(1.0, behind), float(run + math.ceil(behind))
             formed_s = max(0.0, (likely - self._lanes) * seconds - spent_s)
         else:
             least = (ahead + cost) / size

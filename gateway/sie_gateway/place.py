@@ -101,6 +101,8 @@ class Place:
         self.hosts: list[Heartbeat] = []
         self.version = -1
         self.until_s = self.used_s = 0.0
+        self.gateways = 1  # that live
+        self._began_s = math.inf  # when the first was queued
         self.shed_s = 0.0
         self._busy_s = math.inf  # since when something is in the queue
         self._running = 0.0  # tokens that were in the queue at the last result: the first of them run
@@ -125,6 +127,7 @@ class Place:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """A chunk was let into the queue."""
+        self._began_s = min(self._began_s, now_s)
         if self.window.items <= 1:
             self._running = self.window.cost
             if now_s >= self._stalled_until_s:
@@ -264,9 +267,10 @@ class Place:
             return ahead, 1.0
         own, others, sum_of_rates = self.window.cost, 0.0, rate
         for other in self._others.values():
-            if other.rate and now_s - other.at_s < OTHER_S:
-                others += max(0.0, other.tokens + min(1.0, other.rate / rate) * (own - other.own))
-                sum_of_rates += other.rate
+            if now_s - other.at_s < OTHER_S:
+                other_rate = other.rate or rate  # one that has no result yet is taken to be like this one
+                others += max(0.0, other.tokens + min(1.0, other_rate / rate) * (own - other.own))
+                sum_of_rates += other_rate
         share = rate / sum_of_rates
         queued = min(ahead, own)
         in_queue = queued * (own + others) / own if own else others
@@ -298,7 +302,8 @@ class Place:
         if not ahead or not self.hosts:
             return None
         wait = self.wait(now_s, ahead, cost, budget_s)
-        everything = self.everywhere(now_s, ahead)[0] + cost
+        everything, share = self.everywhere(now_s, ahead)
+        everything += cost
         promised = self.turns.promised(now_s)
         is_turn = promised > 0 and self.turns.claim(now_s, client())
         margin = 1.0 if is_turn else MARGIN
@@ -312,13 +317,15 @@ class Place:
             due = self.turns.due(now_s, min(budget_s, wait.formed_s))
             if believed * self.wait(now_s, ahead, cost, budget_s, due).likely_s <= budget_s:
                 return None
-        return self._refusal(wait, everything, budget_s)
+        return self._refusal(now_s, wait, everything, share, budget_s)
 
-    def _refusal(self, wait: Wait, ahead: float, budget_s: float) -> Refusal:
+    def _refusal(self, now_s: float, wait: Wait, ahead: float, share: float, budget_s: float) -> Refusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
-        room = wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
+        if now_s - self._began_s < OTHER_S and not self._others:
+            share = 1 / self.gateways  # they may have as much, and did not tell yet
+        room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return Refusal(wait.likely_s + wait.stalled_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
@@ -361,10 +368,10 @@ class Place:
         for entered, _ in late:
             entered.is_decided = True
         gone = sum(entered.cost for entered, _ in late)
-        stays, _ = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
+        stays, share = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
         for entered, wait in late:
             cost = entered.cost * (self.scale or 1.0) / entered.scale
-            yield entered, self._refusal(wait, stays + cost, entered.budget_s), cost
+            yield entered, self._refusal(now_s, wait, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""

@@ -38,9 +38,10 @@ def _uniform(low: float, high: float) -> float:
 
 
 class _Turn:
-    __slots__ = ("cost", "due_s", "early_s", "is_open")
+    __slots__ = ("cost", "due_s", "early_s", "is_open", "is_own")
 
-    def __init__(self, due_s: float, early_s: float, cost: float) -> None:
+    def __init__(self, due_s: float, early_s: float, cost: float, is_own: bool) -> None:
+        self.is_own = is_own
         self.due_s = due_s
         self.early_s = early_s
         self.cost = cost
@@ -50,13 +51,14 @@ class _Turn:
 class Turns:
     """Times are those of one clock, seconds; costs are tokens."""
 
-    __slots__ = ("_booked", "_by_client", "_by_slot", "_claimed", "_count", "_lapses", "_open", "_shown")
+    __slots__ = ("_booked", "_by_client", "_by_slot", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
 
     def __init__(self) -> None:
         self._by_client: dict[bytes, list[tuple[float, int, _Turn]]] = {}  # heaps, the next that is due first
         self._lapses: list[tuple[float, int, bytes, _Turn]] = []
         self._open = 0.0
         self._by_slot: dict[int, float] = {}  # of what is open: costs by the slot in which it is due
+        self._own: dict[int, float] = {}  # the part of it that this gateway gave
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
         # of this gateway, not told yet: client, due, cost
@@ -85,7 +87,7 @@ class Turns:
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down
         at random, or the first later one at which there is room. `room` is the cost of all turns that may be due within
-        a second. No turn is kept of one that would wait longer than MAX_RETRY_S.
+        a second of those that this gateway gives. No turn is kept of one that would wait longer than MAX_RETRY_S.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
@@ -93,7 +95,7 @@ class Turns:
         retry_s = self._with_room(now_s, max(1, int(wait_s + _uniform(0, 1))), cost, room)
         if retry_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
-        if client and self._add(now_s, client, retry_s, cost):
+        if client and self._add(now_s, client, retry_s, cost, is_own=True):
             self._booked.append((client, now_s + retry_s, cost))
         return retry_s
 
@@ -104,9 +106,9 @@ class Turns:
         """
         if room == math.inf:
             return retry_s
-        if self._open * self._shown > MAX_RETRY_S * room > 0:
+        if sum(self._own.values()) * self._shown > MAX_RETRY_S * room > 0:
             return MAX_RETRY_S + 1
-        slot, get, shown = math.floor(now_s / SLOT_S), self._by_slot.get, self._shown
+        slot, get, shown = math.floor(now_s / SLOT_S), self._own.get, self._shown
         behind = shown * sum(get(each, 0.0) for each in range(slot - OVERDUE_SLOTS, slot + retry_s * SLOTS))
         while retry_s <= MAX_RETRY_S and (behind > room or self._is_full(now_s + retry_s, max(0.0, room - cost))):
             first = slot + retry_s * SLOTS
@@ -116,23 +118,24 @@ class Turns:
 
     def _is_full(self, due_s: float, room: float) -> bool:
         """Whether more than `room` is due within any one second that has `due_s` in it."""
-        slot, get, most = math.floor(due_s / SLOT_S), self._by_slot.get, room / self._shown if self._shown else math.inf
+        slot, get, most = math.floor(due_s / SLOT_S), self._own.get, room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
             return True
         costs = [get(each, 0.0) for each in range(slot - SLOTS + 1, slot + SLOTS)]
         return any(sum(costs[first : first + SLOTS]) > most for first in range(SLOTS))
 
-    def _add(self, now_s: float, client: bytes, retry_s: float, cost: float) -> bool:
+    def _add(self, now_s: float, client: bytes, retry_s: float, cost: float, *, is_own: bool) -> bool:
         self.promised(now_s)
         if len(self._lapses) >= MAX_TURNS:
             return False
-        turn = _Turn(now_s + retry_s, GRACE_SHARE * retry_s, cost)
+        turn = _Turn(now_s + retry_s, GRACE_SHARE * retry_s, cost, is_own)
         self._count += 1
         heapq.heappush(self._lapses, (turn.due_s + max(GRACE_S, turn.early_s), self._count, client, turn))
         heapq.heappush(self._by_client.setdefault(client, []), (turn.due_s, self._count, turn))
         self._open += cost
         slot = math.floor(turn.due_s / SLOT_S)
-        self._by_slot[slot] = self._by_slot.get(slot, 0.0) + cost
+        for slots in (self._by_slot, self._own) if is_own else (self._by_slot,):
+            slots[slot] = slots.get(slot, 0.0) + cost
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
@@ -149,7 +152,7 @@ class Turns:
         """`news` of another gateway."""
         for each in turns:
             if each.client and 0 < each.due_s <= MAX_RETRY_S + 1 and each.cost > 0:
-                self._add(now_s, each.client, each.due_s, each.cost)
+                self._add(now_s, each.client, each.due_s, each.cost, is_own=False)
         for client in claimed:
             if found := self._next(client):
                 self._close(found[0][2], came=True)
@@ -184,9 +187,10 @@ class Turns:
         turn.is_open = False
         self._open = max(0.0, self._open - turn.cost)
         slot = math.floor(turn.due_s / SLOT_S)
-        left = self._by_slot.pop(slot, 0.0) - turn.cost
-        if left > CRUMB:
-            self._by_slot[slot] = left
+        for slots in (self._by_slot, self._own) if turn.is_own else (self._by_slot,):
+            left = slots.pop(slot, 0.0) - turn.cost
+            if left > CRUMB:
+                slots[slot] = left
         self._shown += MEMORY * (came - self._shown)
 
 

@@ -238,7 +238,7 @@ def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
     turns.heard(1.0, (), [b"%d" % number for number in range(50)])
     assert not turns._by_slot
     assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)
-    turns._add(1.0, b"x", 5, 2.0)
+    turns._add(1.0, b"x", 5, 2.0, is_own=True)
     turns._by_slot.clear()  # what a sum of floats may come to
     assert turns.claim(6.0, b"x")
 
