@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from words import WORDS
 
 BATCH_TOKENS = 4096
 PADDED_BATCH = 32
@@ -52,21 +53,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "onnxruntime int8": ("onnxruntime", "int8"),
     "openvino bf16": ("openvino", "bfloat16"),
 }
-WORDS = (
-    "search",
-    "index",
-    "query",
-    "vector",
-    "model",
-    "queue",
-    "river",
-    "mountain",
-    "engine",
-    "paper",
-    "market",
-    "signal",
-    "winter",
-)
 
 
 def model_folder() -> Path:

@@ -40,24 +40,10 @@ from client import Answer, Clients, connect, percentile, request
 from cluster import MODEL as MINILM
 from report import Report, add_options
 from stack import Device, Plan, Stack
+from words import WORDS
 
 TOY = "toy/one"
 QUERY = "What is deep learning?"
-WORDS = (
-    "search",
-    "index",
-    "query",
-    "vector",
-    "model",
-    "river",
-    "mountain",
-    "engine",
-    "paper",
-    "market",
-    "garden",
-    "music",
-    "history",
-)
 BULK_CLIENTS = 30
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
 KEYS = ("first-key", "second-key")

@@ -37,6 +37,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parent))
 
 from client import closed_loop, connect, request
+from words import WORDS
 
 from sie_adapter.engine import Engine, prepare_process
 from sie_adapter.lanes import Job
@@ -48,37 +49,6 @@ from sie_sidecar.tokens import ModelTokenizer
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 SHORT = "What is deep learning?"
-WORDS = (  # one token each, so that the lengths below are token counts
-    *(
-        "search",
-        "index",
-        "query",
-        "vector",
-        "model",
-        "worker",
-        "stream",
-        "river",
-        "mountain",
-        "engine",
-        "paper",
-        "market",
-        "signal",
-    ),
-    *(
-        "winter",
-        "garden",
-        "music",
-        "history",
-        "physics",
-        "language",
-        "protein",
-        "election",
-        "planet",
-        "museum",
-        "bridge",
-        "contract",
-    ),
-)
 TARGETS = {"mix": (0.85, 0.95), "short": (0.50, 0.50)}
 
 

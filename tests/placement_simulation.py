@@ -54,9 +54,8 @@ class Case:
     # else loads are quick in the first half of the warm-up, so that both begin with what they would hold anyway
     cold: bool = False
     killed: int = 0
-    restarted: int = (
-        0  # as many workers, one each `restart_every_s`: it drains, and is there again, empty, after `restart_s`
-    )
+    # as many workers, one each `restart_every_s`: it drains, and is there again, empty, after `restart_s`
+    restarted: int = 0
     restart_every_s: float = 0.05
     restart_s: float = 10.0
     known: bool = False  # from the start all models are in the table and loaded

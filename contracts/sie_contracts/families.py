@@ -5,6 +5,7 @@
 
 To add one: a file with its class in `sie_adapter/families`, a row here, and its name in the bundles that have what it
 needs.
+
 A family of another package has no row: the entry point `sie.adapters` names its class, it checks its own parameters,
 and any file of its folder may be read.
 """

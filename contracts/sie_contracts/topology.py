@@ -50,9 +50,8 @@ _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # for each lane and priority
 OWN_CONSUMERS = 4096
-OWN_CONSUMERS_REPLICATED = (
-    256  # each is a Raft group, which costs its brokers heartbeats and files also when it is idle
-)
+# each is a Raft group, which costs its brokers heartbeats and files also when it is idle
+OWN_CONSUMERS_REPLICATED = 256
 _USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # above the messages that one request can be

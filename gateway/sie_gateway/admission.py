@@ -38,9 +38,8 @@ MAX_GONE = 4096
 SHED_S = 0.1  # how often those that are in the queue are looked at again
 SWEEP_S = 1.0
 MAX_TOLD = 256  # models and priorities in an announcement to the other gateways, those with the most work in the queue
-MAX_TOLD_TURNS = (
-    1000  # and turns: 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
-)
+# turns in an announcement: of 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
+MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
 

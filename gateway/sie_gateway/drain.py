@@ -26,11 +26,8 @@ CHANGED = 2.0  # times as long, or as short, as any fixed and any token part all
 CHANGED_SAMPLES = 2
 OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
 MAX_EVIDENCE = 64
-# without a result for so long the queue may stand still; the second before any sample
-STALL_S, UNKNOWN_STALL_S = (
-    0.25,
-    5.0,
-)
+STALL_S = 0.25  # without a result for so long the queue may stand still
+UNKNOWN_STALL_S = 5.0  # the same before any sample
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
 MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
@@ -46,10 +43,10 @@ FULL = 0.8  # of a full batch: those that are larger leave nothing behind that f
 
 class Wait(NamedTuple):
     """The wait of a request. `least_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
-    one more, the batch that was formed before it came. `stalled_s`: for how long nothing has come, where that is
-    unusual; it may well last as long again. `formed_s`: until the batch of this request is formed, infinite where that
-    may be long before it runs. `evidence`: samples that this rests on, 0 to MAX_EVIDENCE. `rate`: tokens a
-    second, 0 while not known. `batch_s`: of one batch.
+    one more, the batch that was formed before it came, unless batches are formed as the device is free. `stalled_s`:
+    for how long nothing has come, where that is unusual; it may well last as long again. `evidence`: samples that this
+    rests on, 0 to MAX_EVIDENCE. `rate`: tokens a second, 0 while not known. `batch_s`: of one batch. `formed_s`: until
+    the batch of this request is formed, infinite where that may be long before it runs.
     """
 
     least_s: float = 0.0
@@ -252,6 +249,7 @@ class Drain:
             samples.remove(longest)
             longest = others[0]
         full = [each for each in samples if each.is_crowded]
+        # results of several lanes come in turns: the times between some of them say nothing of the others
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(each.tokens for each in counted) / len(counted)
         seconds = sum(each.seconds for each in counted) / len(counted)

@@ -78,9 +78,8 @@ class Peers:
         self._aged_s = clock()
         self._answered = 0
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
-        self.queued: Callable[[], tuple[QueuedWork, ...]] = (
-            tuple  # what others need to know of this gateway's work in the queue
-        )
+        # what others need to know of this gateway's work in the queue
+        self.queued: Callable[[], tuple[QueuedWork, ...]] = tuple
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
         self._is_busy = False  # the last announcement had work in the queue
 

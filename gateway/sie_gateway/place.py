@@ -8,7 +8,8 @@ Rules of `judge`, in this order:
    refuses nobody. Up to the floor of work the doubt is larger.
 3. A queue that stands still for longer than the budget refuses.
 4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns
-   that are due within it, or as far as keeps the workers busy.
+   that are due within it, or as far as keeps the workers busy. Where batches are formed as the device is free, room is
+   kept for the turns that are due until the batch of the request is formed.
 """
 
 from __future__ import annotations

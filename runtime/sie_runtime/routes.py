@@ -16,12 +16,9 @@ from typing import NamedTuple
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: for everybody, never behind a token
 _USUAL_PATH = 256
-# how alike two paths must be; how many parts of one are looked at, and how much of each
-_LIKE, _LIKE_PARTS, _LIKE_PART = (
-    0.8,
-    3,
-    32,
-)
+_LIKE = 0.8  # how alike two paths must be
+_LIKE_PARTS = 3  # how many parts of one are looked at
+_LIKE_PART = 32  # and how many characters of each
 
 
 class Row(NamedTuple):

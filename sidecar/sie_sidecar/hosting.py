@@ -38,9 +38,8 @@ FILL_WEIGHT = 0.1  # of the last batch
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
 EARLIER_LOAD_S = 0.5
-MAX_TURN_S = (
-    5.0  # that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
-)
+# that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
+MAX_TURN_S = 5.0
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 

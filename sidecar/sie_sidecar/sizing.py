@@ -29,9 +29,8 @@ from sie_contracts.batch_times import AHEAD_SHARE, BatchTimes
 SHARE = 0.4  # of the time that a job has left: about two batches fit into it
 MAX_LOSS = 0.5  # of the tokens a second of a full batch, where all jobs in it ask for a smaller one
 LEAD_S = 0.01  # long enough to have the next batch at the device when the one that runs ends
-UNKNOWN_S = (
-    10.0  # a job with no more time than this asks for a small batch while nobody knows how long a full one takes
-)
+# a job with no more time than this asks for a small batch while nobody knows how long a full one takes
+UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):

@@ -330,9 +330,8 @@ async def test_a_second_worker_takes_what_does_not_fit_on_the_first(tmp_path: Pa
 # ---- real adapters
 
 WIDTH, LAYERS = 384, 6
-VOCABULARY = (
-    40_000  # most of a model's bytes, and none of its work: what else a process holds varies by tens of megabytes
-)
+# most of a model's bytes, and none of its work: what else a process holds varies by tens of megabytes
+VOCABULARY = 40_000
 AMPLE_BYTES = 3 << 30  # for an adapter with all models
 
 

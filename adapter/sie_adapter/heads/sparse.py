@@ -20,9 +20,8 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packing import Int64
 
-BLOCK_BYTES = (
-    30_000_000  # of the float32 logits or states of one block of tokens: half of what any intermediate may have
-)
+# of the float32 logits or states of one block of tokens: half of what any intermediate may have
+BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
