@@ -10,6 +10,7 @@ build/tests/LANE.log. All lanes run, also after one that failed. Exit status: 0,
 """
 
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
     command += ["--color=yes"] if sys.stdout.isatty() else []
     command += arguments
     print(f"{lane.name}: {shlex.join(command)}", flush=True)
-    began_s = time.monotonic()
+    began_s, used_s = time.monotonic(), _used_s()
     environ = os.environ | lane.environ
     with (LOGS / f"{lane.name}.log").open("wb") as log:
         child = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -89,8 +90,18 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
                 sys.stdout.buffer.flush()
         finally:
             child.wait()  # after Ctrl-C pytest, which had it too, takes its clusters down first
-    print(f"{lane.name}: {time.monotonic() - began_s:.0f} s", flush=True)
+    print(
+        f"{lane.name}: {time.monotonic() - began_s:.0f} s, {_used_s() - used_s:.0f} s of processors with all that it"
+        " started",
+        flush=True,
+    )
     return child.returncode
+
+
+def _used_s() -> float:
+    """Processor seconds of processes that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":
