@@ -325,6 +325,7 @@ def main() -> None:
     )
     say("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     rates: dict[tuple[float, float], float] = {}
+    all_found: dict[str, list[Found]] = {}
     for case in cases():
         if (
             options.only
@@ -340,8 +341,28 @@ def main() -> None:
             start = case.start if case.gateways == 1 else f"{case.start}, {case.gateways} gateways"
             clients = case.clients or f"{FACTOR * case.capacity:.0f}/s"
             say(f"| {start} | {device} | {clients} | {case.budget_s:g} s | {name} | {found.row()}")
+            all_found.setdefault(name, []).append(found)
+    say("\n| sum of the cells above | false | late, steady | late, onset | served | goodput |")
+    say("|---|---|---|---|---|---|")
+    for name, those in all_found.items():
+        say(f"| {name} | {_sum(those)}")
     say(f"\nAll of it took {time.perf_counter() - began_s:.0f} s; load average after it {os.getloadavg()[0]:.1f}.")
     say.save(options.out)
+
+
+def _sum(those: list[Found]) -> str:
+    """Over cells: requests by requests, goodput by the capacity of the cells that have one."""
+    tries = sum(len(found.tries) for found in those)
+    pairs = [
+        [found.late(onset=False) for found in those],
+        [found.late(onset=True) for found in those],
+        [found.served() for found in those],
+    ]
+    shares = " | ".join(_share((sum(some for some, _ in each), sum(of for _, of in each))) for each in pairs)
+    open_loads = [found for found in those if found.case.start == "10x"]
+    could = sum(found.case.capacity * found.case.seconds for found in open_loads)
+    did = sum(found.goodput() * found.case.capacity * found.case.seconds for found in open_loads)
+    return f"{sum(found.false() for found in those) / tries:.2%} | {shares} | {f'{did / could:.1%}' if could else ''} |"
 
 
 def _processor() -> str:
