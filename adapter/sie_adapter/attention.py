@@ -88,6 +88,9 @@ class Trial:
     calls: int = 0  # of the attention function
     edges: set[int] = field(default_factory=set)  # of the windowed layers: what `sie_edge` has to be
 
+    def called(self) -> None:
+        self.calls += 1
+
     def edge(self) -> int:
         """What `sie_edge` has to be in every pass of this model. Raises AttentionUnsupported if its layers differ."""
         if len(self.edges) > 1:
@@ -146,7 +149,7 @@ def packed_attention(
             sie_trial.edges.add(shown.left - reach)
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
-        sie_trial.calls += 1
+        sie_trial.called()
     output = torch.ops.sie.packed_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

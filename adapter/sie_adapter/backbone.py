@@ -113,7 +113,7 @@ class Backbone:
         lengths = packed.lengths[start:stop]
         device = self._compute.device
         real = np.arange(lengths.max())[None, :] < lengths[:, None]
-        packed.padding += real.size - int(lengths.sum())
+        packed.filled(real.size - int(lengths.sum()))
         tokens = slice(packed.bounds[start], packed.bounds[stop])
         ids = np.full(real.shape, self._pad, np.int64)
         ids[real] = packed.ids[tokens]

@@ -125,12 +125,14 @@ def _gliner(folder: Path, report: Inspection) -> None:
         else encoder.get("max_position_embeddings"),  # it has no table
         _TOKENS_PER_WORD * raw.get("max_len", _GLINER_WORDS),
     ]
-    report.entry |= {
-        "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
-        "family": "gliner",
-        "outputs": {"entities": 0},
-        "max_tokens": min(limit for limit in limits if limit),
-    }
+    report.entry.update(
+        {
+            "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
+            "family": "gliner",
+            "outputs": {"entities": 0},
+            "max_tokens": min(limit for limit in limits if limit),
+        }
+    )
     report.found.append(f"family gliner: gliner_config.json, windows of {raw.get('max_len', _GLINER_WORDS)} words")
     if not encoder:
         report.found.append(
@@ -140,12 +142,14 @@ def _gliner(folder: Path, report: Inspection) -> None:
 
 def _gliclass(raw: dict[str, Any], report: Inspection) -> None:
     encoder = raw.get("encoder_config") or {}
-    report.entry |= {
-        "description": "Scores of classes that a request names.",
-        "family": "gliclass",
-        "outputs": {"classifications": 0},
-        "max_tokens": min(encoder.get("max_position_embeddings") or 512, _UNLIMITED),
-    }
+    report.entry.update(
+        {
+            "description": "Scores of classes that a request names.",
+            "family": "gliclass",
+            "outputs": {"classifications": 0},
+            "max_tokens": min(encoder.get("max_position_embeddings") or 512, _UNLIMITED),
+        }
+    )
     report.found.append("family gliclass: config.json")
 
 

@@ -99,8 +99,7 @@ class Positions:
 class Packed:
     """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
 
-    `padding`: positions beside the tokens that their pass computed, where it had to fill up; whoever fills up adds to
-    it.
+    `padding`: positions beside the tokens that their pass computed, where it had to fill up.
     """
 
     ids: Int64  # [tokens]
@@ -115,6 +114,10 @@ class Packed:
     @property
     def lengths(self) -> Int64:
         return np.diff(self.bounds).astype(np.int64)
+
+    def filled(self, positions: int) -> None:
+        """A pass computed so many positions beside the tokens."""
+        self.padding += positions
 
 
 def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:

@@ -55,6 +55,9 @@ class Child:
     ending: bool = False
     refusal: str = ""  # the last line that says which setting it refuses
 
+    def count_restart(self) -> None:
+        self.restarts += 1
+
 
 class Supervisor:
     """Owns the children. `say(child, line)` gets every line they print.
@@ -132,7 +135,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)  # the back-off between restarts
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             while not child.ending:
-                child.restarts += 1
+                child.count_restart()
                 try:
                     await self._spawn(child)
                     break

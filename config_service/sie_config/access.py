@@ -30,7 +30,11 @@ class Gate:
         self._reader = settings.config_read_token
         self._by_key = settings.auth_mode == "token"
         self._clock = clock
-        self.keys: Keys | None = None  # once there is a broker
+        self._keys: Keys | None = None
+
+    def go_by(self, keys: Keys) -> None:
+        """There is a broker, which has the keys."""
+        self._keys = keys
 
     def check(self, method: str, path: str, authorization: str) -> str:
         """Let the call in or not; returns who it is, as the history of a model names its authors.
@@ -74,9 +78,9 @@ class Gate:
         """
         if not self._by_key or not token or is_known:
             return None
-        if self.keys is None or not self.keys.loaded:
+        if self._keys is None or not self._keys.loaded:
             raise NotReady("the keys are not read yet")
-        key = self.keys.find(token)
+        key = self._keys.find(token)
         if key is None:
             return None
         if why := key.ended(self._clock()):

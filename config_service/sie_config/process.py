@@ -83,8 +83,9 @@ async def run(
             if broker is not None:
                 await service.workers.follow(broker)
                 if settings.auth_mode == "token":
-                    service.gate.keys = Keys(broker, settings.stream_replicas)
-                    tasks.start(service.gate.keys.run(served), "keys")
+                    keys = Keys(broker, settings.stream_replicas)
+                    service.gate.go_by(keys)
+                    tasks.start(keys.run(served), "keys")
                 prepared = await retry(
                     lambda: prepare(settings, broker),
                     errors=(BrokerError, NotReady),

@@ -118,14 +118,16 @@ class Admission:
         backlog: Backlog,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        epoch: Callable[[], str] = str,
     ) -> None:
+        """`epoch`: of the catalogue that this gateway serves by."""
         self._settings = settings
         self._fleet = fleet
         self._backlog = backlog
         self._metrics = metrics
         self._clock = clock
-        self.peers = Peers(broker, self.waiting, clock)
-        self.peers.queued = self.queued
+        self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.heard)
         self._shares: dict[
             tuple[Lane, Priority], Shares

@@ -78,6 +78,12 @@ class Attachments(Generic[A]):
         self._bytes = 0
         self._closed = False
 
+    def count_joined(self) -> None:
+        self.joined += 1
+
+    def count_abandoned(self) -> None:
+        self.abandoned += 1
+
     def __len__(self) -> int:
         return self._count
 
@@ -249,7 +255,7 @@ class Run(Generic[A]):
         if self._is_kept:
             self._unkeep()
         self._is_given_up = True
-        self._table.abandoned += 1
+        self._table.count_abandoned()
         assert self._task is not None
         self._task.cancel()
 
@@ -260,7 +266,7 @@ class Run(Generic[A]):
         assert self._outcome is not None
         self._unkeep()
         self._present += 1
-        self._table.joined += 1
+        self._table.count_joined()
         leaving = (
             None
             if caller.receive is None

@@ -73,6 +73,11 @@ class Call:
         if self.span is not None and other.span is not None:
             self.span.lead_to(other.span)
 
+    def again(self) -> None:
+        """Begin anew, with other work: that of before is given back."""
+        self.attempt += 1
+        self.charge.refund()
+
     def digest(self) -> bytes:
         """What its client is known by when it sends the same again."""
         told = (

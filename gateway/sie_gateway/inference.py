@@ -221,8 +221,7 @@ class Inference:
                 if call.attempt == MAX_ATTEMPTS or left_s <= 0:
                     message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
-            call.attempt += 1
-            call.charge.refund()
+            call.again()
             await self._renewed(entry, min(RENEWED_WITHIN_S, left_s))
             self._resolve(call, route)
 

@@ -30,6 +30,10 @@ class Intake:
         self.held_bytes = 0
         self.most_bytes = most_bytes
 
+    def hold(self, more_bytes: int) -> None:
+        """Count so many more, or fewer."""
+        self.held_bytes += more_bytes
+
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> Reader:
         """Reads one body of at most `limit` bytes. What it holds counts until `close`. PayloadTooLarge if it is
         announced as larger.
@@ -79,12 +83,12 @@ class Reader:
                 param="body",
                 retry_after_s=2,
             )
-        intake.held_bytes += more
+        intake.hold(more)
         self._counted += more
 
     def close(self) -> None:
         """The body is not held any more."""
-        self._intake.held_bytes -= self._counted
+        self._intake.hold(-self._counted)
         self._counted = 0
 
 

@@ -60,16 +60,22 @@ class _Flow:
 
 
 class Peers:
-    """`waiting` tells, at each announcement, the tokens that wait in this gateway by lane and priority."""
+    """Told at each announcement, `waiting`: the tokens that wait in this gateway by lane and priority; `epoch`: of the
+    catalogue that it serves by; `queued`: what others need to know of its work in the queue.
+    """
 
     def __init__(
         self,
         broker: Broker,
         waiting: Callable[[], Mapping[tuple[Lane, Priority], int]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        epoch: Callable[[], str] = str,
+        queued: Callable[[], tuple[QueuedWork, ...]] = tuple,
     ) -> None:
         self.id = f"{default_worker_id()}-{uuid.uuid4().hex[:12]}"
-        self.epoch: Callable[[], str] = str  # of the catalogue that this gateway serves by
+        self._epoch = epoch
+        self._queued = queued
         self._broker = broker
         self._waiting = waiting
         self._clock = clock
@@ -78,8 +84,6 @@ class Peers:
         self._aged_s = clock()
         self._answered = 0
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
-        # what others need to know of this gateway's work in the queue
-        self.queued: Callable[[], tuple[QueuedWork, ...]] = tuple
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
         self._is_busy = False  # the last announcement had work in the queue
 
@@ -138,9 +142,9 @@ class Peers:
         while len(self._answers) > 1 and sum(took_s for _, took_s in self._answers) > QPS_S:
             self._answers.popleft()
         qps = sum(count for count, _ in self._answers) / sum(took_s for _, took_s in self._answers)
-        queued = self.queued() if self.count() > 1 else ()
+        queued = self._queued() if self.count() > 1 else ()
         self._is_busy = bool(queued)
-        return GatewayBeat(self.id, traffic=traffic, qps=round(qps, 3), config_epoch=self.epoch(), queued=queued)
+        return GatewayBeat(self.id, traffic=traffic, qps=round(qps, 3), config_epoch=self._epoch(), queued=queued)
 
     async def _on_beat(self, message: CoreMessage) -> None:
         try:
@@ -171,7 +175,7 @@ class Peers:
 
     def epochs(self) -> dict[str, str]:
         """The epoch of the catalogue that each live gateway serves by; this one's is that of now."""
-        return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self.epoch()}
+        return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
         """What each live gateway announced of a lane and priority."""

@@ -104,8 +104,7 @@ async def serve(
     ages = Ages(broker, backlog, clock.now_s)
     placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, ages.of, clock.now_s)
     queue.on_publish = placer.note
-    admission = Admission(settings, broker, fleet, backlog, metrics)
-    admission.peers.epoch = lambda: feed.catalogue.epoch
+    admission = Admission(settings, broker, fleet, backlog, metrics, epoch=lambda: feed.catalogue.epoch)
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
     cold = ColdStarts(fleet, demand, metrics, pools.pending_reason)
     for part in (admission, backlog, placer, demand, cold):

@@ -140,6 +140,13 @@ class Ticket:
     def waiting(self) -> bool:
         return self.next < len(self.costs)
 
+    def take(self) -> int:
+        """The next chunk, which is in the queue from now on."""
+        chunk = self.next
+        self.held.add(chunk)
+        self.next += 1
+        return chunk
+
 
 class _Flow:
     """What a key has waiting: requests that have had nothing yet, and those that have begun, each in
@@ -282,13 +289,11 @@ class Window:
 
     def admit(self, ticket: Ticket) -> None:
         """Count the ticket's next chunk as in the queue."""
-        tokens = ticket.tokens[ticket.next]
-        self.cost += ticket.costs[ticket.next]
-        self.tokens += tokens
+        chunk = ticket.take()
+        self.cost += ticket.costs[chunk]
+        self.tokens += ticket.tokens[chunk]
         self.items += 1
-        self.shares.add(ticket.key, tokens)
-        ticket.held.add(ticket.next)
-        ticket.next += 1
+        self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: Bound, key_limit: float) -> bool:
         """Whether a request of one chunk may pass at once: nobody waits and there is room. It is not to `join` then."""

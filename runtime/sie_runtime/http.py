@@ -121,7 +121,7 @@ class HttpServer:
 
     def leave(self) -> None:
         """From now on each response is the last of its connection and says so. All else goes on."""
-        self._state.leaving = True
+        self._state.leave()
 
     async def hang_up(self) -> None:
         """`leave`, and close what is idle; websockets are told that this server goes away. A request that has arrived

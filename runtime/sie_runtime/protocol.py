@@ -54,13 +54,15 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class State(ServerState):
-    """What the connections of a server share."""
-
-    leaving = False
+    """What the connections of a server share. `leaving`: each response is the last of its connection."""
 
     def __init__(self, refusals: Refusals | None = None) -> None:
         super().__init__()
         self.refusals = refusals or Refusals()
+        self.leaving = False
+
+    def leave(self) -> None:
+        self.leaving = True
 
 
 class _Outlet:

@@ -138,7 +138,5 @@ class Health:
         if not self._link.connected:
             return
         with contextlib.suppress(AdapterGone, SIEError):
-            answer = await self._link.ask(ipc.Describe())
-            if isinstance(answer, ipc.Description):
-                self._link.description = answer
-                self.remedies.told(answer)
+            if (description := await self._link.describe()) is not None:
+                self.remedies.told(description)

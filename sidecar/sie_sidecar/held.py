@@ -58,6 +58,10 @@ class Held:
     coming: bool = False  # hosting does not count it yet
     span: Span | None = None  # where it is traced
 
+    def took_off(self) -> None:
+        """It waits for the device no more."""
+        self.job = None
+
     @property
     def is_outdated(self) -> bool:
         """Whether its model's entry changed since it was taken in."""

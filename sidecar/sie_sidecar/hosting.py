@@ -103,6 +103,16 @@ class Hosted:
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
 
+    def used(self, now_s: float) -> None:
+        """Work of it came, ran or went."""
+        self.used_s = now_s
+
+    def took(self, items: int, now_s: float) -> None:
+        """So many more work items, or fewer, are held for it."""
+        self.held += items
+        self.uses += 1
+        self.used(now_s)
+
     def filled(self, ratio: float) -> None:
         """A batch ran that was so full."""
         self.fill_ratio = (
@@ -169,10 +179,20 @@ class Hosting:
     """All residencies of this worker."""
 
     def __init__(
-        self, link: AdapterLink, clock: Callable[[], float], on_change: Callable[[], None], swap_after_s: float = 1.0
+        self,
+        link: AdapterLink,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        swap_after_s: float = 1.0,
+        *,
+        assigned: Callable[[], frozenset[str] | None] = lambda: None,
+        on_loaded: Callable[[Hosted], object] = lambda hosted: None,
+        on_failed: Callable[[Hosted, SIEError], object] = lambda hosted, error: None,
+        on_role: Callable[[Hosted], object] = lambda hosted: None,
     ) -> None:
         """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is
-        closed to more.
+        closed to more. `assigned`: the models that this worker is a host of, None while not known. `on_role`: a
+        residency is unloaded, makes room, or need not any more.
         """
         self.swaps = 0
         self.idle_evictions = 0
@@ -185,12 +205,10 @@ class Hosting:
         self._on_change = on_change
         self._hosted: dict[str, Hosted] = {}
         self._of_model: dict[str, list[Hosted]] = {}
-        # models that this worker is a host of; None: not known
-        self.assigned: Callable[[], frozenset[str] | None] = lambda: None
-        self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
-        self.on_failed: Callable[[Hosted, SIEError], object] = lambda hosted, error: None
-        # it is unloaded, makes room, or need not any more
-        self.on_role: Callable[[Hosted], object] = lambda hosted: None
+        self._assigned = assigned
+        self._on_loaded = on_loaded
+        self._on_failed = on_failed
+        self._on_role = on_role
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -254,17 +272,13 @@ class Hosting:
 
     def take(self, hosted: Hosted, items: int = 1) -> None:
         """Hold `items` more work items for `hosted`. From now on the adapter must not unload it."""
-        hosted.held += items
-        hosted.used_s = self._clock()
-        hosted.uses += 1
+        hosted.took(items, self._clock())
         if hosted.name in self._told:
             self._news.set()
 
     def let_go(self, hosted: Hosted) -> None:
         """One work item of `hosted` is settled."""
-        hosted.held -= 1
-        hosted.used_s = self._clock()
-        hosted.uses += 1
+        hosted.took(-1, self._clock())
         if hosted.held == hosted.parked:
             self._tell_quiet()
 
@@ -384,7 +398,7 @@ class Hosting:
             extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
             hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
             hosted.state, hosted.failed_s = "failed", self._clock()
-            self.on_failed(hosted, hosted.error)
+            self._on_failed(hosted, hosted.error)
             _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
             raise SIEError.from_info(hosted.error.info()) from error
         finally:
@@ -393,7 +407,7 @@ class Hosting:
 
     def _first_to_go(self, idle: list[Hosted]) -> list[Hosted]:
         """Of these models the ones that are placed elsewhere, or all where there is none."""
-        assigned = self.assigned()
+        assigned = self._assigned()
         return [hosted for hosted in idle if assigned is not None and hosted.resolved.entry.id not in assigned] or idle
 
     async def _ask(self, hosted: Hosted, resolved: Resolved, offered: list[Hosted]) -> ipc.Ready:
@@ -418,9 +432,7 @@ class Hosting:
         }:
             await asyncio.sleep(EARLIER_LOAD_S)  # nothing tells of its end
             return True
-        answer = await self._link.ask(ipc.Describe())
-        if isinstance(answer, ipc.Description):
-            self._link.description = answer
+        await self._link.describe()
         there = {loaded.model for loaded in self._link.description.models} if self._link.description else set()
         finding = [
             each.loading
@@ -477,7 +489,7 @@ class Hosting:
                 closed = first
                 assert closed is not None
                 closed.gate.clear()
-                self.on_role(closed)
+                self._on_role(closed)
                 self.swaps += 1
                 hosted.swapped = True
                 _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
@@ -507,7 +519,7 @@ class Hosting:
     def _open(self, closed: Hosted) -> None:
         """It takes new work again, and may be closed for another one."""
         closed.gate.set()
-        self.on_role(closed)
+        self._on_role(closed)
         self._tell_quiet()
 
     def _turn_ends_s(self, hosted: Hosted) -> float:
@@ -525,13 +537,13 @@ class Hosting:
         hosted.memory_bytes = loaded.memory_bytes
         how = f"{loaded.precision}, {loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
-        self.on_loaded(hosted)
+        self._on_loaded(hosted)
 
     def _evicted(self, names: tuple[str, ...]) -> None:
         for name in names:
             if name in self._hosted:
                 self._hosted[name].unload()
-                self.on_role(self._hosted[name])
+                self._on_role(self._hosted[name])
         if names:
             self._on_change()
 
@@ -540,7 +552,7 @@ class Hosting:
         AdapterGone, SIEError.
         """
         hosted.unload()
-        self.on_role(hosted)
+        self._on_role(hosted)
         hosted.releasing = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
         self._on_change()
         await asyncio.shield(hosted.releasing)

@@ -98,6 +98,16 @@ class AdapterLink:
     async def wait_connected(self) -> None:
         await self._up.wait()
 
+    async def describe(self) -> ipc.Description | None:
+        """What the adapter says of itself now, kept in `description`; None if it answers something else. Raises
+        AdapterGone, SIEError.
+        """
+        answer = await self.ask(ipc.Describe())
+        if not isinstance(answer, ipc.Description):
+            return None
+        self.description = answer
+        return answer
+
     def is_fresh(self) -> bool:
         """Whether the adapter has answered a ping in time."""
         return self._clock() - self._last_pong_s < self._stale_s

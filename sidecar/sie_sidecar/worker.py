@@ -106,11 +106,17 @@ class Worker:
         broker_s = self.broker_clock.now_s
         self._ledger = open_ledger(ledger, broker_s) if ledger else None
         self.leases = Leases(float(settings.ack_wait_s), link.is_fresh, clock, self._ledger, broker.flush)
-        self.hosting = Hosting(link, clock, on_change, settings.swap_after_ms / 1000)
+        self.hosting = Hosting(
+            link,
+            clock,
+            on_change,
+            settings.swap_after_ms / 1000,
+            assigned=lambda: self.assignment.models(),
+            on_loaded=self._on_loaded,
+            on_failed=lambda hosted, error: metrics.not_loaded(hosted.name, error),
+            on_role=lambda hosted: self.pulling.refill_all(),
+        )
         self._loras = Loras(link, clock)
-        self.hosting.on_loaded = self._on_loaded
-        self.hosting.on_failed = lambda hosted, error: metrics.not_loaded(hosted.name, error)
-        self.hosting.on_role = lambda hosted: self.pulling.refill_all()
         self._settlement = Settlement(broker, self.leases, metrics, clock)
         self._marks = Marks(broker, worker_id, broker_s)
         self._trials = Trials(self, link, self._marks, clock, metrics.poisoned.inc)
@@ -141,7 +147,6 @@ class Worker:
         self.assignment = Assignment(
             self._broker, lane, self._id, now_s, self.hosting.takes, self._holds, self._on_assignment, self._is_up
         )
-        self.hosting.assigned = self.assignment.models
         pulling = Pulling(
             self._broker,
             lane,
@@ -315,7 +320,7 @@ class Worker:
             held.settled = True
             if held.job is not None:
                 self._waiting.remove(held.job)
-                held.job = None
+                held.took_off()
             self.inventory.count(held, 0)
             self._metrics.settlements.labels("cancelled").inc()
             self._work.start(self._finish_cancelled(held), "cancelled")
@@ -410,7 +415,7 @@ class Worker:
             action = batches.next_batch(self._waiting, self._clock(), self._limits, self._device())
             if isinstance(action, Batch):
                 for job in action.jobs:
-                    job.work.job = None
+                    job.work.took_off()
                     self.inventory.count(job.work, 0)
                 self._to_device(action)
                 self._work.start(self._run(action), "batch")
@@ -433,7 +438,7 @@ class Worker:
         for held in jobs:
             held.sealed_s = sealed_s
             if held.hosted is not None:
-                held.hosted.used_s = sealed_s
+                held.hosted.used(sealed_s)
                 held.fingerprint = held.hosted.fingerprint(held.item.profile, held.item.options.lora)
         self._metrics.batches.set(self._sent)
         self.rate.sent(sealed_s)

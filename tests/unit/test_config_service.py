@@ -475,9 +475,10 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
     )
     await api.call("GET", "/v1/configs/models", None, 503, Authorization=token)
     await (await records.open_bucket(api.broker, 1)).write([Write(key.id, records.encode(key), 0)])
-    gate.keys, stop = records.Keys(api.broker, 1), Stop()
-    following = asyncio.create_task(gate.keys.run(stop))
-    await until(lambda: gate.keys is not None and gate.keys.loaded, "the keys")
+    keys, stop = records.Keys(api.broker, 1), Stop()
+    gate.go_by(keys)
+    following = asyncio.create_task(keys.run(stop))
+    await until(lambda: keys.loaded, "the keys")
     for method, path, status in calls:
         answer = await api.call(
             method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}"

@@ -13,11 +13,13 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_sidecar.hosting import Hosted, Hosting
-from sie_sidecar.link import AdapterGone
+from sie_sidecar.link import AdapterGone, AdapterLink
 
 
 class Link:
     """An adapter that loads at once, or fails as told; `questions` are what it was asked on the control connection."""
+
+    describe: Any = AdapterLink.describe
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[bool], None]] = []

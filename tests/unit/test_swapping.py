@@ -16,10 +16,13 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
 from sie_sidecar.hosting import MAX_TURN_S, Hosted, Hosting
+from sie_sidecar.link import AdapterLink
 
 
 class OneModel:
     """An adapter that holds one model, and gives it up only where the sidecar allows it. A load takes `load_s`."""
+
+    describe: Any = AdapterLink.describe
 
     def __init__(self, load_s: float = 0.0) -> None:
         self.load_s = load_s

@@ -305,8 +305,7 @@ class MemoryBroker:
             await self.reach(timeout_s)
         self._check(subject, data)
         published = self._server.stream_of(subject).store(subject, data, message_id)
-        if self._server.lose_answers:
-            self._server.lose_answers -= 1
+        if self._server.loses_answer():
             raise BrokerUnavailable(f"{subject}: the answer was lost")
         return published
 

@@ -57,6 +57,13 @@ class MemoryServer:
         self._dirty: dict[Consumer, None] = {}
         self._stamps = 0
 
+    def loses_answer(self) -> bool:
+        """Whether the answer to this publish is one of those that get lost."""
+        if not self.lose_answers:
+            return False
+        self.lose_answers -= 1
+        return True
+
     def connect(self, name: str) -> MemoryBroker:
         broker = MemoryBroker(self, name)
         self._connections.add(broker)

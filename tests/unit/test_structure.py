@@ -1,0 +1,43 @@
+"""The structure of the product, as `tools/measure.py` counts it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import measure
+
+# Attributes of other objects that may be set, each with its reason.
+SET_ELSEWHERE = {
+    "sie_broker.nats.connection self._client.options": "the client has no way to reconnect only after a first success",
+    "sie_runtime.http self._server.server_state": "uvicorn makes it itself, and takes none",
+    "sie_runtime.http self._server.config.timeout_graceful_shutdown": "uvicorn's way to say how long its end may take",
+    "sie_runtime.http self._server.should_exit": "uvicorn's way to be asked to end",
+    "sie_runtime.protocol self.cycle.keep_alive": "uvicorn's cycle: the connection ends with this response",
+    "sie_runtime.protocol self.cycle.server_state": "uvicorn makes its cycles itself",
+    "sie_runtime.protocol self.cycle.transport": "uvicorn makes its cycles itself",
+    "sie_adapter.checkpoint model.config.use_cache": "the configuration of a model of transformers",
+    "sie_adapter.device libc.mallinfo2.restype": "how ctypes learns what a function returns",
+    "sie_adapter.heads.transformers_head self.backbone.pooler": "taken out of a model of transformers",
+    "sie_adapter.heads.transformers_head model.config.pad_token_id": "the configuration of a model of transformers",
+}
+
+
+def test_no_object_sets_the_attributes_of_another() -> None:
+    found = set()
+    for package in measure.PACKAGES:
+        for module in measure.modules(package):
+            for place in measure.assigned(module):
+                where, _, what = place.partition(" ")
+                found.add(f"{where.partition(':')[0]} {what}")
+    assert found - set(SET_ELSEWHERE) == set(), "give it to the constructor, or make it a method of the object"
+    assert set(SET_ELSEWHERE) - found == set(), "is set no more"
+
+
+@pytest.mark.parametrize("package", measure.PACKAGES)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    assert measure.circles(measure.imports(measure.modules(package))) == []
