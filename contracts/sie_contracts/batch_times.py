@@ -53,13 +53,12 @@ class BatchTimes:
     def _oddness(self, tokens: float, seconds: float) -> float:
         if not self._n:
             return 1.0
-        line = self.line()
-        if line is not None and (expected_s := line[0] + line[1] * tokens):
-            times = seconds / expected_s
-            if max(times, 1 / times) > _UNLIKELY:
-                return times
         size, mean_s = tokens * self._n / self._x, self._y / self._n
         least_s, most_s = mean_s * min(1.0, size), mean_s * max(1.0, size)
+        if not least_s <= seconds <= most_s and (line := self.line()) is not None:
+            times = seconds / (line[0] + line[1] * tokens or seconds)
+            if max(times, 1 / times) > _UNLIKELY and (times > 1) == (seconds > most_s):
+                return times
         if seconds > _IMPOSSIBLE * most_s:
             return seconds / most_s
         return seconds / least_s if seconds * _IMPOSSIBLE < least_s else 1.0

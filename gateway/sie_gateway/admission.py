@@ -97,6 +97,7 @@ class Permits:
         self._admission.answered(self, self._ticket, result, self._estimates[result.chunk])
         if self.place.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.place, is_result=True)
+        self._admission.look_again(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """What these chunks count as."""
@@ -155,7 +156,7 @@ class Admission:
         }
         self.pump()
         for place in [place for place in self._places.values() if place.entered]:
-            self._look_again(place, now_s)
+            self.look_again(place)
 
     # ---- refusal
 
@@ -180,7 +181,7 @@ class Admission:
         if not place.window.items and not place.window.is_waiting:
             return
         self._look(place, now_s)
-        self._look_again(place, now_s)
+        self.look_again(place)
         time_cost = place.costs([cost], [squares])[0]
         refusal = place.judge(now_s, key, time_cost, budget_s, self._floor(place), client)
         if refusal is not None:
@@ -229,10 +230,11 @@ class Admission:
                 longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
         return longest_s
 
-    def _look_again(self, place: Place, now_s: float) -> None:
-        """`_shed`, once in SHED_S, and not between the results of one batch: those that are still to come would count
-        as work ahead.
+    def look_again(self, place: Place) -> None:
+        """Refuse those that turn out to be late: once in SHED_S, and not between the results of one batch, since those
+        that are still to come would count as work ahead.
         """
+        now_s = self._clock()
         if now_s - place.shed_s > SHED_S and place.drain.is_settled(now_s, SHED_S):
             self._shed(place, now_s)
 
@@ -351,7 +353,6 @@ class Admission:
         """A result of a request was taken."""
         place, now_s = permits.place, self._clock()
         place.answered(ticket, result, estimate, now_s)
-        self._look_again(place, now_s)
 
     def answered_late(self, result: WorkResult) -> None:
         """A result came for a request that is over: what it says of the queue counts all the same."""
@@ -359,6 +360,7 @@ class Admission:
         if found is not None:
             place, entered = found
             place.left(entered, result, self._clock())
+            place.freed(self._clock(), is_result=True)
 
     def _place(self, lane: Lane, priority: Priority, residency: str) -> Place:
         place = self._places.get((lane, priority, residency))

@@ -255,7 +255,8 @@ class Drain:
         seconds = sum(each.seconds for each in counted) / len(counted)
         is_steady = len(samples) >= MIN_SAMPLES - 1 and newest <= GROWING * before
         left_work = is_steady and 2 * sum(each.left_work for each in samples) >= len(samples)
-        return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), left_work, longest.seconds)
+        is_full = len(full) == len(counted)
+        return Known(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
         """Whether all results of the last batch are here, or a batch takes so little that one does not matter."""

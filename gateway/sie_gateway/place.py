@@ -24,7 +24,7 @@ from sie_contracts.batch_times import BatchTimes
 from sie_contracts.costs import text_cost
 from sie_contracts.messages import Heartbeat, Ok, Priority, QueuedWork, WorkResult
 from sie_contracts.topology import Lane
-from sie_gateway.drain import EXPIRY_S, Drain, Wait
+from sie_gateway.drain import EXPIRY_S, Drain, Known, Wait
 from sie_gateway.turns import Turns
 from sie_gateway.window import Bound, Ticket, Window
 
@@ -103,7 +103,7 @@ class Place:
         self.version = -1
         self.until_s = self.used_s = 0.0
         self.gateways = 1  # that live
-        self._began_s = math.inf  # when the first was queued
+        self._began_s = -math.inf  # when the first was put into an empty queue
         self.shed_s = 0.0
         self._busy_s = math.inf  # since when something is in the queue
         self._running = 0.0  # tokens that were in the queue at the last result: the first of them run
@@ -128,11 +128,11 @@ class Place:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """A chunk was let into the queue."""
-        self._began_s = min(self._began_s, now_s)
-        if self.window.items <= 1:
+        if self.window.items <= 1 or self._busy_s in (math.inf, now_s):  # a request may bring several chunks
             self._running = self.window.cost
-            if now_s >= self._stalled_until_s:
-                self._busy_s = now_s
+            self._began_s = now_s
+        if self.window.items <= 1 and now_s >= self._stalled_until_s:
+            self._busy_s = now_s
         self._busy_s = min(self._busy_s, now_s)
         self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
 
@@ -210,6 +210,7 @@ class Place:
 
     def heard(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
         """Another gateway told what it has in the queue, and of turns."""
+        self._others = {name: other for name, other in self._others.items() if now_s - other.at_s < OTHER_S}
         self._others[gateway] = _Other(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.heard(now_s, queued.turns, queued.claimed)
 
@@ -242,7 +243,9 @@ class Place:
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
         everything, share = self.everywhere(now_s, ahead)
-        everything += self._gone / share
+        batch = self.drain.batch(now_s)
+        gone = min(self._gone, self._at_workers(batch, share)) if batch is not None else 0.0
+        everything += gone / share
         return self.drain.wait(
             now_s,
             everything + promised,
@@ -252,7 +255,7 @@ class Place:
             fixed,
             share,
             budget_s,
-            self._running / share,
+            max(self._running, gone) / share,
         )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
@@ -269,7 +272,8 @@ class Place:
         own, others, sum_of_rates = self.window.cost, 0.0, rate
         for other in self._others.values():
             if now_s - other.at_s < OTHER_S:
-                other_rate = other.rate or rate  # one that has no result yet is taken to be like this one
+                # one that has no result yet gets as much of what leaves as it has in the queue
+                other_rate = other.rate or rate * min(1.0, other.tokens / max(1.0, other.own))
                 others += max(0.0, other.tokens + min(1.0, other_rate / rate) * (own - other.own))
                 sum_of_rates += other_rate
         share = rate / sum_of_rates
@@ -280,6 +284,15 @@ class Place:
     def _lanes(self) -> int:
         """Batches that the hosts run at a time."""
         return max(1, sum(_lanes(host) for host in self.hosts))
+
+    def _at_workers(self, batch: Known, share: float) -> float:
+        """Tokens of this gateway that may be in the batches that run: as many as are usual, or more where batches are
+        still growing.
+        """
+        usual = batch.tokens * self._lanes()
+        if batch.is_full or batch.left_work:
+            return usual
+        return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes()))
 
     def _full_tokens(self, cost: float) -> float:
         """The cost of a full batch: by tokens, or by messages such as those in the queue."""
@@ -324,7 +337,7 @@ class Place:
         turn_s = ahead / wait.rate if wait.rate else 0.0
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
-        if now_s - self._began_s < OTHER_S and not self._others:
+        if now_s - self._began_s < OTHER_S and not any(now_s - other.at_s < OTHER_S for other in self._others.values()):
             share = 1 / self.gateways  # they may have as much, and did not tell yet
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return Refusal(wait.likely_s + wait.stalled_s, turn_s, room, bool(wait.stalled_s))
@@ -338,7 +351,7 @@ class Place:
         if not self.entered or not self.hosts or not self.wait(now_s, everything, 0.0).evidence:
             return []
         batch = self.drain.batch(now_s)
-        at_workers = batch.tokens * self._lanes() if batch else 0.0
+        at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1]) if batch is not None else 0.0
         inside = 0.0
         found: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}

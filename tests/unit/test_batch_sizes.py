@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,23 @@ def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not
     for _ in range(2):
         times.note(256, 0.356)
     assert times.seconds(256) == pytest.approx(0.356, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [0.15, 0.3])
+def test_small_batches_after_noisy_large_ones_are_no_slower_device(noise: float) -> None:
+    """A line through large ones may go through zero: then a small one seems to take many times too long."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        times = BatchTimes(20)
+
+        def ran(tokens: int, times: BatchTimes = times, draw: random.Random = draw) -> None:
+            times.note(tokens, (0.05 + 0.001 * tokens) * draw.uniform(1 - noise, 1 + noise))
+
+        for _ in range(30):
+            ran(draw.randint(300, 600))
+        for _ in range(3):
+            ran(8)
+        assert times.seconds(450) == pytest.approx(0.5, rel=0.6), seed
 
 
 def test_small_and_large_batches_in_turns_show_a_slower_device() -> None:
