@@ -97,8 +97,12 @@ class Server:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
                 if isinstance(request, ipc.RunBatch):
                     self._run_batch(connection, request)
-                else:
+                    continue
+                try:
                     _send(connection, self._answer(request))
+                finally:
+                    if isinstance(request, ipc.Drain):
+                        self._drain()  # after its answer: the end closes all connections
         except EOFError:
             pass
         except FrameError as error:
@@ -183,8 +187,6 @@ class Server:
                 residency.release(request.model)
             case ipc.ApplyConfig():
                 self._change(request.model, request.entry)
-            case ipc.Drain():
-                self._drain()
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:

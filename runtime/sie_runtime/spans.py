@@ -31,6 +31,7 @@ from sie_contracts.trace_context import NONE, Context
 from sie_runtime.process import Trouble
 from sie_runtime.tracing import STAGE
 
+GIVE_UP_S = 0.5  # for an exporter that was told to end
 FLUSH_S = 1.0  # for what is left at the end: `sie serve` gives a worker 3 s in all
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
@@ -153,6 +154,7 @@ class Tracer:
             for exporter in self._exporters:
                 exporter.shutdown()  # ends its wait for the next attempt
             _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
+            flushing.join(GIVE_UP_S)
 
 
 def _sampler(settings: Tracing) -> Sampler:

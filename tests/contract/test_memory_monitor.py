@@ -52,9 +52,9 @@ def press(adapter: Adapter) -> None:
     resource.prlimit(adapter.process.pid, resource.RLIMIT_DATA, (limit, limit))
 
 
-def evicted(client: Client) -> tuple[str, ...]:
+def evicted(client: Client, within_s: float = EVICTED_WITHIN_S) -> tuple[str, ...]:
     """What the adapter tells of it, which it does once."""
-    until_s = time.monotonic() + EVICTED_WITHIN_S
+    until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         if gone := client.ask(ipc.Ping(idle=("idle",))).evicted:
             return tuple(gone)
@@ -72,8 +72,12 @@ def test_pressure_between_batches_is_noticed_by_the_timer(tmp_path: Path) -> Non
     """No load, no batch and no connection comes after the pressure: only the timer can notice it."""
     with running(tmp_path / "a.sock", **ENVIRON) as adapter, adapter.connect() as client:
         prepare(client, tmp_path)
-        press(adapter)
-        assert evicted(client) == ("idle",)
+        gone: tuple[str, ...] = ()
+        for _ in range(6):  # it may give back memory of the batch, and be below the threshold then
+            press(adapter)
+            if gone := evicted(client, EVICTED_WITHIN_S / 6):
+                break
+        assert gone == ("idle",)
         assert loaded(client) == ["busy"]
         assert REASON in adapter.wait_for("unloaded idle"), (
             "a failed allocation evicts as well, and is not what is tested"

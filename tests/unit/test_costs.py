@@ -57,7 +57,7 @@ def expected_s(of: Place, tokens: int, length: int) -> float:
     """
     for number in range(8):
         ticket = Ticket("k", of.costs([16384], [16384 * SHORT]), [16384])
-        of.entered[ticket] = Entered(ticket, -1.0, math.inf, bytes, "r")
+        of.entered[ticket] = Entered(ticket, -1.0, math.inf, bytes, "r", 1.0)
         of.window.admit(ticket)
         of.queued(ticket, 0, -1.0)
         of.answered(ticket, result(number, 16384, SHORT, 0.5), 16384, 0.5 * (number + 1))
