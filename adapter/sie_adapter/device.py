@@ -47,9 +47,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
     device = torch.device("cuda:0" if name == "cuda" else name)
     if device.type == "mps" and not has_mps:
-        raise SettingError("SIE_DEVICE", f"{name} is not available here")
+        raise SettingError("SIE_DEVICE", f"{name} is not available here: name cpu, or auto for what there is")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingError("SIE_DEVICE", f"{name} is not available here, {torch.cuda.device_count()} CUDA devices are")
+        raise SettingError(
+            "SIE_DEVICE",
+            f"{name} is not available here, torch sees {torch.cuda.device_count()} CUDA devices: name cpu, or auto for"
+            " what there is",
+        )
     return device
 
 

@@ -99,7 +99,8 @@ def with_access(found: Loaded, data_dir: Path | None, *, required: bool = True) 
     access = read(data_dir or default_data_dir())
     if access is None:
         if named and required:
-            raise SettingError("--data-dir", f"no `sie serve` runs with {data_dir}: there is no {FILE} in it")
+            there = f"there is no {FILE} in it" if data_dir is not None and data_dir.exists() else "it is not there"
+            raise SettingError("--data-dir", f"no `sie serve` runs with {data_dir}: {there}")
         return found
     changes: dict[str, object] = {}
     sources = dict(found.sources)

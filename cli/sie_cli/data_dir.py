@@ -53,6 +53,15 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+class InUse(SettingError):
+    """Another `sie serve` has the data directory, which serves at `url`."""
+
+    def __init__(self, data_dir: Path, url: str = "") -> None:
+        at = f" at {url}" if url else ""
+        super().__init__("--data-dir", f"{data_dir} is in use by another sie serve{at}; name another one")
+        self.data_dir = data_dir
+
+
 class DataDir:
     """The data directory, held by one `sie serve` at a time. What it holds is private to its user."""
 
@@ -84,9 +93,7 @@ class DataDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise SettingError(
-                "--data-dir", f"{self._path} is in use by another sie serve; name another one"
-            ) from error
+            raise InUse(self._path) from error
         return self
 
     def __exit__(self, *_: object) -> None:

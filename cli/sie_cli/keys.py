@@ -155,7 +155,8 @@ def create(
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({**_plain(key), "token": token})))
         return
-    click.echo(f"key {key.id} {name}: {', '.join(scopes)}; {_end(key)}. Its token is shown this once:", err=True)
+    told = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key)}."
+    click.echo(f"{told} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
     click.echo(token)
 
 

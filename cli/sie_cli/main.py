@@ -37,6 +37,18 @@ class _Program(AnyPosition):
     any group does.
     """
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Raises UsageError; of a name that only a group below has, with that group."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            for group, command in self.commands.items():
+                if isinstance(command, click.Group) and args[0] in command.commands:
+                    raise click.UsageError(
+                        f"No such command '{args[0]}'. Did you mean `sie {group} {args[0]}`?", ctx
+                    ) from None
+            raise
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         try:
             return super().__call__(*args, **options)

@@ -258,6 +258,8 @@ def _write(text: str, entry: ModelEntry | Alias, folder: Path, *, force: bool, d
     file = folder / f"{entry.id}.yaml"
     if file.exists() and not force:
         raise Refused(f"{file} exists: --force replaces it")
+    if _is_other_packaged(entry) and not force:
+        raise Refused(f"{entry.id} is a model of the packaged catalogue: --force replaces it, --id gives another name")
     if dry_run:
         click.echo(f"dry run, nothing is written: {file} would be\n{text}", nl=False)
         return
@@ -266,6 +268,17 @@ def _write(text: str, entry: ModelEntry | Alias, folder: Path, *, force: bool, d
     partial.write_text(text, "utf-8")
     partial.replace(file)
     click.echo(f"wrote {file}")
+
+
+def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
+    """Whether the packaged catalogue has this name for other weights."""
+    known = read_folder(packaged_folder() / "models").get(entry.id)
+    if known is None:
+        return False
+    return not isinstance(entry, ModelEntry) or (known.weights.hub, known.weights.path) != (
+        entry.weights.hub,
+        entry.weights.path,
+    )
 
 
 def _inspected(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
@@ -324,7 +337,8 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         raise Refused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
     from huggingface_hub import HfApi
 
-    with _hub(f"the commit of {hub}", "give --revision COMMIT"):
+    instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
+    with _hub(f"the commit of {hub}", instead):
         commit = HfApi().model_info(hub, revision=revision).sha
     if commit is None:
         raise Refused(f"the hub names no commit of {hub}: give --revision COMMIT")

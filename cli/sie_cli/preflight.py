@@ -1,4 +1,4 @@
-"""What `sie serve` needs of this machine, checked before it starts anything: ports, disk, open files, memory.
+"""What `sie serve` needs of this machine, checked before it starts anything: folders, ports, disk, open files, memory.
 
 Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start,
 fail for a reason that only one of them knows, and are started again for ever.
@@ -19,6 +19,7 @@ from pathlib import Path
 from sie_cli.display import size
 from sie_contracts import topology
 from sie_contracts.settings import Settings
+from sie_contracts.trust import is_bucket
 from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
@@ -57,7 +58,13 @@ def faults(needs: Needs) -> list[str]:
     """Everything that this machine lacks, each in one line with the remedy. Raises the limit of open files as far as is
     allowed.
     """
-    return [*_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
+    return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
+
+
+def _folders(needs: Needs) -> Iterator[str]:
+    named = needs.settings.models_dir
+    if named and not is_bucket(named) and not Path(named).is_dir():
+        yield f"--models-dir (SIE_MODELS_DIR): {named} is not a folder: make it, or name another one"
 
 
 def _ports(needs: Needs) -> Iterator[str]:

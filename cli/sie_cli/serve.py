@@ -30,7 +30,7 @@ import msgspec
 
 from sie_cli import access, environment
 from sie_cli.access import OPERATOR, Access
-from sie_cli.data_dir import DataDir, default_data_dir, private_folder, socket_path
+from sie_cli.data_dir import DataDir, InUse, default_data_dir, private_folder, socket_path
 from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
 from sie_cli.preflight import Listener, Needs, faults, store_bytes
@@ -160,6 +160,9 @@ def serve(
                     click.echo(f"error: {fault}", err=True)
                 sys.exit(EXIT_BAD_SETTING)
             sys.exit(asyncio.run(_Serve(plan).run()))
+    except InUse as error:
+        other = access.read(error.data_dir)
+        refuse(InUse(error.data_dir, other.gateway_url if other is not None else ""))
     except SettingError as error:
         refuse(error)
 

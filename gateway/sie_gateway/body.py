@@ -108,13 +108,27 @@ def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> 
     other may be content, which no error repeats.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in known), MAX_KEYS))
-    same = f"; did you mean `{name}`?"
-    meant = ((key, same if key in _ELSEWHERE.get(name, ()) else did_you_mean(key, (name,))) for key in unknown)
+    elsewhere = _ELSEWHERE.get(name, {})
+    meant = (
+        (key, f"; did you mean `{elsewhere[key]}`?" if key in elsewhere else did_you_mean(key, (name,)))
+        for key in unknown
+    )
     return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
 
 
-# what other servers and libraries say
-_ELSEWHERE = {"items": frozenset({"text", "texts", "documents", "docs", "sentences", "passages"})}
+# what other servers and libraries say in place of a field, and what it is called here
+_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
+    "text": {
+        "content": "text",
+        "input": "text",
+        "image": "images",
+        "image_url": "images",
+        "documents": "document",
+        "audios": "audio",
+        "videos": "video",
+    },
+}
 _ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
 _MODALITIES = {
     "images": "image",

@@ -86,6 +86,7 @@ def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[s
 def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
     found = Examined(tmp_path, environ_of(stack))
     assert (found.status, found.word) == (0, "fine"), found.output
+    assert found.states.pop("models") == "absent"
     assert set(found.states.values()) == {"fine"}, found.output
     assert "1 gateway and 1 worker serve by epoch" in found.says["config"]
     assert "1 healthy worker" in found.says["gateway"]

@@ -193,12 +193,12 @@ def test_a_sidecar_that_waits_to_preload_ends_at_sigterm(tmp_path: Path) -> None
 
 
 def test_two_serves_do_not_share_a_data_directory(tmp_path: Path) -> None:
-    with running(tmp_path, "--standalone", "--no-spare"):
+    with running(tmp_path, "--standalone", "--no-spare") as cluster:
         second = subprocess.run(
             [SIE, "serve", "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=30, check=False
         )
         assert second.returncode == 2
-        assert "in use by another sie serve" in second.stderr
+        assert f"in use by another sie serve at {cluster.url}; name another one" in second.stderr
 
 
 def test_a_taken_port_ends_the_start_and_names_the_setting(tmp_path: Path) -> None:

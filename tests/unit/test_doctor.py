@@ -14,7 +14,7 @@ import pytest
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.doctor import command
-from sie_cli.doctor.checks import Driver, Torch, drift, faults_of, gateway, gpu_faults, ports, skew
+from sie_cli.doctor.checks import Driver, Torch, drift, faults_of, gateway, gpu_faults, models, ports, skew
 from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
 from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
 from sie_contracts.messages import ConfigEpoch
@@ -206,3 +206,20 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
         finally:
             other.shutdown()
+
+
+async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:
+    """One wrong file, and the whole folder stays as it was."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
+    with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
+        async with looking(load(environ={}).settings, {}, tmp_path) as look:
+            says, (finding,) = await models(look)
+            assert says == ""
+            assert "bad.yaml: $ (line 1): missing field" in finding.wrong
+            (folder / "bad.yaml").unlink()
+            assert await models(look) == (f"0 models in {folder}", [])
+    async with looking(load(environ={}).settings, {}, tmp_path) as look:
+        with pytest.raises(Absent):
+            await models(look)

@@ -185,6 +185,11 @@ def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_
     assert f"wrote {folder}/org/file.yaml\na file only: no `sie serve` runs with" in told
     assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
     assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
+    packaged = tmp_path / "packaged.yaml"
+    packaged.write_text(ENTRY.replace("org/one", "sentence-transformers/all-MiniLM-L6-v2"))
+    refused = sie("add", str(packaged), "--models-dir", str(folder))
+    assert refused.exit_code != 0
+    assert "is a model of the packaged catalogue: --force replaces it" in refused.output
     assert done("add", str(entry), SIE_CONFIG_SERVICE_URL=served.url).startswith("org/file is at revision")
     done("rm", "org/file", "--url", served.url)
 

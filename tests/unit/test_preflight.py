@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from sie_cli import preflight
+from sie_cli.main import main
+from sie_contracts.settings import load
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,21 @@ def test_the_limits_of_a_group_and_those_around_it(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{content}\n")
     assert list(preflight._limits(tmp_path, path, "memory.max")) == limits
+
+
+def test_a_folder_of_models_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    def needs(folder: str) -> preflight.Needs:
+        settings = load(environ={"SIE_MODELS_DIR": folder}).settings
+        return preflight.Needs((), tmp_path, has_broker=False, gateways=1, workers=1, settings=settings)
+
+    (fault,) = preflight._folders(needs(str(tmp_path / "nope")))
+    assert fault.startswith("--models-dir (SIE_MODELS_DIR): ")
+    assert "is not a folder: make it, or name another one" in fault
+    assert list(preflight._folders(needs(str(tmp_path)))) == []
+    assert list(preflight._folders(needs("s3://bucket/models"))) == []
+
+
+def test_a_command_of_a_group_is_found_without_it() -> None:
+    told = CliRunner().invoke(main, ["inspect", "folder"]).output
+    assert "Did you mean `sie models inspect`?" in told
+    assert "Did you mean" not in CliRunner().invoke(main, ["nonsense"]).output

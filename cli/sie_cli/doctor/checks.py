@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import difflib
 import importlib.metadata
 import importlib.util
@@ -25,12 +26,15 @@ import msgspec
 
 import sie_contracts
 from sie_cli.access import SOURCE
+from sie_cli.access import read as read_access
 from sie_cli.display import counted, size
 from sie_cli.doctor.look import Absent, Blind, Look, Told
 from sie_cli.preflight import held_bytes
 from sie_contracts.configs import has_seen
+from sie_contracts.errors import SIEError
 from sie_contracts.messages import ConfigEpoch
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load, public_url, store_url
+from sie_contracts.trust import is_bucket
 
 if TYPE_CHECKING:
     from sie_broker.nats.operator import Step
@@ -461,6 +465,22 @@ def _drifted(who: str, stands: str, wanted: str) -> Finding:
 # ---- this machine
 
 
+async def models(look: Look) -> Found:
+    """The folder of models that the local `sie serve` reads: one file that is refused keeps all of it back."""
+    from sie_config.overlay import Overlay
+
+    access = read_access(look.data_dir)
+    folder = access.models_dir if access is not None else ""
+    if not folder or is_bucket(folder):
+        raise Absent("no `sie serve` reads a folder of models here")
+    try:
+        found = await asyncio.to_thread(Overlay(dataclasses.replace(look.settings, models_dir=folder)).folders)
+    except (SIEError, SettingError, OSError) as error:
+        fix = "mend or remove it; until then the models stay as they were before the last change of the folder"
+        return "", [Finding(f"{folder}: {error}", fix)]
+    return f"{counted(len(found.files), 'model')} in {folder}", []
+
+
 async def sockets(look: Look) -> Found:
     """The sockets between sidecars and adapters."""
     found = await look.sockets()
@@ -750,6 +770,7 @@ CHECKS: dict[str, Check] = {
     "broker": broker,
     "streams": streams,
     "config": config,
+    "models": models,
     "sockets": sockets,
     "gpu": gpu,
     "disk": disk,
