@@ -472,7 +472,7 @@ async def models(look: Look) -> Found:
     access = read_access(look.data_dir)
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
-        raise Absent("no `sie serve` reads a folder of models here")
+        raise Absent("nothing that runs here reads a folder of models")
     try:
         found = await asyncio.to_thread(Overlay(dataclasses.replace(look.settings, models_dir=folder)).folders)
     except (SIEError, SettingError, OSError) as error:

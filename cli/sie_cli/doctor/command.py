@@ -98,7 +98,7 @@ async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: 
     found = with_access(load(flags=good_flags, environ=good_environ), named, required=False)
     data_dir = (named or default_data_dir()).absolute()
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
-    async with looking(found.settings, dict(found.sources), data_dir) as look:
+    async with looking(found.settings, dict(found.sources), data_dir, is_named=named is not None) as look:
         return list(await asyncio.gather(*(_report(name, check, look) for name, check in checks.items())))
 
 

@@ -120,9 +120,10 @@ class Socket:
 
 
 class Look:
-    """`sources` says which settings somebody gave. Use `looking` to make one."""
+    """`sources` says which settings somebody gave, `is_named` whether `data_dir` was. Use `looking` to make one."""
 
-    def __init__(self, settings: Settings, sources: dict[str, str], data_dir: Path) -> None:
+    def __init__(self, settings: Settings, sources: dict[str, str], data_dir: Path, is_named: bool = False) -> None:
+        self._is_named = is_named
         self.settings = settings
         self.sources = sources
         self.data_dir = data_dir
@@ -196,6 +197,9 @@ class Look:
         return await self._once("gateways", self._ask_gateways)
 
     async def _ask_gateways(self) -> list[Told]:
+        if self._is_named and self.settings.gateway_url is None and read_access(self.data_dir) is None:
+            # whoever answers at the default address is another one
+            return [Told(GATEWAY, trouble=f"nothing runs with {self.data_dir}")]
         token = gateway_token(self.settings, self.sources)
         return list(await asyncio.gather(*(self.get(url, "/health", token) for url in self.gateway_urls)))
 
@@ -389,8 +393,10 @@ def _named_s(request_id: str) -> float | None:
 
 
 @contextlib.asynccontextmanager
-async def looking(settings: Settings, sources: dict[str, str], data_dir: Path) -> AsyncIterator[Look]:
-    look = Look(settings, sources, data_dir)
+async def looking(
+    settings: Settings, sources: dict[str, str], data_dir: Path, *, is_named: bool = False
+) -> AsyncIterator[Look]:
+    look = Look(settings, sources, data_dir, is_named)
     try:
         yield look
     finally:
