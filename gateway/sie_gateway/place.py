@@ -24,7 +24,7 @@ from sie_contracts.batch_times import BatchTimes
 from sie_contracts.costs import text_cost
 from sie_contracts.messages import Heartbeat, Ok, Priority, QueuedWork, WorkResult
 from sie_contracts.topology import Lane
-from sie_gateway.drain import EXPIRY_S, Drain, Known, Wait
+from sie_gateway.drain import EXPIRY_S, MIN_SAMPLES, Drain, Known, Wait
 from sie_gateway.turns import Turns
 from sie_gateway.window import Bound, Ticket, Window
 
@@ -348,12 +348,15 @@ class Place:
         """
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
-        if not self.entered or not self.hosts or not self.wait(now_s, everything, 0.0).evidence:
+        evidence = self.wait(now_s, everything, 0.0).evidence
+        if not self.entered or not self.hosts or not evidence:
             return []
         batch = self.drain.batch(now_s)
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1]) if batch is not None else 0.0
+        usual = batch.tokens * self._lanes() if batch is not None else 0.0
         inside = 0.0
         found: list[tuple[Entered, float]] = []
+        growing: list[tuple[Entered, float]] = []  # in a batch that runs, if it is larger than the first ones
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
             if entered.is_decided and not entered.queued_s:
@@ -365,14 +368,28 @@ class Place:
                 waiting.setdefault(entered.ticket.key, []).append(entered)
             elif inside >= at_workers and not entered.is_decided:
                 found.append((entered, inside))
+            elif inside >= usual and not entered.is_decided and evidence < MIN_SAMPLES * self._lanes():
+                growing.append((entered, inside + held))
             inside += held
         found += self._behind(waiting)
-        late = []
+        late = [
+            (entered, self.wait(now_s, at_workers, entered.cost, entered.budget_s))
+            for entered, tokens in growing
+            if self._ends_s(tokens, entered) > entered.deadline_s
+        ]
         for entered, ahead in found:
             wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
             if wait.belief(DOUBT) * wait.least_s > entered.deadline_s - now_s:
                 late.append((entered, wait))
         return late
+
+    def _ends_s(self, tokens: float, entered: Entered) -> float:
+        """When a batch ends that began at the last result and has at least so many tokens, counted as those of
+        `entered`; at once while it is not known how batches grow.
+        """
+        if not self.batches.is_growth_known:
+            return -math.inf
+        return self.drain.last_s + self.batches.seconds(tokens / self._lanes() * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal, float]]:
         """`late`, each with its turn, one after the other, behind all that stays and all that was promised before; and
