@@ -254,7 +254,12 @@ class Town(InProcess):
             beat = self.last_beat(worker, ready=True)
             return beat is not None and beat.pool == pool
 
+        def known(health: dict[str, Any]) -> bool:
+            return {info["name"]: info["pool"] for info in health["workers"]}.get(worker) == pool
+
         await until(told, f"{worker} serves {pool}")
+        for gateway in self.gateways:  # which may hear of it later
+            await eventually(gateway, "/health", known)
 
     async def state(self, wanted: str, name: str = "team") -> dict[str, Any]:
         """The Pool object at both gateways, once it has this state."""
