@@ -18,7 +18,8 @@ only with `--out -`.
 Utilisation: the products of linear layers and attention, 2 operations for each multiplication, a second of the engine,
 divided by the dense 16-bit peak of the data sheet, or by a measured product where the card is not in the list or the
 precision is float32. Busy share: the mean of NVML's utilisation while the engine runs. `cosine`: the worst of all texts
-between engine and default."""
+between engine and default.
+"""
 
 from __future__ import annotations
 

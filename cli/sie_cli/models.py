@@ -273,12 +273,11 @@ def _write(text: str, entry: ModelEntry | Alias, folder: Path, *, force: bool, d
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
     """Whether the packaged catalogue has this name for other weights."""
     known = read_folder(packaged_folder() / "models").get(entry.id)
-    if known is None:
-        return False
-    return not isinstance(entry, ModelEntry) or (known.weights.hub, known.weights.path) != (
-        entry.weights.hub,
-        entry.weights.path,
-    )
+    return known is not None and (not isinstance(entry, ModelEntry) or _weights_of(known) != _weights_of(entry))
+
+
+def _weights_of(entry: ModelEntry) -> tuple[str, str, str]:
+    return entry.weights.hub, entry.weights.package, entry.weights.path
 
 
 def _inspected(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:

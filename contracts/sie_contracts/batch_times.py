@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+AHEAD_SHARE = 0.25  # of a budget: a batch that takes more of it is not sealed while another one runs
 _MIN_SPREAD = 0.02  # variance of batch sizes over their mean squared, below which a line through their times is noise
 _IMPOSSIBLE = 2.0  # times as long, or as short, as any fixed and any token part allow beside the batches before
-AHEAD_SHARE = 0.25  # of a budget: a batch that takes more of it is not sealed while another one runs
 _UNLIKELY = 4.0  # times as long, or as short, as the line says
 _GROWTH = 2.0  # of the mean batch: the largest batch of which something is said while only one size was measured
 

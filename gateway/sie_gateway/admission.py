@@ -351,8 +351,7 @@ class Admission:
 
     def answered(self, permits: Permits, ticket: Ticket, result: WorkResult, estimate: int) -> None:
         """A result of a request was taken."""
-        place, now_s = permits.place, self._clock()
-        place.answered(ticket, result, estimate, now_s)
+        permits.place.answered(ticket, result, estimate, self._clock())
 
     def answered_late(self, result: WorkResult) -> None:
         """A result came for a request that is over: what it says of the queue counts all the same."""

@@ -348,12 +348,12 @@ class Place:
         """
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
-        evidence = self.wait(now_s, everything, 0.0).evidence
-        if not self.entered or not self.hosts or not evidence:
-            return []
         batch = self.drain.batch(now_s)
-        at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1]) if batch is not None else 0.0
-        usual = batch.tokens * self._lanes() if batch is not None else 0.0
+        evidence = self.wait(now_s, everything, 0.0).evidence
+        if not self.entered or not self.hosts or not evidence or batch is None:
+            return []
+        usual = batch.tokens * self._lanes()
+        at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         found: list[tuple[Entered, float]] = []
         growing: list[tuple[Entered, float]] = []  # in a batch that runs, if it is larger than the first ones

@@ -48,17 +48,38 @@ class _Turn:
         self.is_open = True
 
 
+class _Slots:
+    """Costs by the slot of SLOT_S in which they are due, and their sum."""
+
+    __slots__ = ("costs", "total")
+
+    def __init__(self) -> None:
+        self.costs: dict[int, float] = {}
+        self.total = 0.0
+
+    def add(self, due_s: float, cost: float) -> None:
+        slot = math.floor(due_s / SLOT_S)
+        self.costs[slot] = self.costs.get(slot, 0.0) + cost
+        self.total += cost
+
+    def remove(self, due_s: float, cost: float) -> None:
+        slot = math.floor(due_s / SLOT_S)
+        left = self.costs.pop(slot, 0.0) - cost
+        if left > CRUMB:
+            self.costs[slot] = left
+        self.total = max(0.0, self.total - cost)
+
+
 class Turns:
     """Times are those of one clock, seconds; costs are tokens."""
 
-    __slots__ = ("_booked", "_by_client", "_by_slot", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
+    __slots__ = ("_booked", "_by_client", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
 
     def __init__(self) -> None:
         self._by_client: dict[bytes, list[tuple[float, int, _Turn]]] = {}  # heaps, the next that is due first
         self._lapses: list[tuple[float, int, bytes, _Turn]] = []
-        self._open = 0.0
-        self._by_slot: dict[int, float] = {}  # of what is open: costs by the slot in which it is due
-        self._own: dict[int, float] = {}  # the part of it that this gateway gave
+        self._open = _Slots()  # of all gateways
+        self._own = _Slots()  # the part of it that this gateway gave
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
         # of this gateway, not told yet: client, due, cost
@@ -75,14 +96,14 @@ class Turns:
             if turn.is_open:
                 self._close(turn, came=False)
                 self._next(client)
-        return self._open * self._shown
+        return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
         """Of `promised`, what is due by then; of the slot in which this ends, a part."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
-        before = sum(cost for slot, cost in self._by_slot.items() if slot < last)
-        return self._shown * (before + part * self._by_slot.get(int(last), 0.0))
+        before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
+        return self._shown * (before + part * self._open.costs.get(int(last), 0.0))
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down
@@ -106,9 +127,9 @@ class Turns:
         """
         if room == math.inf:
             return retry_s
-        if sum(self._own.values()) * self._shown > MAX_RETRY_S * room > 0:
+        if self._own.total * self._shown > MAX_RETRY_S * room > 0:
             return MAX_RETRY_S + 1
-        slot, get, shown = math.floor(now_s / SLOT_S), self._own.get, self._shown
+        slot, get, shown = math.floor(now_s / SLOT_S), self._own.costs.get, self._shown
         behind = shown * sum(get(each, 0.0) for each in range(slot - OVERDUE_SLOTS, slot + retry_s * SLOTS))
         while retry_s <= MAX_RETRY_S and (behind > room or self._is_full(now_s + retry_s, max(0.0, room - cost))):
             first = slot + retry_s * SLOTS
@@ -118,7 +139,8 @@ class Turns:
 
     def _is_full(self, due_s: float, room: float) -> bool:
         """Whether more than `room` is due within any one second that has `due_s` in it."""
-        slot, get, most = math.floor(due_s / SLOT_S), self._own.get, room / self._shown if self._shown else math.inf
+        slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
+        most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
             return True
         costs = [get(each, 0.0) for each in range(slot - SLOTS + 1, slot + SLOTS)]
@@ -132,10 +154,8 @@ class Turns:
         self._count += 1
         heapq.heappush(self._lapses, (turn.due_s + max(GRACE_S, turn.early_s), self._count, client, turn))
         heapq.heappush(self._by_client.setdefault(client, []), (turn.due_s, self._count, turn))
-        self._open += cost
-        slot = math.floor(turn.due_s / SLOT_S)
-        for slots in (self._by_slot, self._own) if is_own else (self._by_slot,):
-            slots[slot] = slots.get(slot, 0.0) + cost
+        for slots in (self._open, self._own) if is_own else (self._open,):
+            slots.add(turn.due_s, cost)
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
@@ -185,12 +205,8 @@ class Turns:
 
     def _close(self, turn: _Turn, *, came: bool) -> None:
         turn.is_open = False
-        self._open = max(0.0, self._open - turn.cost)
-        slot = math.floor(turn.due_s / SLOT_S)
-        for slots in (self._by_slot, self._own) if turn.is_own else (self._by_slot,):
-            left = slots.pop(slot, 0.0) - turn.cost
-            if left > CRUMB:
-                slots[slot] = left
+        for slots in (self._open, self._own) if turn.is_own else (self._open,):
+            slots.remove(turn.due_s, turn.cost)
         self._shown += MEMORY * (came - self._shown)
 
 

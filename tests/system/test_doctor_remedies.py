@@ -264,6 +264,7 @@ def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -
         assert {found.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, (
             found.output
         )
+        assert found.findings["models"] == []
 
         asyncio.run(_alter(cluster.broker_url()))
         ran(*commands(Examined(tmp_path, {}).told("streams", "max_age is", STREAMS)))

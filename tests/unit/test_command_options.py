@@ -118,3 +118,9 @@ def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path, monkeypatch: p
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
         told = _who_reads(folder, None)
     assert f"does not read this folder, it reads {tmp_path / 'other'}" in told
+
+
+def test_a_command_of_a_group_is_found_without_it() -> None:
+    told = CliRunner().invoke(main, ["inspect", "folder"]).output
+    assert "Did you mean `sie models inspect`?" in told
+    assert "Did you mean" not in CliRunner().invoke(main, ["nonsense"]).output

@@ -220,6 +220,9 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
             assert "bad.yaml: $ (line 1): missing field" in finding.wrong
             (folder / "bad.yaml").unlink()
             assert await models(look) == (f"0 models in {folder}", [])
+            folder.rmdir()
+            with pytest.raises(Absent, match="those of the package"):
+                await models(look)
     async with looking(load(environ={}).settings, {}, tmp_path) as look:
         with pytest.raises(Absent):
             await models(look)

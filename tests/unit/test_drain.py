@@ -236,10 +236,10 @@ def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
         (),
     )
     turns.heard(1.0, (), [b"%d" % number for number in range(50)])
-    assert not turns._by_slot
+    assert not turns._open.costs
     assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)
     turns._add(1.0, b"x", 5, 2.0, is_own=True)
-    turns._by_slot.clear()  # what a sum of floats may come to
+    turns._open.costs.clear()  # what a sum of floats may come to
     assert turns.claim(6.0, b"x")
 
 
@@ -275,7 +275,7 @@ def test_a_turn_is_known_to_the_other_gateways() -> None:
         each.heard(retry_s, turns, claimed)
         assert not each.claim(retry_s, b"me")
         assert each.promised(retry_s) == 0
-        assert not each._by_slot
+        assert not each._open.costs
 
 
 def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from sie_cli import preflight
-from sie_cli.main import main
 from sie_contracts.settings import load
 
 
@@ -45,9 +43,3 @@ def test_a_folder_of_models_that_is_not_there_is_told_before_anything_starts(tmp
     assert "is not a folder: make it, or name another one" in fault
     assert list(preflight._folders(needs(str(tmp_path)))) == []
     assert list(preflight._folders(needs("s3://bucket/models"))) == []
-
-
-def test_a_command_of_a_group_is_found_without_it() -> None:
-    told = CliRunner().invoke(main, ["inspect", "folder"]).output
-    assert "Did you mean `sie models inspect`?" in told
-    assert "Did you mean" not in CliRunner().invoke(main, ["nonsense"]).output

@@ -56,6 +56,15 @@ async def test_what_other_servers_call_the_items_is_named(gateway: GatewayProces
     assert error["message"] == f"items: expected at least one item; unknown field `{field}`; did you mean `items`?"
 
 
+@pytest.mark.parametrize(("field", "meant"), [("image", "images"), ("content", "text"), ("documents", "document")])
+async def test_what_other_servers_call_a_field_of_an_item_is_named(
+    gateway: GatewayProcess, field: str, meant: str
+) -> None:
+    error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{field: "secret"}]})
+    assert error["param"] == "items[0].text"
+    assert error["message"].endswith(f"got null; unknown field `{field}`; did you mean `{meant}`?")
+
+
 async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
     others = (
         {},

@@ -473,6 +473,8 @@ async def models(look: Look) -> Found:
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
         raise Absent("nothing that runs here reads a folder of models")
+    if not await asyncio.to_thread(Path(folder).is_dir):  # the default one, which need not be there
+        raise Absent(f"there is no {folder}, so the models are those of the package")
     try:
         found = await asyncio.to_thread(Overlay(dataclasses.replace(look.settings, models_dir=folder)).folders)
     except (SIEError, SettingError, OSError) as error:

@@ -1,0 +1,129 @@
+"""What one gateway knows of a model at one priority: the wait before long batches, who is refused after all, turns."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from inprocess import settings_of
+
+from sie_contracts.errors import QueueFull
+from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
+from sie_contracts.topology import Lane
+from sie_gateway.admission import Admission
+from sie_gateway.backlog import Backlog
+from sie_gateway.fleet import Fleet
+from sie_gateway.metrics import Metrics
+
+LANE = Lane("_default", "_default", "default")
+
+
+class Known:
+    """Admission of a gateway alone, at a device that takes half a second for 12 messages of 8 tokens, one batch after
+    the other; the clock is the caller's.
+    """
+
+    def __init__(self, batch_items: int = 12) -> None:
+        self.now_s = 100.0
+        settings = settings_of()
+        fleet = Fleet(Mock(), settings)
+        self.admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: self.now_s)
+        fleet.note(
+            Heartbeat(
+                "ghost",
+                "_default",
+                "_default",
+                "default",
+                True,
+                "0",
+                models=(ModelStatus("toy/one", "loaded"),),
+                credit_cost=3 * 16384,
+                credit_items=3 * batch_items,
+                batch_cost=16384,
+                pipeline=1,
+            )
+        )
+        self.place = self.admission._place(LANE, "interactive", "toy/one")
+        for number in range(8):
+            at_s = self.now_s - 4 + 0.5 * number
+            is_crowded = batch_items == 12
+            queued_s = 0.0 if is_crowded else at_s - 0.6
+            self.place.drain.left(at_s, str(number), 96, queued_s, is_crowded=is_crowded, device_s=0.5)
+
+    def enter(self, number: int, cost: int = 8) -> Any:
+        return self.admission.enter(
+            "key", LANE, "interactive", "toy/one", [cost], 100, 1.0, lambda: b"%d" % number, f"r{number}"
+        )
+
+    def result(self, number: int, chunks: int = 12, tokens: int = 8) -> WorkResult:
+        note = BatchNote("last", chunks, chunks, chunks * tokens)
+        outcome = Ok({}, tokens)
+        return WorkResult(f"r{number}", 0, "ghost", (outcome,), stages=Stages(inference_ms=500.0), batch=note)
+
+
+def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_result() -> None:
+    """Twelve run and twelve wait. The twelve that run are given up: those that wait are not in front for that."""
+    one = Known()
+    permits = [one.enter(number) for number in range(24)]
+    one.now_s += 0.01
+    first = one.enter(24)
+    one.place.drain.left(one.now_s, "new", 8, 0.0, is_crowded=True, device_s=0.5)
+    one.place.freed(one.now_s, is_result=True)
+    before_s = one.place.wait(one.now_s, 200, 8, 1.0).likely_s
+    for each in permits[:12]:
+        each.close()
+    assert one.place.wait(one.now_s, 104, 8, 1.0).likely_s == before_s
+    permits[12].taken(one.result(12))
+    assert one.place.wait(one.now_s, 96, 8, 1.0).likely_s < before_s
+    first.close()
+
+
+def test_what_was_given_up_and_has_its_late_result_keeps_no_device_busy() -> None:
+    """The batch of requests that timed out is over: a new one waits for nothing but its own."""
+    one = Known()
+    permits = [one.enter(number) for number in range(12)]
+    one.now_s += 0.01
+    for each in permits:
+        each.close()
+    one.now_s += 0.5
+    for number in range(12):
+        one.admission.answered_late(one.result(number))
+    one.enter(12)
+    assert one.place.wait(one.now_s, 8, 8, 1.0).likely_s == pytest.approx(1.0)
+
+
+def test_all_chunks_of_a_request_that_finds_an_empty_queue_run() -> None:
+    one = Known()
+    one.admission.enter("key", LANE, "interactive", "toy/one", [8, 8, 8], 100, 1.0)
+    one.now_s += 0.1
+    assert one.place.wait(one.now_s, 24, 8, 1.0).likely_s == pytest.approx(0.9)
+
+
+def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
+    """Batches had 12 messages, since no more were there, and may have 24: 20 that wait are all in the next one."""
+    one = Known(batch_items=24)
+    refused: list[QueueFull] = []
+    for number in range(20):
+        one.enter(number).on_refused = refused.append
+    one.now_s += 0.3
+    last = one.enter(20)
+    one.place.drain.left(one.now_s, "new", 8, one.now_s - 0.6, is_crowded=False, device_s=0.5)
+    one.place.freed(one.now_s, is_result=True)
+    one.now_s += 0.2
+    one.admission.look_again(one.place)
+    assert not refused
+    last.close()
+
+
+def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_turned_out_to_be() -> None:
+    """The first result shows that three estimated tokens are eight."""
+    one = Known()
+    refused: list[QueueFull] = []
+    permits = [one.enter(number, cost=3) for number in range(100)]
+    for each in permits:
+        each.on_refused = refused.append
+    one.now_s += 0.5
+    permits[0].taken(one.result(0, chunks=1))
+    assert refused
+    assert one.place.turns.promised(one.now_s) == pytest.approx(8 * len(refused))
