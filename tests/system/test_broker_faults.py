@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from consumer_race import LANE, Outcome, item, race, work_queue
@@ -318,6 +320,32 @@ def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_
 
 
 # ---- deletions of consumers
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["before its settings are read", "before it is brought up to date"])
+async def test_a_consumer_that_is_deleted_while_it_is_ensured_is_made_anew(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """L17: the broker answers not found (10014) to the one, does not exist (10149) to the other."""
+    async with connections() as opened:
+        opened.append(broker := await connect(server.url, name="gateway"))
+        opened.append(other := await connect(server.url, name="collector"))
+        await work_queue(broker).ensure_pool(LANE.pool)
+        spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
+        await other.ensure_consumer(dataclasses.replace(spec, version=spec.version - 1))
+        asked, api = list[str](), broker.api
+
+        async def raced(verb: str, body: object, kind: type[Any]) -> Any:
+            if len(asked) == step:
+                assert await other.delete_consumer(spec.stream, spec.name)
+            asked.append(verb.split(".")[1])
+            return await api(verb, body, kind)
+
+        monkeypatch.setattr(broker, "api", raced)
+        await broker.ensure_consumer(spec)
+
+        assert asked == [*["CREATE", "INFO", "CREATE"][: step + 1], "CREATE"]
+        assert await other.consumers(spec.stream) == [spec.name]
 
 
 async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:

@@ -33,6 +33,7 @@ from sie_broker import (
 from sie_broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S, check_room
 from sie_broker.nats.api import (
     CONSUMER_EXISTS,
+    CONSUMER_GONE,
     NEVER_UPDATED,
     NO_CONSUMER,
     NO_MESSAGE,
@@ -73,6 +74,7 @@ log = logging.getLogger("sie.broker")
 _T = TypeVar("_T")
 
 _CLOSE_TIMEOUT_S = 2.0
+_ENSURE_ATTEMPTS = 10  # at a consumer that others delete meanwhile
 
 # A buffer above any burst between two turns of the loop; beyond it a publisher waits for the socket.
 _SEND_BUFFER_BYTES = 64 << 20
@@ -523,6 +525,16 @@ class NatsBroker:
                 return counts
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
+        for _ in range(_ENSURE_ATTEMPTS):
+            try:
+                return await self._ensure_consumer(spec)
+            except Refusal as refusal:
+                if refusal.number not in CONSUMER_GONE:
+                    raise
+        raise BrokerUnavailable(f"consumer {spec.name}: it was deleted {_ENSURE_ATTEMPTS} times while it was made")
+
+    async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
+        """Raises Refusal with one of CONSUMER_GONE if it is deleted meanwhile."""
         wanted = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
         create = {"stream_name": spec.stream, "action": "create", "config": wanted}
@@ -534,7 +546,7 @@ class NatsBroker:
             try:
                 await self.api(verb, {**create, "action": "update", "config": update_of(found, wanted)}, ConsumerInfo)
             except Refusal as refusal:
-                if field is None:
+                if field is None or refusal.number in CONSUMER_GONE:
                     raise
                 raise mismatch(spec.name, field, found, wanted) from refusal
         elif field is not None:
