@@ -8,13 +8,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 from click.testing import CliRunner
 from stack import Stack
 
+import sie_cli.doctor.checks as doctor
 from sie_cli.main import main
 
 TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
@@ -27,9 +27,15 @@ def commands(text: str) -> list[str]:
     return re.findall(r"`(sie [a-z][^`]*)`", text)
 
 
-def templates(module: ModuleType) -> Iterator[str]:
-    """Every text of a module, docstrings excluded, that names a `sie` command; `{}` stands for what is filled in."""
-    tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
+def doctor_templates() -> set[str]:
+    """Every text of the package of `sie doctor`, docstrings excluded, that names a `sie` command; `{}` stands for what
+    is filled in.
+    """
+    return {text for file in Path(str(doctor.__file__)).parent.glob("*.py") for text in _templates(file)}
+
+
+def _templates(file: Path) -> Iterator[str]:
+    tree = ast.parse(file.read_text("utf-8"))
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

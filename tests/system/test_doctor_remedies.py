@@ -22,13 +22,12 @@ from typing import Any
 import psutil
 import pytest
 from cluster import SIE, Cluster, free_ports, until
-from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, environ_of, templates
+from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, doctor_templates, environ_of
 from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo
 from sie_cli import access
-from sie_cli.doctor import checks, look
 
 PLAN = Plan(
     models=(),
@@ -109,7 +108,7 @@ def until_gone(found: Any, check: str) -> None:
 
 
 def test_each_text_that_names_a_command_is_followed_here() -> None:
-    told = {text for module in (checks, look) for text in templates(module)}
+    told = doctor_templates()
     assert len(told) > len(FOLLOWED)
     assert [text for text in told if not any(each in text for each in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
     assert [each for each in FOLLOWED if not any(each in text for text in told)] == []

@@ -12,11 +12,10 @@ import click
 import pytest
 from click.testing import CliRunner
 from diagnosis import commands as commands_of
-from diagnosis import templates
+from diagnosis import doctor_templates
 
 from sie_cli import access
 from sie_cli.access import Access
-from sie_cli.doctor import checks, look
 from sie_cli.main import main
 from sie_cli.models import _who_reads
 from sie_cli.options import behind
@@ -92,7 +91,7 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
 
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
     """Every command in backticks in what it may print: each name and each option of it."""
-    told = {line for module in (checks, look) for text in templates(module) for line in commands_of(text)}
+    told = {line for text in doctor_templates() for line in commands_of(text)}
     assert {line.split()[1] for line in told} >= {"keys", "topology", "serve", "settings"}
     for line in told:
         command: click.Command = main

@@ -14,9 +14,14 @@ import pytest
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.doctor import command
-from sie_cli.doctor.checks import Driver, Torch, drift, faults_of, gateway, gpu_faults, models, ports, skew
+from sie_cli.doctor.agreement import skew
+from sie_cli.doctor.catalogue import drift, models
 from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
+from sie_cli.doctor.gateway import gateway
+from sie_cli.doctor.gpu import Driver, Torch, gpu_faults
 from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
+from sie_cli.doctor.ports import ports
+from sie_cli.doctor.settings import faults_of
 from sie_contracts.messages import ConfigEpoch
 from sie_contracts.settings import load
 

@@ -199,7 +199,7 @@ READS_ENVIRON = {
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
     ),
-    "cli/sie_cli/doctor/checks.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
+    "cli/sie_cli/doctor/gpu.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",

@@ -17,9 +17,12 @@ from sie_broker import BrokerError
 from sie_cli.access import with_access
 from sie_cli.data_dir import default_data_dir
 from sie_cli.display import counted
-from sie_cli.doctor.checks import CHECKS, PROBE_S, Check, Finding, check_settings, faults_of
+from sie_cli.doctor.checks import CHECKS
+from sie_cli.doctor.finding import Check, Finding
+from sie_cli.doctor.gpu import PROBE_S
 from sie_cli.doctor.look import Absent, Blind, Look, looking
-from sie_cli.options import flags_of, refuse, settings_options
+from sie_cli.doctor.settings import check_settings, faults_of
+from sie_cli.options import DATA_DIR, flags_of, refuse, settings_options
 from sie_contracts.settings import SettingError, load
 
 CHECK_S = 30.0
@@ -49,7 +52,7 @@ class Report(msgspec.Struct, frozen=True):
     "--data-dir",
     default=None,
     type=click.Path(path_type=Path),
-    help="That of `sie serve`.  [default: ~/.local/share/sie]",
+    help=DATA_DIR,
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")

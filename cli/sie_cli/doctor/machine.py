@@ -1,0 +1,75 @@
+"""This machine: sockets of its workers, and its disks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from sie_cli.display import counted, size
+from sie_cli.doctor.finding import Finding, Found
+from sie_cli.doctor.look import Blind, Look
+from sie_cli.preflight import held_bytes
+from sie_contracts.settings import store_url
+
+MIN_FREE_BYTES = 256 << 20
+
+
+async def sockets(look: Look) -> Found:
+    """The sockets between sidecars and adapters."""
+    found = await look.sockets()
+    findings = [Finding(each.wrong, each.fix) for each in found if each.wrong]
+    unseen = [str(each.path) for each in found if each.is_unseen]
+    if unseen and not findings:
+        raise Blind(f"another user's: {', '.join(unseen)}; run as the worker's user")
+    return f"{counted(len(found), 'adapter')} answer" + ("s" if len(found) == 1 else ""), findings
+
+
+async def disk(look: Look) -> Found:
+    """Room for weights, payloads and the queue, on the disks of this machine."""
+    return await asyncio.to_thread(_disks, look)
+
+
+def _disks(look: Look) -> Found:
+    from sie_adapter.weights.disk import usage
+
+    settings, findings, seen = look.settings, [], []
+    cache = settings.cache_folder
+    used, free = usage(cache, settings.disk_cache_bytes)
+    percent = 100 * used / (used + free) if used + free else 100.0
+    seen.append(f"weights {cache} {percent:.0f} % used")
+    if percent > settings.disk_pressure_threshold_percent:
+        findings.append(
+            Finding(
+                f"the disk of the weights ({cache}) is {percent:.1f} % full, above "
+                f"{settings.disk_pressure_threshold_percent:g} %: each download first removes cached weights",
+                "free space there, set SIE_LOCAL_CACHE to a larger disk, or raise SIE_DISK_PRESSURE_THRESHOLD_PERCENT",
+            )
+        )
+    payloads = _payload_folder(look)
+    if payloads is not None:
+        free = usage(payloads).free
+        seen.append(f"payloads {size(free)} free")
+        if free < MIN_FREE_BYTES:
+            fix = "free space there, or set SIE_PAYLOAD_STORE_URL to a larger folder or a bucket"
+            findings.append(Finding(f"the disk of the payload store ({payloads}) has {size(free)} left", fix))
+        elif payloads.exists() and not os.access(payloads, os.W_OK):
+            fix = f"`chown` {payloads} to the user of gateways and workers, or set SIE_PAYLOAD_STORE_URL"
+            findings.append(Finding(f"the payload store {payloads} cannot be written by this user", fix))
+    store = look.data_dir / "nats"
+    if store.exists():
+        free, room = usage(store).free, settings.queue_max_bytes - held_bytes(store)
+        seen.append(f"queue {size(free)} free")
+        if free < room:
+            fix = "free space there, give `sie serve` a --data-dir on a larger disk, or lower SIE_QUEUE_MAX_BYTES"
+            findings.append(
+                Finding(f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left", fix)
+            )
+    return ", ".join(seen), findings
+
+
+def _payload_folder(look: Look) -> Path | None:
+    if look.settings.payload_store_url:
+        store = store_url(look.settings.payload_store_url)
+        return Path(store.path) if store.scheme == "file" else None
+    return look.data_dir / "payloads" if (look.data_dir / "payloads").exists() else None
