@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import dataclasses
+import functools
 import os
 import resource
 import secrets
@@ -18,7 +19,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,6 +56,7 @@ SPARE = (
     "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a "
     "worker)."
 )
+Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]  # why it is not ready; None once it is
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
 
 
@@ -237,7 +239,7 @@ class _Serve:
         self._flags = dict(plan.flags)
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
-        self._readiness: dict[str, str] = {}
+        self._readiness: dict[str, Probe] = {}
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
         self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by who serves them
@@ -347,9 +349,9 @@ class _Serve:
                 str(_DRAIN_S),
             ]
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
-            self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
+            self._await_gateway("gateway", plan.port)
             for number in range(plan.workers):
-                self._readiness[f"worker {number}"] = f"http://{_reachable(plan.host)}:{worker_port + number}/readyz"
+                self._await_answer(f"worker {number}", worker_port + number)
             return [], [], [alone], [], adapters
         broker: list[Child] = []
         if settings.nats_url is None:
@@ -372,14 +374,28 @@ class _Serve:
             own = {"SIE_GATEWAY_METRICS_PORT": str(gateway_port + number)}
             name = _numbered("gateway", number, plan.gateways)
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
-            self._readiness[name] = f"http://{_reachable(plan.host)}:{plan.port + number}/readyz"
+            self._await_gateway(name, plan.port + number)
         sidecars = []
         for number, (path, port) in enumerate(zip(sockets, worker_ports, strict=True)):
             own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
             name = _numbered("sidecar", number, plan.workers)
             sidecars.append(self._child(name, "sidecar", ["--host", plan.host], own, _WORKER_GRACE_S))
-            self._readiness[name] = f"http://{_reachable(plan.host)}:{port}/readyz"
+            self._await_answer(name, port)
         return broker, config, gateways, sidecars, adapters
+
+    def _await_answer(self, name: str, port: int) -> None:
+        """Before this start is ready, the process must be."""
+        self._readiness[name] = functools.partial(_not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
+
+    def _await_gateway(self, name: str, port: int) -> None:
+        """Before this start is ready, the gateway must be, and know that as many workers are healthy."""
+        self._await_answer(name, port)
+        self._readiness[f"workers, as {name} sees them"] = functools.partial(
+            lacks_workers,
+            url=f"http://{_reachable(self._plan.host)}:{port}/health",
+            token=self._admin_token,
+            count=self._plan.workers,
+        )
 
     def _name_workers(self, ports: list[int]) -> None:
         """Tell the gateways where the workers are, for /ws/status."""
@@ -416,8 +432,8 @@ class _Serve:
         waiting = dict(self._readiness)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             while waiting:
-                for name, url in list(waiting.items()):
-                    reason = await _not_ready(client, url)
+                for name, probe in list(waiting.items()):
+                    reason = await probe(client)
                     if reason is None:
                         del waiting[name]
                     elif time.monotonic() - last_told_s > TELL_EVERY_S:
@@ -554,3 +570,18 @@ async def _not_ready(client: httpx.AsyncClient, url: str) -> str | None:
     except httpx.HTTPError as error:
         return f"no answer ({type(error).__name__})"
     return None if answer.status_code == 200 else answer.text.removeprefix("not ready: ")
+
+
+async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
+    """Why the gateway, asked at its /health, does not serve by that many workers yet.
+
+    A worker is ready before the gateway has heard of it, and requests of that moment would be refused.
+    """
+    try:
+        answer = await client.get(url, headers={"Authorization": f"Bearer {token.reveal()}"})
+    except httpx.HTTPError as error:
+        return f"no answer ({type(error).__name__})"
+    if answer.status_code != 200:
+        return f"{url} answers {answer.status_code}"
+    healthy = answer.json()["cluster"]["worker_count"]
+    return None if healthy >= count else f"{healthy} of {count} healthy"

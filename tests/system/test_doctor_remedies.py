@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from cluster import SIE, Cluster, free_ports, until
@@ -27,7 +28,8 @@ from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo
-from sie_cli import access
+from sie_cli import access, serve
+from sie_contracts.settings import Secret
 
 PLAN = Plan(
     models=(),
@@ -131,12 +133,21 @@ def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path)
     until_gone(lambda: Examined(tmp_path, environ_of(stack)), "gateway")
 
 
+async def lacking(stack: Stack, token: str) -> str | None:
+    """Why `sie serve` would wait before it says that this gateway and one worker are ready."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await serve.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
+
+
 def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
     """Of a gateway that never heard of one: it goes on to list those that it knew."""
+    assert asyncio.run(lacking(stack, ADMIN)) is None
     (worker,), (gateway,) = stack.workers, stack.gateways
     with ended(worker.sidecar, worker.adapter):
         with ended(gateway):
             pass
+        assert asyncio.run(lacking(stack, ADMIN)) == "0 of 1 healthy"
+        assert asyncio.run(lacking(stack, "a-token-of-nobody")) == f"{stack.urls[0]}/health answers 401"
         sidecar, adapter = commands(Examined(tmp_path, environ_of(stack)).told("gateway", "no worker is there", WORKER))
         start(worker.adapter, adapter)
         start(worker.sidecar, sidecar)
