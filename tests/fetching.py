@@ -21,7 +21,9 @@ from sie_contracts.messages import Fetched
 REPOSITORY = "org/model"
 END_S = 60.0  # far above what is expected
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["fetching", "sie_adapter.weights", "huggingface_hub.hf_api", "huggingface_hub.utils"])
+_FORKS.set_forkserver_preload(
+    ["fetching", "sie_store.hub", "sie_store.cache", "huggingface_hub.hf_api", "huggingface_hub.utils"]
+)
 # of `os`: what changes the disk for others to see
 EFFECTS = (
     "fsync",
@@ -80,9 +82,9 @@ def obtain(hub: HubStub, cache: Path) -> Path:
     """
     from huggingface_hub import constants
 
-    from sie_adapter.weights import LocalCache
-    from sie_adapter.weights.hub import hub_fetch
-    from sie_adapter.weights.selection import common
+    from sie_store.cache import LocalCache
+    from sie_store.hub import hub_fetch
+    from sie_store.selection import common
 
     before, constants.ENDPOINT = constants.ENDPOINT, hub.url
     try:
@@ -94,10 +96,11 @@ def obtain(hub: HubStub, cache: Path) -> Path:
 def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bool) -> None:
     from huggingface_hub import constants
 
-    from sie_adapter.weights import LocalCache, Progress
-    from sie_adapter.weights.hub import hub_fetch
-    from sie_adapter.weights.selection import common
-    from sie_contracts.weights import FetchFailed
+    from sie_store.cache import LocalCache
+    from sie_store.hub import hub_fetch
+    from sie_store.manifest import FetchFailed
+    from sie_store.progress import Progress
+    from sie_store.selection import common
 
     class Telling(Progress):
         """Tells once that another process fetches."""

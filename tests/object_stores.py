@@ -373,7 +373,7 @@ class Place:
     @property
     def store(self) -> ObjectStore:
         """As another client of the same store sees it."""
-        from sie_contracts.stores import opened
+        from sie_store.object_stores import opened
 
         return opened(self.url, "SIE_CLUSTER_CACHE")
 

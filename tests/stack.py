@@ -324,8 +324,8 @@ class Stack:
             **self.plan.environ,
         }
         if self.plan.code is not None:
-            names = ("contracts", "broker", "runtime", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli")
-            environ["PYTHONPATH"] = os.pathsep.join(str(self.plan.code / name) for name in names)
+            folders = {package.parent for package in self.plan.code.glob("*/sie_*")}
+            environ["PYTHONPATH"] = os.pathsep.join(map(str, sorted(folders)))
         return environ
 
     def _add_brokers(self) -> str:

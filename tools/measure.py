@@ -21,6 +21,7 @@ PACKAGES = {
     "contracts": "sie_contracts",
     "broker": "sie_broker",
     "runtime": "sie_runtime",
+    "store": "sie_store",
     "gateway": "sie_gateway",
     "sidecar": "sie_sidecar",
     "adapter": "sie_adapter",

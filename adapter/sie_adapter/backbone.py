@@ -19,10 +19,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sie_adapter import attention
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.device import Compute, to_device, uses_varlen_kernel
-from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
+from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Int64, Items, Packed, Positions, filled_up, pack
 from sie_contracts import costs
+from sie_contracts.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
 

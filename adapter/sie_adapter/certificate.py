@@ -28,11 +28,11 @@ from torch import Tensor
 
 from sie_adapter.checkpoint import read_json, read_modules
 from sie_adapter.device import Compute
-from sie_adapter.failure import load_failed
 from sie_adapter.heads import Row, States
 from sie_adapter.packing import Items
 from sie_adapter.tokenizer import Needs, fault
 from sie_contracts.catalogue import ModelEntry, Resolved, packaged_folder
+from sie_contracts.load_errors import load_failed
 from sie_contracts.options import TOKEN_STATES
 
 COSINE = {torch.float32: 0.9999}

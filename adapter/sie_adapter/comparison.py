@@ -14,11 +14,11 @@ from pathlib import Path
 
 import transformers
 
-from sie_adapter.failure import load_failed
 from sie_adapter.loading import family_of
 from sie_adapter.weight_files import check_weights
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.families import FAMILIES
+from sie_contracts.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:

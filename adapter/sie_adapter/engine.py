@@ -19,7 +19,7 @@ import torch
 
 from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
-from sie_adapter.failure import is_device_fatal, is_out_of_memory, lora_failed, lora_of_entry, lora_rejected
+from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.frontier import Frontier, frontier_key
 from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
@@ -29,13 +29,13 @@ from sie_adapter.raw import extract_options, run_raw
 from sie_adapter.remedies import Remedies
 from sie_adapter.residency import Residency
 from sie_adapter.spoilt import afresh
-from sie_adapter.weights import WeightSources
-from sie_adapter.weights.sources import named_loras
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
 from sie_contracts.ipc import Refused, Reply, RunBatch
+from sie_contracts.load_errors import lora_failed, lora_of_entry, lora_rejected
 from sie_contracts.settings import Settings
+from sie_store.sources import WeightSources, named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70

@@ -25,11 +25,11 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from sie_adapter.checkpoint import Modules, construction, read_json, read_modules
 from sie_adapter.comparison import compare_files
-from sie_adapter.failure import load_failed
 from sie_adapter.families.text_encoder import _stored_activation
 from sie_adapter.late_interaction import late_interaction
-from sie_adapter.weights import FILES, PICKLED
 from sie_contracts.catalogue import HeadOptions, ModelEntry, parse_entry
+from sie_contracts.load_errors import load_failed
+from sie_store.selection import FILES, PICKLED
 
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
 _UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit

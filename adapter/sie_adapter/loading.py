@@ -23,15 +23,17 @@ from sie_adapter import certificate
 from sie_adapter import device as devices
 from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
-from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
+from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.weight_files import check_weights, safetensors_of
-from sie_adapter.weights import Located, Lock, WeightSources
 from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
 from sie_contracts.families import FAMILIES
+from sie_contracts.load_errors import load_failed
 from sie_contracts.settings import Settings
+from sie_store.locks import Lock
+from sie_store.sources import Located, WeightSources
 
 _logger = logging.getLogger("sie.adapter")
 

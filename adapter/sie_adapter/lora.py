@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
-from sie_adapter.failure import lora_rejected
 from sie_contracts.errors import LoraLoading
+from sie_contracts.load_errors import lora_rejected
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."

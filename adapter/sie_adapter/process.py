@@ -23,8 +23,8 @@ from sie_adapter import dependencies, forkserver, spans
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Allowed
 from sie_runtime import tracing
-from sie_runtime.folder import examined, worker_trust
 from sie_runtime.process import end_signals
+from sie_store.models_folder import examined, worker_trust
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -88,7 +88,7 @@ def _import() -> None:
 def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:
     from sie_adapter.engine import Engine
     from sie_adapter.server import Server
-    from sie_adapter.weights import disk
+    from sie_store import disk
 
     tracer = tracing.start(settings.tracing, "adapter")
     engine = Engine(settings)

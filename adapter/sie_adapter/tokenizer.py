@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, Tokenizer, models, processors
 from transformers import AutoTokenizer
 
-from sie_adapter.failure import load_failed
 from sie_contracts import families
 from sie_contracts.catalogue import LoadOptions
+from sie_contracts.load_errors import load_failed
 
 # each is a vocabulary, as published folders have them
 _FILES = (

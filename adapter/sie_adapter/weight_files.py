@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sie_adapter.failure import load_failed
+from sie_contracts.load_errors import load_failed
 
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")

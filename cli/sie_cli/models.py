@@ -214,7 +214,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
     from sie_adapter.certificate import check_files
     from sie_adapter.comparison import compare_files
-    from sie_adapter.weights import WeightSources
+    from sie_store.sources import WeightSources
 
     here = WeightSources.of(dataclasses.replace(settings, hf_fallback=False, cluster_cache=None))
     try:
@@ -369,7 +369,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     """
     import dataclasses
 
-    from sie_adapter.weights import WeightSources
+    from sie_store.sources import WeightSources
 
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(

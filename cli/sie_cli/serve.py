@@ -38,9 +38,9 @@ from sie_cli.preflight import Listener, Needs, faults, store_bytes
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, Secret, SettingError, Settings, public_url
 from sie_contracts.trust import Allowed
-from sie_runtime.folder import in_use, place_of
 from sie_runtime.origins import is_loopback
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
+from sie_store.models_folder import in_use, place_of
 
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0

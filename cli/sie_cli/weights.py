@@ -18,11 +18,13 @@ from sie_cli.options import loaded, named_options, refuse
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.weights import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
+from sie_store.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
 
 if TYPE_CHECKING:
-    from sie_adapter.weights import LocalCache, Lock, Progress
-    from sie_adapter.weights.cluster import ClusterCache, Stored
+    from sie_store.cache import LocalCache
+    from sie_store.cluster import ClusterCache, Stored
+    from sie_store.locks import Lock
+    from sie_store.progress import Progress
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -137,7 +139,7 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
         sie weights push ./my-model --as my/model
         weights: {hub: my/model, revision: ...}
     """
-    from sie_adapter.weights.pushing import PushRefused
+    from sie_store.push import PushRefused
 
     settings = loaded(values).settings
     if len(names) > 1 and (name or revision):
@@ -255,7 +257,7 @@ def _found(settings: Settings, given: str, name: str | None, revision: str | Non
     """What MODEL_OR_FOLDER names. Raises Refused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
     OSError.
     """
-    from sie_adapter.weights.locks import Lock
+    from sie_store.locks import Lock
 
     folder = Path(given).expanduser()
     if folder.is_dir():
@@ -270,7 +272,7 @@ def _found(settings: Settings, given: str, name: str | None, revision: str | Non
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
     if manifest is None:
-        from sie_adapter.weights.selection import wanted_by
+        from sie_store.selection import wanted_by
 
         with _bar(f"read {hub}@{commit}") as told:
             told.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
@@ -338,7 +340,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
 
 
 def _cache(settings: Settings) -> LocalCache:
-    from sie_adapter.weights import LocalCache
+    from sie_store.cache import LocalCache
 
     return LocalCache(settings.cache_folder)
 
@@ -347,13 +349,13 @@ def _sources(settings: Settings) -> Any:
     """Where the weights that are to be pushed come from: not the bucket that they go to."""
     import dataclasses
 
-    from sie_adapter.weights import WeightSources
+    from sie_store.sources import WeightSources
 
     return WeightSources.of(dataclasses.replace(settings, cluster_cache=None))
 
 
 def _cluster(settings: Settings) -> ClusterCache:
-    from sie_adapter.weights.cluster import ClusterCache
+    from sie_store.cluster import ClusterCache
 
     if settings.cluster_cache is None:
         raise SettingError(
@@ -370,7 +372,7 @@ def _stored_here(settings: Settings) -> list[Stored]:
     """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
     be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
     """
-    from sie_adapter.weights.cluster import Stored
+    from sie_store.cluster import Stored
 
     cache, found = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -442,7 +444,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Progress]:
     """How far a transfer is: a bar on a terminal, nothing anywhere else."""
-    from sie_adapter.weights import Progress
+    from sie_store.progress import Progress
 
     told = Progress(what)
     with display.transfers() as bars:

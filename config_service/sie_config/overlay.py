@@ -31,9 +31,9 @@ from sie_contracts.errors import ValidationFailed
 from sie_contracts.names import Names
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.trust import USUAL, Allowed, Trust
-from sie_runtime.bucket import BucketFolder
 from sie_runtime.feed import read_bundles, read_folder
-from sie_runtime.folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
+from sie_store.models_bucket import BucketFolder
+from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 
 BUNDLES = "bundles"
 MAX_TOLD = 20

@@ -17,10 +17,10 @@ from sie_contracts import messages
 from sie_contracts.errors import QueueUnavailable
 from sie_contracts.messages import Payload, WorkItem
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.stores import StoreError
 from sie_gateway.metrics import Metrics
-from sie_runtime.payloads import PayloadStore
 from sie_runtime.process import Stop
+from sie_store.object_stores import StoreError
+from sie_store.payloads import PayloadStore
 
 TTL_MARGIN_S = 3600
 PUT_TIMEOUT_S = 30.0

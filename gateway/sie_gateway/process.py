@@ -38,9 +38,9 @@ from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_runtime.http import STOP_S, HttpServer
 from sie_runtime.keys import Keys
-from sie_runtime.payloads import open_store
 from sie_runtime.process import Stop, Tasks, retry
 from sie_runtime.websocket import WebSocketProtocol
+from sie_store.payloads import open_store
 
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0

@@ -16,9 +16,9 @@ import msgspec
 from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
 from sie_contracts.messages import WorkItem
-from sie_contracts.stores import StoreError
-from sie_runtime.payloads import PayloadMissing, PayloadStore
 from sie_sidecar.held import Held
+from sie_store.object_stores import StoreError
+from sie_store.payloads import PayloadMissing, PayloadStore
 
 MAX_BYTES = 512 << 20  # of fetched inputs in hand; one that is larger is taken alone
 ATTEMPT_S = 30.0

@@ -22,7 +22,6 @@ from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, 
 from sie_contracts.messages import BatchNote, Outcome
 from sie_contracts.settings import Settings
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.payloads import PayloadStore
 from sie_runtime.process import Tasks
 from sie_sidecar import rows as rowing
 from sie_sidecar import tokenise
@@ -38,6 +37,7 @@ from sie_sidecar.pulling import Pulling
 from sie_sidecar.quantum import quantum_of
 from sie_sidecar.rows import Work, effort_of
 from sie_sidecar.tokens import TokenizerPool
+from sie_store.payloads import PayloadStore
 
 # deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
 MAX_HAND_BACKS = 5

@@ -22,7 +22,6 @@ from sie_runtime import tracing
 from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_runtime.http import HttpServer
-from sie_runtime.payloads import open_store
 from sie_runtime.process import Stop, Tasks, Trouble, retry
 from sie_runtime.websocket import WebSocketProtocol
 from sie_sidecar.admission import Admission
@@ -33,6 +32,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Live, Metrics
 from sie_sidecar.status import Status, worker_app
 from sie_sidecar.worker import Worker
+from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
 MIN_CONNECTIONS = 6  # loads of models hold some of them too

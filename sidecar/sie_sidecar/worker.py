@@ -35,7 +35,6 @@ from sie_contracts.trace_context import Context
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.payloads import PayloadStore
 from sie_runtime.process import Tasks
 from sie_runtime.tracing import set_current
 from sie_sidecar import batch as batches
@@ -60,6 +59,7 @@ from sie_sidecar.rows import Part, Work
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.sizing import Ahead
 from sie_sidecar.trial import Trials
+from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer

@@ -36,10 +36,9 @@ PROCESSES = {
     "adapter": "sie_adapter.process",
 }
 MAX_BYTES = {"gateway": 150_000_000, "config": 150_000_000, "sidecar": 170_000_000}
-OWN = ("contracts", "broker", "runtime", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli", "catalog")
-PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-    "packages"
-]
+BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+OWN = (*BUILD["dev-mode-dirs"], "catalog")
+PACKAGES = BUILD["targets"]["wheel"]["packages"]
 _LEFT_OUT = re.compile(r"/numpy/(.*\btests|f2py|distutils)/")
 SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 

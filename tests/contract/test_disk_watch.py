@@ -7,10 +7,11 @@ from pathlib import Path
 from adapter_process import running
 from cluster import until
 
-from sie_adapter.weights import LocalCache, Progress
-from sie_contracts.weights import FileFact, Manifest
+from sie_store.cache import LocalCache
+from sie_store.manifest import FileFact, Manifest
+from sie_store.progress import Progress
 
-LOOKS_OFTEN = "from sie_adapter.weights import disk; disk.LOOK_S = 0.1"
+LOOKS_OFTEN = "from sie_store import disk; disk.LOOK_S = 0.1"
 REVISION = "a" * 40
 NAME = "model.safetensors"
 MIB = 1 << 20

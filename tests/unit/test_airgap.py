@@ -20,13 +20,13 @@ from click.testing import CliRunner, Result
 from cluster import SIE, until
 from safetensors.numpy import save
 
-from sie_adapter.weights import WeightSources
 from sie_cli.airgap import placing
 from sie_cli.airgap.command import airgap
 from sie_config.overlay import Overlay
 from sie_contracts.catalogue import ModelEntry, fingerprint, profile_fingerprint
 from sie_contracts.settings import Settings, load
-from sie_contracts.weights import MANIFEST, FileFact, Manifest, digest, encode
+from sie_store.manifest import MANIFEST, FileFact, Manifest, digest, encode
+from sie_store.sources import WeightSources
 
 COMMIT, LORA_COMMIT = "1" * 40, "2" * 40
 CARD = "---\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n"

@@ -18,7 +18,7 @@ import pytest
 
 from sie_cli.airgap import archive, placing
 from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Refused, encode, sums, write
-from sie_contracts.weights import FileFact
+from sie_store.manifest import FileFact
 
 ENTRY = {
     "id": "my/model",

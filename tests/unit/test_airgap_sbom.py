@@ -13,7 +13,7 @@ from packageurl import PackageURL
 
 from sie_cli.airgap import sbom
 from sie_contracts.catalogue import parse_entry
-from sie_contracts.weights import FileFact
+from sie_store.manifest import FileFact
 
 ENTRIES = [
     {

@@ -18,13 +18,13 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.loading import Loader, family_of
-from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_entry, widths
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
 from sie_contracts.families import FAMILIES
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
+from sie_store.sources import WeightSources
 
 MODELS = packaged_folder() / "models"
 CATALOGUE = packaged_catalogue()

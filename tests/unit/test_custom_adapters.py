@@ -22,9 +22,9 @@ from unit.test_inspection import SETTINGS, run
 
 from sie_adapter.engine import Engine
 from sie_adapter.loading import Loader
-from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_store.sources import WeightSources
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-adapters.md"
 FILES = dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE))

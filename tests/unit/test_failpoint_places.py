@@ -13,6 +13,7 @@ PACKAGES = {
     "contracts/sie_contracts": "contracts",
     "broker/sie_broker": "broker",
     "runtime/sie_runtime": "runtime",
+    "store/sie_store": "store",
     "gateway/sie_gateway": "gateway",
     "sidecar/sie_sidecar": "sidecar",
     "adapter/sie_adapter": "adapter",

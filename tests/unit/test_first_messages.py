@@ -16,7 +16,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sie_adapter.weights.sources import WeightSources
 from sie_cli import serve
 from sie_cli.embedded import free_port
 from sie_cli.main import main
@@ -27,6 +26,7 @@ from sie_contracts.settings import load
 from sie_gateway.auth import Gate
 from sie_runtime.process import QUIET_S, START_S, Trouble
 from sie_sdk import SIEAsyncClient, SIEClient
+from sie_store.sources import WeightSources
 
 
 @pytest.mark.parametrize(

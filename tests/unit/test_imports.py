@@ -19,6 +19,7 @@ FOLDERS = {
     "sie_contracts": "contracts",
     "sie_broker": "broker",
     "sie_runtime": "runtime",
+    "sie_store": "store",
     "sie_gateway": "gateway",
     "sie_sidecar": "sidecar",
     "sie_adapter": "adapter",
@@ -26,15 +27,16 @@ FOLDERS = {
     "sie_sdk": "sdk",
     "sie_cli": "cli",
 }
-# contracts < broker < runtime < components < cli: what each package may import
-SHARED = ("sie_contracts", "sie_broker", "sie_runtime")
+# contracts < broker < runtime < store < components < cli: what each package may import
+SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 BELOW = {
     "sie_contracts": (),
     "sie_broker": SHARED[:1],
     "sie_runtime": SHARED[:2],
+    "sie_store": ("sie_contracts", "sie_runtime"),
     "sie_gateway": SHARED,
     "sie_sidecar": SHARED,
-    "sie_adapter": ("sie_contracts", "sie_runtime"),
+    "sie_adapter": ("sie_contracts", "sie_runtime", "sie_store"),
     "sie_config": SHARED,
     "sie_sdk": SHARED[:1],
     "sie_cli": tuple(FOLDERS),
@@ -43,6 +45,7 @@ WITHOUT_TORCH = (
     "sie_contracts",
     "sie_broker",
     "sie_runtime",
+    "sie_store",
     "sie_gateway",
     "sie_sidecar",
     "sie_config",
@@ -162,7 +165,7 @@ def python(code: str) -> str:
 )
 def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...]) -> None:
     """Every module of the component and of the contract, in a process of its own."""
-    modules = [module for package in (*packages, "sie_contracts") for module, _ in files(package)]
+    modules = [module for package in (*packages, "sie_contracts", "sie_store") for module, _ in files(package)]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sorted({HEAVY!r} & "
         "sys.modules.keys()))"

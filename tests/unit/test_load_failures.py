@@ -31,7 +31,7 @@ from sie_adapter.server import Server
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Allowed
-from sie_runtime.folder import worker_trust
+from sie_store.models_folder import worker_trust
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FAMILIES = {

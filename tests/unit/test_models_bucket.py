@@ -19,10 +19,10 @@ from sie_config.process import prepare
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.settings import SettingError
-from sie_contracts.stores import Patience
-from sie_runtime.bucket import BucketFolder
-from sie_runtime.folder import MAX_FILE_BYTES, SUFFIXES
 from sie_runtime.process import Stop
+from sie_store.models_bucket import BucketFolder
+from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES
+from sie_store.object_stores import Patience
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
 QUICK = Patience(stall_s=0.3, tries=2, pause_s=0.01)

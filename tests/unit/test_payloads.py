@@ -25,12 +25,12 @@ from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
 from sie_contracts.messages import Input, Payload, RunOptions, WorkItem
 from sie_contracts.settings import SettingError, StoreUrl, store_url
-from sie_contracts.stores import StoreError
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
-from sie_runtime.payloads import PayloadMissing, PayloadStore, open_store
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.held import Held
+from sie_store.object_stores import StoreError
+from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
 STREAM = "WORK__default"
 MAX_AGE_S = 720.0

@@ -23,11 +23,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from sie_adapter.inspection import inspect
 from sie_adapter.loading import Loader
-from sie_adapter.weights import WeightSources
 from sie_cli.main import main
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
+from sie_store.sources import WeightSources
 
 WEIGHTS = "model.safetensors"
 COPY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"

@@ -33,15 +33,15 @@ from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.residency import Residency
 from sie_adapter.server import Server
-from sie_adapter.weights import Progress
-from sie_adapter.weights.cluster import ClusterCache
 from sie_contracts import ipc
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.ipc import BatchDone, Group, RanBatch, Refused, Reply, RunBatch, frame
 from sie_contracts.messages import Failed
 from sie_contracts.settings import SettingError
-from sie_contracts.weights import MANIFEST, describe, encode
+from sie_store.cluster import ClusterCache
+from sie_store.manifest import MANIFEST, describe, encode
+from sie_store.progress import Progress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_ENTRY = parse_entry(

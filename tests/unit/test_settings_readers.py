@@ -27,6 +27,7 @@ PACKAGES = {
     "contracts": "contracts/sie_contracts",
     "broker": "broker/sie_broker",
     "runtime": "runtime/sie_runtime",
+    "store": "store/sie_store",
     "sdk": "sdk/sie_sdk",
     "cli": "cli/sie_cli",
 }
@@ -213,10 +214,10 @@ WRITES_ENVIRON = {
 }
 READS_HOME = {
     "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
-    "adapter/sie_adapter/weights/sources.py": "~ in the path of a catalogue entry",
+    "store/sie_store/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",
-    "runtime/sie_runtime/folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
+    "store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/models.py": "~ in a folder that is named on the command line",
@@ -319,7 +320,9 @@ def fields_read(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def readers() -> dict[str, frozenset[str]]:
-    """Field -> components that read it: in their package, or in the command that starts their process."""
+    """Field -> components that read it: in their package, in a module of the store that they import, or in the command
+    that starts their process.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     commands = {
         node.name: node
@@ -330,7 +333,10 @@ def readers() -> dict[str, frozenset[str]]:
     }
     assert set(commands) == set(COMPONENTS)
     for component in COMPONENTS:
-        for tree in (commands[component], *(tree for _, tree in trees(component))):
+        own = [commands[component], *(tree for _, tree in trees(component))]
+        imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        stores = [tree for file, tree in trees("store") if f"sie_store.{Path(file).stem}" in imported]
+        for tree in own + stores:
             for field in fields_read(tree):
                 found[field].add(component)
     return {field: frozenset(components) for field, components in found.items()}

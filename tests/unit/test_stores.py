@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sie_contracts.settings import SettingError
-from sie_contracts.stores import AccessRefused, ObjectMissing, Patience, StoreError, failure, opened
+from sie_store.object_stores import AccessRefused, ObjectMissing, Patience, StoreError, failure, opened
 
 QUICK = Patience(stall_s=0.05, tries=3, pause_s=0.001)
 

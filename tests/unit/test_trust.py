@@ -37,7 +37,7 @@ from sie_contracts.trust import Allowed, Trust, claims
 from sie_gateway.auth import ROUTES
 from sie_runtime import keys
 from sie_runtime.feed import packaged_catalogue
-from sie_runtime.folder import examined, own_entries, worker_trust
+from sie_store.models_folder import examined, own_entries, worker_trust
 
 BUNDLES = packaged_catalogue().bundles
 HUB = {"hub": "org/model", "revision": "0" * 40}

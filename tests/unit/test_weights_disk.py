@@ -23,12 +23,14 @@ from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
 
 from sie_adapter.engine import Engine
-from sie_adapter.weights import LocalCache, Progress, WeightSources
-from sie_adapter.weights.disk import Usage, limited
 from sie_contracts.catalogue import ModelEntry, RunDefaults, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings, load
-from sie_contracts.weights import FetchFailed, FileFact, Manifest
+from sie_store.cache import LocalCache
+from sie_store.disk import Usage, limited
+from sie_store.manifest import FetchFailed, FileFact, Manifest
+from sie_store.progress import Progress
+from sie_store.sources import WeightSources
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB  # of the disk that is made up
@@ -495,8 +497,8 @@ def test_on_a_full_disk_a_model_that_is_there_is_served(small: Path) -> None:
 OTHER = """
 import os, sys
 from pathlib import Path
-from sie_adapter.weights.disk import limited
-from sie_contracts.weights import FileFact, Manifest
+from sie_store.disk import limited
+from sie_store.manifest import FileFact, Manifest
 os.chdir(sys.argv[1])  # no folder above it need let the other user in
 os.setgid(65534), os.setuid(65534)
 cache = limited(Path("."), 80.0)

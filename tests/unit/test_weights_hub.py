@@ -18,14 +18,16 @@ from fetching import END_S, REPOSITORY, obtain
 from hub_stub import COMMIT, HubStub
 from object_stores import Place
 
-from sie_adapter.weights import LocalCache, Progress, WeightSources
-from sie_adapter.weights.cluster import ClusterCache
-from sie_adapter.weights.hub import commit_of
-from sie_adapter.weights.ranged import Limits
 from sie_contracts.catalogue import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
-from sie_contracts.weights import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
 from sie_runtime.process import configure_logging
+from sie_store.cache import LocalCache
+from sie_store.cluster import ClusterCache
+from sie_store.hub import commit_of
+from sie_store.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
+from sie_store.progress import Progress
+from sie_store.ranged import Limits
+from sie_store.sources import WeightSources
 
 BIG = "model.safetensors"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sie_contracts.weights import (
+from sie_store.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     FileFact,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from sie_adapter.weights import Progress
 from sie_contracts.messages import Fetched
-from sie_contracts.weights import FetchFailed
+from sie_store.manifest import FetchFailed
+from sie_store.progress import Progress
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ def test_it_is_logged_every_few_seconds_and_told_once_a_second(caplog: pytest.Lo
     clock, told = Clock(), []
     progress = Progress("org/model@abc", clock)
     progress.on_step = told.append
-    caplog.set_level(logging.INFO, "sie.adapter")
+    caplog.set_level(logging.INFO, "sie.store")
     progress.expect(90 * MIB, 10 * MIB)
     for _ in range(80):
         clock.now_s += 0.125

@@ -23,7 +23,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.checkpoint import _cast, construction
 from sie_adapter.device import Compute
-from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -41,6 +40,7 @@ from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from sie_adapter.device import Compute
-from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -41,6 +40,7 @@ from sie_adapter.tokenizer import bare_tokenizer, fault
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
 
 # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
 _TOKENS_PER_PASS = {"cpu": 2048}

@@ -32,7 +32,6 @@ from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import Modules, empty_model, read_json, read_modules
 from sie_adapter.device import Compute
 from sie_adapter.entities import entities
-from sie_adapter.failure import load_failed
 from sie_adapter.heads import Head, Row
 from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
 from sie_adapter.heads.multivector import MultivectorHead
@@ -47,6 +46,7 @@ from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer, special_
 from sie_contracts import families
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
+from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.options import TOKEN_STATES
 

@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from sie_contracts.bundles import BUNDLE_ID, Bundle
-from sie_contracts.weights import FileFact, is_safe
+from sie_store.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1

@@ -73,16 +73,16 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
 
 
 def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], output: Path, force: bool) -> None:
-    from sie_adapter.weights import WeightSources
     from sie_cli.airgap.contents import Gathering, choose, contents
     from sie_config.overlay import Overlay
+    from sie_store.sources import WeightSources
 
     if output.exists() and not force:
         raise Refused(f"{output} exists: --force replaces it")
     chosen = choose(Overlay(settings).folders(), names)
     if profiles:
         chosen = replace(chosen, entries=_with_profiles(chosen.entries, profiles))
-    told_by = logging.getLogger("sie.adapter")  # of what has to be fetched, every few seconds
+    told_by = logging.getLogger("sie.store")  # of what has to be fetched, every few seconds
     told_by.setLevel(logging.INFO)
     told_by.addHandler(logging.StreamHandler())
     gathering = Gathering(WeightSources.of(settings), settings.models_dir)
@@ -127,7 +127,7 @@ def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) 
     the command after any failure. The folder holds entries (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS
     for `sha256sum -c`, and serve.env.
     """
-    from sie_adapter.weights.selection import runs_code
+    from sie_store.selection import runs_code
 
     folder = folder.absolute()
     place = (at or folder).absolute()

@@ -22,8 +22,6 @@ from typing import BinaryIO
 import click
 import msgspec
 
-from sie_adapter.weights import Lock, WeightSources
-from sie_adapter.weights.selection import LORA_FILES, wanted_by
 from sie_cli.airgap import sbom
 from sie_cli.airgap.archive import BILL, Index, Refused, Told, digest
 from sie_config.overlay import PLUG_INS, Folders
@@ -32,9 +30,12 @@ from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, serving
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
 from sie_contracts.topology import token
-from sie_contracts.weights import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
-from sie_contracts.weights import digest as digest_of_file
 from sie_runtime.feed import read_bundles
+from sie_store.locks import Lock
+from sie_store.manifest import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
+from sie_store.manifest import digest as digest_of_file
+from sie_store.selection import LORA_FILES, wanted_by
+from sie_store.sources import WeightSources
 
 _BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokenizer
 

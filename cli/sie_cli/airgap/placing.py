@@ -19,14 +19,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from sie_adapter.weights import durable
 from sie_cli import display
 from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Refused, Told, decode, sums
 from sie_contracts.aliases import Alias, parse_alias
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import SIEError
 from sie_contracts.topology import token
-from sie_contracts.weights import Manifest, verify
+from sie_store import durable
+from sie_store.manifest import Manifest, verify
 
 ENVIRONMENT = "serve.env"
 

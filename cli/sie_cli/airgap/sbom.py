@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.weights import FileFact
+from sie_store.manifest import FileFact
 
 SOFTWARE = "sie-cluster[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")

@@ -31,7 +31,7 @@ async def disk(look: Look) -> Found:
 
 
 def _disks(look: Look) -> Found:
-    from sie_adapter.weights.disk import usage
+    from sie_store.disk import usage
 
     settings, findings, seen = look.settings, [], []
     cache = settings.cache_folder

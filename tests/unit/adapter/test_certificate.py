@@ -24,11 +24,11 @@ from unit.adapter import toys
 from sie_adapter import attention, backbone, certificate
 from sie_adapter.attention import Kernel, Pattern
 from sie_adapter.loading import Loader
-from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
+from sie_store.sources import WeightSources
 
 TEXTS = [
     " ".join(f"w{(17 * start + step) % 100 + 6}" for step in range(length))

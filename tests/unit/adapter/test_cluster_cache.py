@@ -17,11 +17,12 @@ import pytest
 from cluster import until
 from object_stores import BUCKET, S3, Faults, Google, Moto, Place, Request, aws_environ, google_account
 
-from sie_adapter.weights import LocalCache, Progress
-from sie_adapter.weights.cluster import ClusterCache
-from sie_adapter.weights.pushing import Pushed, PushRefused
-from sie_adapter.weights.ranged import Limits
-from sie_contracts.weights import MANIFEST, FetchFailed, FileFact, Manifest, decode, describe, encode, verify
+from sie_store.cache import LocalCache
+from sie_store.cluster import ClusterCache
+from sie_store.manifest import MANIFEST, FetchFailed, FileFact, Manifest, decode, describe, encode, verify
+from sie_store.progress import Progress
+from sie_store.push import Pushed, PushRefused
+from sie_store.ranged import Limits
 
 REPOSITORY, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"
 PLACE = f"models--org--model/{COMMIT}"
@@ -354,9 +355,9 @@ def test_a_part_that_was_damaged_on_the_disk_is_read_again(place: Place, source:
 FETCHER = """
 import sys
 from pathlib import Path
-from sie_adapter.weights import LocalCache
-from sie_adapter.weights.cluster import ClusterCache
-from sie_adapter.weights.ranged import Limits
+from sie_store.cache import LocalCache
+from sie_store.cluster import ClusterCache
+from sie_store.ranged import Limits
 url, folder, repository, commit = sys.argv[1:]
 fetch = ClusterCache(url, Limits(part_bytes=1 << 16, parts_at_once=1)).fetch(repository, commit)
 print(LocalCache(Path(folder)).obtain(repository, commit, fetch, "it"), flush=True)

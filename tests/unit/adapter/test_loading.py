@@ -35,11 +35,11 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.linear import BlockedLinear, block_linears
 from sie_adapter.loading import Loader, family_of
 from sie_adapter.tokenizer import load_tokenizer
-from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Catalogue, LoadOptions, Resolved
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.families import FAMILIES
 from sie_contracts.settings import Settings
+from sie_store.sources import WeightSources
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from sie_adapter.device import Memory
-from sie_adapter.failure import load_failed
 from sie_adapter.residency import Residency
 from sie_contracts.catalogue import HeadOptions, LoadOptions, ModelEntry, Resolved, RunDefaults
 from sie_contracts.catalogue import Weights as Source
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
+from sie_contracts.load_errors import load_failed
 
 
 @dataclass

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from sie_adapter.weights.cache import REMOVAL_S, Candidate, LocalCache
-from sie_adapter.weights.locks import Lock, taken
-from sie_contracts.weights import FetchFailed
+from sie_store.cache import REMOVAL_S, Candidate, LocalCache
+from sie_store.locks import Lock, taken
+from sie_store.manifest import FetchFailed
 
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 _POLL_S = 0.2
 LOOK_S = 30.0  # between two looks at the disk while the process serves
 SPARE_BYTES = 16 << 20  # file systems need some of their own

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sie_contracts.messages import Fetched
 
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 
 LOG_EVERY_S = 5.0
 STEP_EVERY_S = 1.0

@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from sie_adapter.weights.cache import Fetch
-from sie_adapter.weights.progress import Progress
-from sie_adapter.weights.ranged import Checking, Filling, Limits, Reading
-from sie_contracts import stores
-from sie_contracts.stores import AccessRefused, BucketMissing, ObjectMissing, Patience, StoreError
-from sie_contracts.weights import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode
+from sie_store import object_stores
+from sie_store.cache import Fetch
+from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode
+from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, StoreError
+from sie_store.progress import Progress
+from sie_store.ranged import Checking, Filling, Limits, Reading
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-    from sie_adapter.weights.pushing import Pushed
+    from sie_store.push import Pushed
 
 _T = TypeVar("_T")
 
@@ -178,7 +178,7 @@ class ClusterCache:
 
     def __init__(self, url: str, limits: Limits | None = None) -> None:
         self.url = url
-        self._bucket = Bucket(url, stores.opened(url, SETTING), limits or Limits())
+        self._bucket = Bucket(url, object_stores.opened(url, SETTING), limits or Limits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
         """How to fetch a snapshot into the local cache; None if the bucket has none of it. Raises FetchFailed,
@@ -198,7 +198,7 @@ class ClusterCache:
 
         Files that a snapshot has beside these stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
         """
-        from sie_adapter.weights.pushing import Push
+        from sie_store.push import Push
 
         encode(manifest)
         return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))

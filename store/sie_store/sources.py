@@ -24,23 +24,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sie_adapter.failure import load_failed, lora_failed, lora_not_found, lora_rejected
-from sie_adapter.weights.cache import LocalCache
-from sie_adapter.weights.disk import limited, usage
-from sie_adapter.weights.hub import commit_of, hub_fetch
-from sie_adapter.weights.locks import Lock
-from sie_adapter.weights.progress import Progress
-from sie_adapter.weights.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
 from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
 from sie_contracts.messages import Fetched
 from sie_contracts.settings import Settings
-from sie_contracts.weights import FetchFailed, ManifestError, is_safe
+from sie_store.cache import LocalCache
+from sie_store.disk import limited, usage
+from sie_store.hub import commit_of, hub_fetch
+from sie_store.locks import Lock
+from sie_store.manifest import FetchFailed, ManifestError, is_safe
+from sie_store.progress import Progress
+from sie_store.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
 
 if TYPE_CHECKING:
-    from sie_adapter.weights.cluster import ClusterCache
+    from sie_store.cluster import ClusterCache
 
 _NO_LEASE = Lock(None)
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WeightSources:
         )
         cluster = None
         if settings.cluster_cache:
-            from sie_adapter.weights.cluster import ClusterCache
+            from sie_store.cluster import ClusterCache
 
             cluster = ClusterCache(settings.cluster_cache)
         return cls(settings.cache_folder, settings.hf_fallback, cluster, cache)

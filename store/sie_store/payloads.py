@@ -15,9 +15,9 @@ import re
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sie_contracts import stores
-from sie_contracts.stores import ObjectMissing, StoreError
 from sie_runtime.failpoints import failpoint
+from sie_store import object_stores
+from sie_store.object_stores import ObjectMissing, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -114,7 +114,7 @@ def _digest_of(key: str) -> str:
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
     try:
-        return await stores.within(timeout_s, work)
+        return await object_stores.within(timeout_s, work)
     except ObjectMissing as error:
         raise PayloadMissing(str(error)) from error
 
@@ -125,4 +125,4 @@ def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> Pa
     A folder is made if it is not there, for its owner alone: it holds what clients sent. Buckets are not looked at:
     they may come later.
     """
-    return None if url is None else PayloadStore(stores.opened(url, setting))
+    return None if url is None else PayloadStore(object_stores.opened(url, setting))

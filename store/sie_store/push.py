@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from sie_adapter.weights.progress import Progress
-from sie_contracts import stores
-from sie_contracts.stores import ObjectMissing, StoreError, WrittenMeanwhile
-from sie_contracts.weights import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
+from sie_store import object_stores
+from sie_store.manifest import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
+from sie_store.object_stores import ObjectMissing, StoreError, WrittenMeanwhile
+from sie_store.progress import Progress
 
 if TYPE_CHECKING:
     from obstore import PutMode
 
-    from sie_adapter.weights.cluster import Bucket
+    from sie_store.cluster import Bucket
 
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 
 MAX_PARTS = 9_000  # of one object: stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # and nothing under 5 MiB
@@ -55,7 +55,7 @@ class Push:
     """One push of the files of `manifest`, which lie in `folder`."""
 
     def __init__(self, bucket: Bucket, folder: Path, manifest: Manifest, progress: Progress) -> None:
-        from sie_adapter.weights.cluster import place
+        from sie_store.cluster import place
 
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
         self._place = place(manifest.repository, manifest.revision)
@@ -216,7 +216,7 @@ class Push:
         except TimeoutError as error:
             raise StoreError(f"no part was taken for {STALL_S:g} s") from error
         except BaseError as error:
-            raise stores.failure(error) from error
+            raise object_stores.failure(error) from error
         finally:
             if not is_whole:
                 self._progress.add(-sent)

@@ -27,14 +27,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from sie_adapter.weights import durable, found
-from sie_adapter.weights.locks import Lock, taken
-from sie_adapter.weights.progress import Progress
-from sie_adapter.weights.selection import LORA_FILES, Wanted, common
 from sie_contracts.messages import Fetched
-from sie_contracts.weights import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode, verify
+from sie_store import durable, found
+from sie_store.locks import Lock, taken
+from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode, verify
+from sie_store.progress import Progress
+from sie_store.selection import LORA_FILES, Wanted, common
 
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
 STALLED_S = 180.0  # a fetch of another process that tells nothing new for so long is hung: its own waits are shorter

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sie_adapter.weights.durable import PART
-from sie_adapter.weights.progress import Progress
-from sie_contracts import stores
-from sie_contracts.stores import ObjectMissing, Patience, RangeMissing, StoreError
-from sie_contracts.weights import FetchFailed, Manifest, digest
+from sie_store import object_stores
+from sie_store.durable import PART
+from sie_store.manifest import FetchFailed, Manifest, digest
+from sie_store.object_stores import ObjectMissing, Patience, RangeMissing, StoreError
+from sie_store.progress import Progress
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 CHUNK_BYTES = 1 << 18
 ROUNDS = 2  # a file that comes without its digest is read once more: what was there of it may have been damaged
 
@@ -128,7 +128,7 @@ class Reading:
         except TimeoutError as error:
             raise StoreError(f"nothing came for {self._limits.stall_s:g} s") from error
         except (BaseError, OSError) as error:
-            raise stores.failure(error) from error
+            raise object_stores.failure(error) from error
         if part.start + len(data) < part.end:
             raise StoreError(f"the answer ended at byte {part.start + len(data)} of {part.end}")
 

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sie_contracts import stores
 from sie_contracts.settings import SettingError
-from sie_contracts.stores import AccessRefused, BucketMissing, ObjectMissing, Patience, RangeMissing, StoreError
+from sie_store import object_stores
+from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, RangeMissing, StoreError
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -34,7 +34,7 @@ class BucketFolder:
         self.url = url
         self._suffixes = suffixes
         self._patience = patience or Patience(stall_s=20.0, tries=4)
-        self._store = stores.opened(url, SETTING)
+        self._store = object_stores.opened(url, SETTING)
 
     def look(self) -> dict[str, tuple[int, int, int]]:
         """Time, size and a number of the tag of each file of models, by its path below the prefix. A prefix without any

@@ -13,8 +13,8 @@ from sie_contracts.errors import SIEError
 from sie_contracts.ownership import distrusted, is_open
 from sie_contracts.settings import SettingError
 from sie_contracts.trust import Allowed, Trust, is_bucket
-from sie_runtime.bucket import BucketFolder
 from sie_runtime.feed import read_bundles, read_folder
+from sie_store.models_bucket import BucketFolder
 
 SUFFIXES = (".yaml", ".yml")
 MAX_FILE_BYTES = 1 << 20

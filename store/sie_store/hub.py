@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
-from sie_adapter.weights.cache import Fetch
-from sie_adapter.weights.durable import PART
-from sie_adapter.weights.progress import Progress
-from sie_adapter.weights.selection import Wanted
-from sie_contracts.weights import FetchFailed, FileFact, Manifest, is_safe
+from sie_store.cache import Fetch
+from sie_store.durable import PART
+from sie_store.manifest import FetchFailed, FileFact, Manifest, is_safe
+from sie_store.progress import Progress
+from sie_store.selection import Wanted
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
-_logger = logging.getLogger("sie.adapter")
+_logger = logging.getLogger("sie.store")
 _T = TypeVar("_T")
 
 FILES_AT_ONCE = 8

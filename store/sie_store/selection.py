@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.families import FAMILIES
-from sie_contracts.weights import MANIFEST
+from sie_store.manifest import MANIFEST
 
 FILES = (
     "*.json",

@@ -1,0 +1,38 @@
+"""Failures to load a model or a LoRA, in the classes of the client contract."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
+
+LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
+
+
+def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
+    """A load failure that names its class, which decides when the cluster tries again."""
+    return ModelLoadFailed(message, extras={"error_class": error_class})
+
+
+def lora_failed(name: str, cause: str) -> LoraLoadFailed:
+    """A failure to load a LoRA that is no fault of who named it; its name may be a client's."""
+    return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
+
+
+def lora_rejected(name: str, cause: str) -> LoraLoadFailed:
+    """A LoRA that this model can never take."""
+    return LoraLoadFailed(_lora_message(name, cause), reason="lora_rejected", extras={"lora_id": name[:200]})
+
+
+def lora_not_found(name: str, cause: str) -> LoraLoadFailed:
+    """A LoRA that is nowhere where one is looked for."""
+    return LoraLoadFailed(_lora_message(name, cause), reason="lora_not_found", extras={"lora_id": name[:200]})
+
+
+def lora_of_entry(error: LoraLoadFailed) -> LoraLoadFailed:
+    """The failure of a LoRA that the model's entry names: no fault of the client's."""
+    return LoraLoadFailed(error.message, extras=error.extras)
+
+
+def _lora_message(name: str, cause: str) -> str:
+    return f"the LoRA {name[:200]} could not be loaded: {cause}"
