@@ -7,6 +7,7 @@ from typing import Any
 import click
 import msgspec
 
+from sie_cli.cluster import Cluster
 from sie_cli.models_commands import tell
 from sie_cli.models_service import MODELS, Refused, path_of, service_of, write_options
 
@@ -26,13 +27,13 @@ DEFAULT_SHARE = 0.1
 )
 @write_options
 def alias(
+    cluster: Cluster,
     name: str,
     targets: tuple[str, ...],
     shadow: str | None,
     force: bool,
     dry_run: bool,
     if_match: int | None,
-    config_service_url: str | None,
     output: str | None,
 ) -> None:
     """Let requests for NAME go to MODEL, now and until the next such write; a model is named as in a request, with
@@ -50,7 +51,7 @@ def alias(
     """
     wanted: dict[str, Any] = {"alias": [_target(text) for text in targets], "force": force or None}
     wanted["shadow"] = None if shadow is None else _shadow(shadow)
-    with service_of(config_service_url, writes=True) as service:
+    with service_of(cluster, writes=True) as service:
         present = next((each for each in service.read(MODELS).body["models"] if each["model_id"] == name), None)
         if present is not None and "alias" not in present:
             raise Refused(f"{name} is a model: give the alias another name, or remove the model first")

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_cli.models_service import Refused
-from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded, url_option
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -84,17 +84,16 @@ class Agreement:
     help="Texts that are read.",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write cosines and recall as SVG.")
-@url_option("SIE_GATEWAY_URL", "gateway")
-@data_dir_option
+@cluster_options(GATEWAY_URL)
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
 def compare(
+    cluster: Cluster,
     first: str,
     second: str,
     sample_file: Path,
     queries: Path | None,
     limit: int,
     plot: Path | None,
-    gateway_url: str | None,
     as_json: bool,
 ) -> None:
     """Say how far models A and B agree on a sample of texts, which a gateway runs through both.
@@ -116,17 +115,16 @@ def compare(
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
     """
-    read_settings = loaded({"gateway_url": gateway_url})
-    settings = read_settings.settings
-    url = (settings.gateway_url or GATEWAY).partition(",")[0]
-    token = gateway_token(settings, read_settings.sources)
+    url, token = cluster.gateway_urls[0], cluster.gateway_token
     sample, asked = read(sample_file, limit), read(queries, limit) if queries else Sample()
     from sie_sdk import SIEClient
-    from sie_sdk.errors import SIEError
+    from sie_sdk.errors import SIEConnectionError, SIEError
 
     try:
         with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:
             found = _compared(client, (first, second), sample, asked.texts)
+    except SIEConnectionError as error:
+        raise Refused(f"{error}\nno gateway answers at {public_url(url)}: {cluster.without_gateway()}") from error
     except SIEError as error:
         where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --url names another"
         raise Refused(f"{error}\n{where}") from error

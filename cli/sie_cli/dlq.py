@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
 from sie_broker import Broker, Write
 from sie_cli import display
-from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, url_option
+from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.options import AnyPosition
 from sie_contracts import messages, topology
 from sie_contracts.messages import DeadLetter, Failed, WorkItem, WorkResult
 from sie_contracts.settings import Settings
@@ -96,15 +96,7 @@ class Letters:
         await self._broker.delete(self._stream, found.sequence)
 
 
-def _options(command: F) -> F:
-    """Give a command the settings of where to look as its first argument, by options of its own."""
-
-    @functools.wraps(command)
-    def run(*args: Any, nats_url: str | None, pool: str | None, **given: Any) -> Any:
-        return command(loaded({"nats_url": nats_url, "pool": pool}).settings, *args, **given)
-
-    pool = click.option("--pool", default=None, metavar="NAME", help="The pool whose work it was [SIE_POOL].")
-    return data_dir_option(url_option("SIE_NATS_URL", "broker")(pool(cast(F, run))))
+_options = cluster_options(BROKER_URL, "SIE_POOL")
 
 
 @click.group(cls=AnyPosition, short_help="Work that was given up: look at it, run it again.")
@@ -121,14 +113,14 @@ def dlq() -> None:
 
 @dlq.command("list")
 @_options
-def list_command(settings: Settings) -> None:
+def list_command(cluster: Cluster) -> None:
     """When, which model, why, and how often it was tried."""
 
     async def body(broker: Broker) -> list[Found]:
-        return [found async for found in Letters(broker, settings.pool).all()]
+        return [found async for found in Letters(broker, cluster.settings.pool).all()]
 
     rows = [("ID", "TIME (UTC)", "MODEL", "ERROR", "INPUTS", "DELIVERIES", "DEATHS")]
-    for found in _on(settings, body):
+    for found in _on(cluster, body):
         inputs = str(_count(found.item)) if found.item else "?"
         rows.append(
             (
@@ -151,9 +143,9 @@ def list_command(settings: Settings) -> None:
 @click.argument("name", metavar="ID")
 @click.option("--with-input", is_flag=True, help="Also what the client sent: texts, query, options.")
 @_options
-def show(settings: Settings, name: str, with_input: bool) -> None:
+def show(cluster: Cluster, name: str, with_input: bool) -> None:
     """Everything that is known of one dead letter."""
-    found = _on(settings, lambda broker: Letters(broker, settings.pool).one(name))
+    found = _on(cluster, lambda broker: Letters(broker, cluster.settings.pool).one(name))
     letter, item = found.letter, found.item
     lines = {
         "id": letter.id,
@@ -189,12 +181,12 @@ def show(settings: Settings, name: str, with_input: bool) -> None:
     "--timeout", "timeout_s", default=120.0, show_default=True, type=click.FloatRange(1, 600), help="Budget, seconds."
 )
 @_options
-def replay(settings: Settings, name: str, timeout_s: float) -> None:
+def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
     """Publish the work again and wait. What was answered is removed; the status is 1 if an input failed.
 
     A content that is known as poison gets a new chance: if it still ends its adapter, that costs two deaths more.
     """
-    outcomes = _on(settings, lambda broker: replayed(broker, settings, name, timeout_s)).outcomes
+    outcomes = _on(cluster, lambda broker: replayed(broker, cluster.settings, name, timeout_s)).outcomes
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
     for error in failed:
         click.echo(f"error: {error.code} {error.reason}: {error.message}")
@@ -266,23 +258,24 @@ async def _waiting(answer: Awaitable[None], timeout_s: float) -> None:
 @click.argument("name", metavar="[ID]", required=False)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
-def purge(settings: Settings, name: str | None, yes: bool) -> None:
+def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
     """Forget one dead letter, or all of the pool. What it held is gone."""
+    pool = cluster.settings.pool
 
     async def chosen(broker: Broker) -> list[Found]:
-        letters = Letters(broker, settings.pool)
+        letters = Letters(broker, pool)
         return [await letters.one(name)] if name else [found async for found in letters.all()]
 
-    found = _on(settings, chosen)
+    found = _on(cluster, chosen)
     if found and not yes:
-        click.confirm(f"Remove {len(found)} dead letters of pool {settings.pool} for ever?", abort=True)
+        click.confirm(f"Remove {len(found)} dead letters of pool {pool} for ever?", abort=True)
 
     async def removed(broker: Broker) -> None:
-        letters = Letters(broker, settings.pool)
+        letters = Letters(broker, pool)
         for each in found:
             await letters.remove(each)
 
-    _on(settings, removed)
+    _on(cluster, removed)
     click.echo(f"{len(found)} removed")
 
 
@@ -290,13 +283,15 @@ def _count(item: WorkItem) -> int:
     return item.count or len(item.inputs)
 
 
-def _on(settings: Settings, body: Callable[[Broker], Awaitable[T]]) -> T:
+def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
     """Run against the broker, which must have dead letters of the pool. Raises Refused where it has not."""
 
+    pool = cluster.settings.pool
+
     async def run(broker: NatsBroker) -> T:
-        stream = topology.dead_letter_stream(settings.pool, storage="file", replicas=1).name
+        stream = topology.dead_letter_stream(pool, storage="file", replicas=1).name
         if all(info.config.get("name") != stream for info in await broker.stream_infos()):
-            raise Refused(f"this broker has no stream {stream}: no gateway of pool {settings.pool} was ever here")
+            raise Refused(f"this broker has no stream {stream}: no gateway of pool {pool} was ever here")
         return await body(broker)
 
-    return at_broker("sie-dlq", settings, run)
+    return cluster.at_broker("sie-dlq", run)

@@ -14,8 +14,8 @@ import msgspec
 
 from sie_broker import Broker, Entry, Write, WrongRevision
 from sie_cli import display
-from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, named_options, url_option
-from sie_contracts.settings import Settings
+from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.options import AnyPosition
 from sie_runtime import keys as records
 from sie_runtime.keys import Key, Limits
 from sie_runtime.routes import SCOPES
@@ -67,8 +67,7 @@ def _bytes(text: str) -> int:
     return int(match[1]) * _SIZES[match[2]]
 
 
-def _options(command: F) -> F:
-    return data_dir_option(url_option("SIE_NATS_URL", "broker")(named_options("SIE_STREAM_REPLICAS")(command)))
+_options = cluster_options(BROKER_URL, "SIE_STREAM_REPLICAS")
 
 
 @click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
@@ -118,6 +117,7 @@ def keys() -> None:
 @click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")
 @_options
 def create(
+    cluster: Cluster,
     name: str,
     scopes: tuple[str, ...],
     expires_s: float | None,
@@ -125,7 +125,6 @@ def create(
     items: int | None,
     rate: int | None,
     as_json: bool,
-    **values: Any,
 ) -> None:
     """Make a key and print its token, this once: nothing keeps it.
 
@@ -137,10 +136,9 @@ def create(
         raise click.BadParameter("expected at most 64 letters, digits, spaces and . _ @ / -", param_hint="NAME")
     limits = Limits(body_bytes or 0, items or 0, rate or 0)
     key, token = records.create(name, scopes, now_s=time.time(), expires_s=expires_s or 0.0, limits=limits)
-    settings = loaded(values).settings
 
     async def body(broker: Broker) -> None:
-        bucket = await records.open_bucket(broker, settings.stream_replicas)
+        bucket = await records.open_bucket(broker, cluster.settings.stream_replicas)
         found = [each for each, _ in _read(await bucket.entries())]
         if len(found) >= MAX_KEYS:
             raise Refused(
@@ -151,7 +149,7 @@ def create(
             raise Refused(f"a key named {name} is in use; revoke it first, or take another name")
         await bucket.write([Write(key.id, records.encode(key), 0)])
 
-    at_broker("sie-keys", settings, body)
+    cluster.at_broker("sie-keys", body)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({**_plain(key), "token": token})))
         return
@@ -163,9 +161,9 @@ def create(
 @keys.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
-def list_command(as_json: bool, **values: Any) -> None:
+def list_command(cluster: Cluster, as_json: bool) -> None:
     """All keys: id, name, scopes, when made, until when, limits. Tokens are not known."""
-    found = sorted(_all(loaded(values).settings), key=lambda key: key.created_s)
+    found = sorted(_all(cluster), key=lambda key: key.created_s)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in found])))
         return
@@ -190,7 +188,7 @@ def list_command(as_json: bool, **values: Any) -> None:
 )
 @click.option("--forget", is_flag=True, help="Remove its record too, so that `list` does not show it any more.")
 @_options
-def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) -> None:
+def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: bool) -> None:
     """End a key now. Gateways refuse it within a second; requests that run are finished. It cannot be undone.
 
     A name means the key in use that has it.
@@ -198,10 +196,9 @@ def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) 
     if (identifier is None) != by_token:
         raise click.UsageError("give the ID or the name of a key (`sie keys list` shows them), or --token")
     digest = records.digest_of(_asked_token()) if by_token else ""
-    settings = loaded(values).settings
 
     async def body(broker: Broker) -> Key:
-        bucket = await records.open_bucket(broker, settings.stream_replicas)
+        bucket = await records.open_bucket(broker, cluster.settings.stream_replicas)
         for key, revision in _read(await bucket.entries()):
             if key.digest != digest if by_token else key.id != identifier and (key.name != identifier or key.revoked_s):
                 continue
@@ -215,7 +212,7 @@ def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) 
             "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
         )
 
-    key = at_broker("sie-keys", settings, body)
+    key = cluster.at_broker("sie-keys", body)
     click.echo(f"key {key.id} {key.name} is {'revoked and forgotten' if forget else 'revoked'}")
 
 
@@ -225,12 +222,12 @@ def _asked_token() -> str:
     return sys.stdin.readline().strip()
 
 
-def _all(settings: Settings) -> list[Key]:
+def _all(cluster: Cluster) -> list[Key]:
     async def body(broker: Broker) -> list[Key]:
-        bucket = await records.open_bucket(broker, settings.stream_replicas)
+        bucket = await records.open_bucket(broker, cluster.settings.stream_replicas)
         return [key for key, _ in _read(await bucket.entries())]
 
-    return at_broker("sie-keys", settings, body)
+    return cluster.at_broker("sie-keys", body)
 
 
 def _read(entries: list[Entry]) -> list[tuple[Key, int]]:

@@ -5,6 +5,7 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,11 @@ from typing import Any, TypeVar
 
 import click
 
-from sie_cli.access import read as read_access
 from sie_cli.aliases import alias
+from sie_cli.cluster import CONFIG_URL, Cluster
 from sie_cli.compare import compare
-from sie_cli.data_dir import default_data_dir
 from sie_cli.models_commands import COMMANDS, document, tell
-from sie_cli.models_service import MODELS, YAML, Refused, path_of, service_at, write_options
+from sie_cli.models_service import MODELS, YAML, Refused, path_of, service_of, write_options
 from sie_cli.options import AnyPosition, loaded
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
@@ -114,8 +114,9 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
     help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.",
 )
 @click.option("--force", is_flag=True, help="Replace a model that is there.")
-@write_options
+@functools.partial(write_options, looks_around=False)
 def add(
+    cluster: Cluster,
     source: str,
     revision: str | None,
     name: str,
@@ -123,7 +124,6 @@ def add(
     force: bool,
     dry_run: bool,
     if_match: int | None,
-    config_service_url: str | None,
     output: str | None,
 ) -> None:
     """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names
@@ -139,12 +139,12 @@ def add(
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
     at a config service  added at once, for all gateways and workers; what is written there no folder overrides
     """
-    settings = loaded({"config_service_url": config_service_url}, looks_around=False).settings
-    if models_dir is not None and config_service_url is not None:
+    settings = cluster.settings
+    if models_dir is not None and cluster.sources[CONFIG_URL] == "flag":
         raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
     if models_dir is None and settings.config_service_url:
         text, entry = _entry_of(settings, source, name, revision)
-        _post(text, entry, settings, output, force=force, dry_run=dry_run, if_match=if_match)
+        _post(text, entry, cluster, output, force=force, dry_run=dry_run, if_match=if_match)
         return
     if if_match is not None or output is not None:
         raise click.UsageError(
@@ -155,18 +155,18 @@ def add(
         raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
     _write(*_entry_of(settings, source, name, revision), Path(folder).expanduser(), force=force, dry_run=dry_run)
     if not dry_run:
-        click.echo(_who_reads(Path(folder).expanduser().absolute(), settings.models_dir))
+        click.echo(_who_reads(Path(folder).expanduser().absolute(), cluster))
 
 
-def _who_reads(folder: Path, models_dir: str | None) -> str:
+def _who_reads(folder: Path, cluster: Cluster) -> str:
     """Whether the `sie serve` that runs here serves the models of a folder, and if not which one would."""
-    running = read_access(default_data_dir())
+    running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return (
-            f"a file only: no `sie serve` runs with the data directory {default_data_dir()}, so none was told; one that"
+            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so none was told; one that"
             f" was started with another --data-dir and this folder of models serves it within seconds; else {how}"
         )
     if (
@@ -178,7 +178,7 @@ def _who_reads(folder: Path, models_dir: str | None) -> str:
     reads = running.models_dir or "no folder"
     return (
         f"a file only: the `sie serve` that runs does not read this folder, it reads {reads}; "
-        f"give that as --models-dir, add the model to its catalogue with --data-dir {default_data_dir()}, "
+        f"give that as --models-dir, add the model to its catalogue with --data-dir {cluster.data_dir}, "
         f"or start it with SIE_MODELS_DIR={folder}"
     )
 
@@ -234,7 +234,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 def _post(
     text: str,
     entry: ModelEntry | Alias,
-    settings: Settings,
+    cluster: Cluster,
     output: str | None,
     *,
     force: bool,
@@ -242,7 +242,7 @@ def _post(
     if_match: int | None,
 ) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
-    with service_at(settings, writes=True) as service:
+    with service_of(cluster, writes=True) as service:
         is_there = force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
         method, path = ("PUT", path_of(entry.id)) if is_there else ("POST", MODELS)
         answer = service.write(method, path, text.encode(), YAML, dry_run=dry_run, if_match=if_match, force=force)

@@ -13,6 +13,7 @@ import msgspec
 import yaml
 
 from sie_cli import display
+from sie_cli.cluster import Cluster
 from sie_cli.models_service import (
     JSON,
     MODELS,
@@ -24,6 +25,7 @@ from sie_cli.models_service import (
     shown,
     write_options,
 )
+from sie_contracts.settings import public_url
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MAX_BYTES = 1 << 20
@@ -32,10 +34,11 @@ MAX_CHANGES = 4  # of a revision, that a table shows
 
 @click.command("list")
 @service_options
-def list_command(config_service_url: str | None, output: str | None) -> None:
+def list_command(cluster: Cluster, output: str | None) -> None:
     """All models of the catalogue: id, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR) or api."""
-    with service_of(config_service_url, writes=False) as service:
+    with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
+    click.echo(f"models of {public_url(service.url)}", err=True)
     rows = [(each["model_id"], _variants(each), each["source"]) for each in body["models"]]
     _print(
         body,
@@ -55,11 +58,11 @@ def _variants(listed: dict[str, Any]) -> str:
 @click.command()
 @click.argument("model", metavar="ID")
 @service_options
-def show(model: str, config_service_url: str | None, output: str | None) -> None:
+def show(cluster: Cluster, model: str, output: str | None) -> None:
     """Print the configuration of model ID, as `sie models add` and `set -f` take it back. The revision goes to standard
     error.
     """
-    with service_of(config_service_url, writes=False) as service:
+    with service_of(cluster, writes=False) as service:
         answer = service.read(path_of(model))
     if answer.revision is not None:
         click.echo(f"{model} is at revision {answer.revision}", err=True)
@@ -69,12 +72,12 @@ def show(model: str, config_service_url: str | None, output: str | None) -> None
 @click.command()
 @click.argument("model", metavar="ID")
 @service_options
-def history(model: str, config_service_url: str | None, output: str | None) -> None:
+def history(cluster: Cluster, model: str, output: str | None) -> None:
     """The revisions of model ID, newest first: who wrote each, and what it changed of the one before.
 
     `sie models rollback ID REVISION` makes one the newest again.
     """
-    with service_of(config_service_url, writes=False) as service:
+    with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/history")).body
     rows = [
         (
@@ -103,9 +106,9 @@ def _changes(found: list[dict[str, Any]]) -> str:
 @click.command()
 @click.argument("model", metavar="ID")
 @service_options
-def status(model: str, config_service_url: str | None, output: str | None) -> None:
+def status(cluster: Cluster, model: str, output: str | None) -> None:
     """Which gateways and workers serve which revision of model ID."""
-    with service_of(config_service_url, writes=False) as service:
+    with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/status")).body
     _print(body, output, lambda: _show_status(body))
 
@@ -161,13 +164,13 @@ def _show_status(body: dict[str, Any]) -> None:
 @click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
 @write_options
 def set_command(
+    cluster: Cluster,
     model: str,
     changes: tuple[str, ...],
     file: Path | None,
     force: bool,
     dry_run: bool,
     if_match: int | None,
-    config_service_url: str | None,
     output: str | None,
 ) -> None:
     """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
@@ -185,7 +188,7 @@ def set_command(
         method, body, content_type = "PUT", *document(file)
     else:
         method, body, content_type = "PATCH", msgspec.json.encode(patch_of(changes)), JSON
-    with service_of(config_service_url, writes=True) as service:
+    with service_of(cluster, writes=True) as service:
         answer = service.write(
             method, path_of(model), body, content_type, dry_run=dry_run, if_match=if_match, force=force
         )
@@ -196,11 +199,9 @@ def set_command(
 @click.argument("model", metavar="ID")
 @click.option("--force", is_flag=True, help="Although an alias needs the model.")
 @write_options
-def rm(
-    model: str, force: bool, dry_run: bool, if_match: int | None, config_service_url: str | None, output: str | None
-) -> None:
+def rm(cluster: Cluster, model: str, force: bool, dry_run: bool, if_match: int | None, output: str | None) -> None:
     """Remove model ID. Its history stays: `sie models rollback` brings it back."""
-    with service_of(config_service_url, writes=True) as service:
+    with service_of(cluster, writes=True) as service:
         answer = service.write("DELETE", path_of(model), b"", dry_run=dry_run, if_match=if_match, force=force)
     tell(answer, output, dry_run=dry_run, removed=True)
 
@@ -211,19 +212,19 @@ def rm(
 @click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
 @write_options
 def rollback(
+    cluster: Cluster,
     model: str,
     revision: int,
     force: bool,
     dry_run: bool,
     if_match: int | None,
-    config_service_url: str | None,
     output: str | None,
 ) -> None:
     """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this
     way too.
     """
     body = msgspec.json.encode({"revision": revision})
-    with service_of(config_service_url, writes=True) as service:
+    with service_of(cluster, writes=True) as service:
         answer = service.write(
             "POST", path_of(model, "/rollback"), body, dry_run=dry_run, if_match=if_match, force=force
         )

@@ -20,8 +20,8 @@ import click
 import httpx
 import msgspec
 
-from sie_cli.options import data_dir_option, loaded, url_option
-from sie_contracts.settings import Settings, public_url
+from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
+from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODELS = "/v1/configs/models"
@@ -212,50 +212,35 @@ def path_of(model: str, suffix: str = "") -> str:
     return f"{MODELS}/{quote(model, safe='/')}{suffix}"
 
 
-def service_options(command: F) -> F:
-    """The options of every command that speaks with the service: where it is, and how to print."""
-    for option in (
-        click.option(
-            "-o", "output", type=click.Choice(("table", "json", "yaml")), default=None, help="How to print the answer."
-        ),
-        data_dir_option,
-        url_option("SIE_CONFIG_SERVICE_URL", "config service"),
-    ):
-        command = option(command)
-    return command
+def service_options(command: F, *, looks_around: bool = True) -> F:
+    """The options of every command that asks the service: where it is, and how to print."""
+    formats = click.Choice(("table", "json", "yaml"))
+    output = click.option("-o", "output", type=formats, default=None, help="How to print the answer.")
+    return cluster_options(CONFIG_URL, looks_around=looks_around)(output(command))
 
 
-def write_options(command: F) -> F:
-    """The options of every write."""
-    for option in (
-        click.option(
-            "--if-match",
-            type=click.IntRange(0),
-            metavar="REVISION",
-            help="Only if this is the present revision, else refuse.",
-        ),
-        click.option("--dry-run", is_flag=True, help="Do all checks and store nothing."),
-    ):
-        command = option(command)
-    return service_options(command)
+def write_options(command: F, *, looks_around: bool = True) -> F:
+    """The options of every write: those of `service_options`, --if-match and --dry-run."""
+    if_match = click.option(
+        "--if-match",
+        type=click.IntRange(0),
+        metavar="REVISION",
+        help="Only if this is the present revision, else refuse.",
+    )
+    dry_run = click.option("--dry-run", is_flag=True, help="Do all checks and store nothing.")
+    return service_options(if_match(dry_run(command)), looks_around=looks_around)
 
 
-def service_of(url: str | None, *, writes: bool) -> Service:
-    """The service at `url`, SIE_CONFIG_SERVICE_URL or of the local `sie serve`, which also says its token.
-
-    Of any other the token is from the environment or, in a terminal, by a hidden question.
-
-    Raises UsageError where no address is known.
+def service_of(cluster: Cluster, *, writes: bool) -> Service:
+    """The config service of a cluster. Where a `sie serve` runs without one, its gateway answers what only reads.
+    Without a known token a terminal is asked for it. Raises UsageError where no address is known.
     """
-    return service_at(loaded({"config_service_url": url}).settings, writes=writes)
-
-
-def service_at(settings: Settings, *, writes: bool) -> Service:
-    """The service of these settings. Raises UsageError where they name none."""
-    if settings.config_service_url is None:
-        raise click.UsageError(f"which config service? {_WRONG_URL}, or in SIE_CONFIG_SERVICE_URL")
-    secret = settings.admin_token or (None if writes else settings.config_read_token)
+    url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
+    if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:
+        url, secret = cluster.gateway_urls[0], cluster.gateway_token
+    if url is None:
+        raise click.UsageError(f"{cluster.missing(CONFIG_URL)} (/health of a gateway says it as config_url)")
     token = secret.reveal() if secret else ""
     if not token and sys.stdin.isatty():
         token = str(click.prompt("SIE_ADMIN_TOKEN", hide_input=True, default="", show_default=False)).strip()
-    return Service(settings.config_service_url, token)
+    return Service(url, token)

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from sie_cli.access import with_access
-from sie_cli.data_dir import default_data_dir
-from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, Secret, SettingError, Settings, load, shown
+from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, SettingError, load, shown
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
 
 if TYPE_CHECKING:
-    from sie_broker.nats import NatsBroker
+    pass
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
-CONNECT_S = 5.0
 DATA_DIR = (
     "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
 )
-_DATA_DIR = "sie.data_dir"
-GATEWAY = "http://127.0.0.1:8080"  # of commands that ask one, where nothing else is said
 _WARNED = "Whoever started this process has told the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
@@ -99,23 +91,6 @@ def behind(args: list[str]) -> list[str]:
     return [*kept, *rest[:end], *moved, *rest[end:]]
 
 
-def data_dir_option(function: F) -> F:
-    """Add --data-dir, by which a command finds the `sie serve` of this machine: `loaded` reads it."""
-    return click.option(
-        "--data-dir",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        expose_value=False,
-        callback=_keep_data_dir,
-        help=DATA_DIR,
-    )(function)
-
-
-def _keep_data_dir(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-    if value is not None or _DATA_DIR not in context.meta:  # of a group and its command, the one that was given
-        context.meta[_DATA_DIR] = value
-
-
 def _option(row: Row) -> Callable[[F], F]:
     text = f"{row.meaning} [{row.name}; default: {shown(row, row.default)}]"
     names = [row.flag, *([ALIASES[row.name]] if row.name in ALIASES else [])]
@@ -141,17 +116,10 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def loaded(values: dict[str, Any], mode: Mode = "queue", *, looks_around: bool = True) -> Loaded:
-    """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error.
-
-    Of a command with `data_dir_option` those of the local `sie serve` are among them, where no others were given: of
-    the one with the given data directory, or if the command `looks_around`, of the one with the default one.
-    """
+def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
+    """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error."""
     try:
         found = load(flags=flags_of(values), mode=mode)
-        context = click.get_current_context(silent=True)
-        if context is not None and _DATA_DIR in context.meta and (looks_around or context.meta[_DATA_DIR] is not None):
-            found = with_access(found, context.meta[_DATA_DIR])
     except SettingError as error:
         refuse(error)
     if found.settings.log_json:
@@ -163,37 +131,6 @@ def loaded(values: dict[str, Any], mode: Mode = "queue", *, looks_around: bool =
         else:
             click.echo(f"warning: {warning}", err=True)
     return found
-
-
-def gateway_token(settings: Settings, sources: Mapping[str, str]) -> Secret | None:
-    """What to show to the gateway of SIE_GATEWAY_URL. An address of the command line gets no administrator's token."""
-    own = settings.auth_token or (settings.auth_tokens or (None,))[0]
-    return own or (settings.admin_token if sources["SIE_GATEWAY_URL"] == "environment" else None)
-
-
-def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-    """The outcome of `work` at the broker of these settings; ends the process with status 2 where it
-    cannot be asked.
-    """
-    from sie_broker import BrokerError
-    from sie_broker.nats import NatsBroker
-
-    async def run() -> T:
-        if settings.nats_url is None:
-            here = f"no `sie serve` with a broker runs with {default_data_dir()}"
-            raise SettingError("SIE_NATS_URL", f"which broker? {here}; give --data-dir or --url")
-        broker = NatsBroker(name)
-        await broker.open(settings.nats_url, CONNECT_S, settings.nats_password)
-        try:
-            return await work(broker)
-        finally:
-            await broker.close()
-
-    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # what matters of it is the error
-    try:
-        return asyncio.run(run())
-    except (SettingError, BrokerError) as error:
-        refuse(error)
 
 
 def refuse(error: Exception) -> NoReturn:

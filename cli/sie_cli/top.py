@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import counted, size
-from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded, refuse, url_option
+from sie_cli.options import refuse
 from sie_contracts.settings import public_url
 from sie_contracts.status import QueueInfo
 
@@ -142,10 +143,9 @@ class View:
 
 
 @click.command()
-@url_option("SIE_GATEWAY_URL", "gateway")
-@data_dir_option
+@cluster_options(GATEWAY_URL)
 @click.option("--once", is_flag=True, help="One picture, then end.")
-def top(gateway_url: str | None, once: bool) -> None:
+def top(cluster: Cluster, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. Ctrl-C ends it.
 
     In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Models
@@ -161,9 +161,7 @@ def top(gateway_url: str | None, once: bool) -> None:
 
     # its warnings of attempts would break the picture, which tells of them
     logging.getLogger("sie_sdk").setLevel(logging.ERROR)
-    found = loaded({"gateway_url": gateway_url})
-    url = (found.settings.gateway_url or GATEWAY).partition(",")[0].rstrip("/")
-    secret = gateway_token(found.settings, found.sources)
+    url, secret = cluster.gateway_urls[0], cluster.gateway_token
     token = secret.reveal() if secret else None
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -173,7 +171,7 @@ def top(gateway_url: str | None, once: bool) -> None:
     except AuthenticationError as error:
         refuse(ValueError(f"{error}: set SIE_AUTH_TOKEN to a token with the scope read"))
     except SIEConnectionError as error:
-        refuse(ValueError(f"no gateway answers at {public_url(url)}: {error}"))
+        refuse(ValueError(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}"))
     except SIEError as error:
         refuse(error)
     except msgspec.ValidationError as error:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, named_options, url_option
+from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.options import AnyPosition
 from sie_contracts import topology as names
 from sie_contracts.settings import Settings
 
@@ -49,18 +50,18 @@ def topology() -> None:
 
 def _options(command: F) -> F:
     json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
-    return data_dir_option(url_option("SIE_NATS_URL", "broker")(named_options(*_SETTINGS)(json(command))))
+    return cluster_options(BROKER_URL, *_SETTINGS)(json(command))
 
 
 @topology.command()
 @_options
 @click.option("--consumers", "each", is_flag=True, help="Every consumer, not their sums by lane.")
-def show(as_json: bool, each: bool, **values: Any) -> None:
+def show(cluster: Cluster, as_json: bool, each: bool) -> None:
     """Print all streams, and consumers by lane with their backlog.
 
     `own` consumers are those of one model, `shared` ones are slots of many. Messages wait or are leased to a worker.
     """
-    found = at_broker("sie-topology", loaded(values).settings, _shown)
+    found = cluster.at_broker("sie-topology", _shown)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)))
         return
@@ -82,14 +83,13 @@ def show(as_json: bool, each: bool, **values: Any) -> None:
 
 @topology.command()
 @_options
-def check(as_json: bool, **values: Any) -> None:
+def check(cluster: Cluster, as_json: bool) -> None:
     """Compare with what this version wants, field by field.
 
     Status 0: equal. 1: something differs, or messages lie where no consumer takes them. 2: the broker could not be
     asked.
     """
-    settings = loaded(values).settings
-    steps = at_broker("sie-topology", settings, lambda broker: steps_at(broker, settings))
+    steps = cluster.at_broker("sie-topology", lambda broker: steps_at(broker, cluster.settings))
     _print(steps, as_json)
     if not steps and not as_json:
         click.echo(f"all is as topology {names.TOPOLOGY_VERSION} and these settings want it")
@@ -99,7 +99,7 @@ def check(as_json: bool, **values: Any) -> None:
 @topology.command()
 @_options
 @click.option("--yes", is_flag=True, help="Do it. Without it the plan is only shown.")
-def migrate(as_json: bool, yes: bool, **values: Any) -> None:
+def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
     """Show the steps to what this version wants; --yes does them.
 
     No step costs a message: what cannot be changed in place, or not while the queue holds what it holds, is refused
@@ -107,8 +107,7 @@ def migrate(as_json: bool, yes: bool, **values: Any) -> None:
     those of the older version go on. Status 0: nothing is left to do. 1: something is (without --yes: anything). 2: the
     broker could not be asked.
     """
-    settings = loaded(values).settings
-    steps = at_broker("sie-topology", settings, lambda broker: steps_at(broker, settings))
+    steps = cluster.at_broker("sie-topology", lambda broker: steps_at(broker, cluster.settings))
     _print(steps, as_json)
     if not steps:
         if not as_json:
@@ -118,7 +117,7 @@ def migrate(as_json: bool, yes: bool, **values: Any) -> None:
         if not as_json:
             click.echo("nothing was changed: --yes does it")
         sys.exit(1)
-    left = at_broker("sie-topology", settings, lambda broker: _apply(broker, settings, steps))
+    left = cluster.at_broker("sie-topology", lambda broker: _apply(broker, cluster.settings, steps))
     if not as_json:
         click.echo(f"{len(steps) - len(left)} of {len(steps)} done" + (f", {len(left)} left" if left else ""))
     sys.exit(1 if left else 0)

@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 import oracle
 import pytest
+from click.testing import CliRunner
 from cluster import MODEL, Cluster, running
 
+from sie_cli.main import main
 from sie_contracts import arrays
 from sie_sdk import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 
@@ -60,6 +62,15 @@ def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> N
     assert answer.status_code == 200
     got = np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
     assert oracle.cosines(got, oracle.encode(texts)).min() >= 0.999
+
+
+def test_the_models_are_listed_by_the_command(cluster: Cluster) -> None:
+    """From the config service, or where there is none from the gateway."""
+    listed = CliRunner().invoke(main, ["models", "list", "--data-dir", str(cluster.data_dir)])
+    assert listed.exit_code == 0, listed.output
+    assert any(line.split()[:2] == [MODEL, "default"] for line in listed.stdout.splitlines())
+    if "--standalone" in cluster.argv:
+        assert listed.stderr == f"models of {cluster.url}\n"
 
 
 def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sie_cli import access
-from sie_cli.access import SOURCE, Access, published, read, with_access, write_private
-from sie_cli.options import gateway_token
-from sie_contracts.settings import Loaded, Secret, SettingError, load
+from sie_cli.access import Access, published, read, write_private
+from sie_cli.cluster import SOURCE, Cluster
+from sie_contracts.settings import Secret, SettingError, load
 
 HERE = Access(
     gateway_url="http://127.0.0.1:8080,http://127.0.0.1:8081",
@@ -26,15 +26,15 @@ HERE = Access(
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The default data directory, of a `sie serve` that runs."""
-    monkeypatch.setattr(access, "default_data_dir", lambda: tmp_path)
+    monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     with published(tmp_path, HERE):
         yield tmp_path
 
 
 def found(
     *, flags: dict[str, str] | None = None, environ: dict[str, str] | None = None, named: Path | None = None
-) -> Loaded:
-    return with_access(load(flags=flags or {}, environ=environ or {}), named)
+) -> Cluster:
+    return Cluster.of(load(flags=flags or {}, environ=environ or {}), named)
 
 
 def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
@@ -43,7 +43,7 @@ def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
     assert (settings.nats_url, settings.nats_password) == ("nats://operator@127.0.0.1:9002", Secret("pw"))
     assert (settings.config_service_url, settings.admin_token) == ("http://127.0.0.1:9001", Secret("adm"))
     assert settings.gateway_url == HERE.gateway_url
-    assert gateway_token(settings, told.sources) == Secret("adm")
+    assert told.gateway_token == Secret("adm")
     assert told.sources["SIE_NATS_URL"] == SOURCE
 
 
@@ -59,7 +59,7 @@ def test_credentials_go_to_their_own_address_alone(home: Path, where: str) -> No
         told = found(**{where: {name: value}})
         settings = told.settings
         assert getattr(settings, field) == value
-        assert (settings.nats_password, settings.admin_token, gateway_token(settings, told.sources)) == (
+        assert (settings.nats_password, settings.admin_token, told.gateway_token) == (
             None,
             None,
             None,
@@ -93,7 +93,7 @@ def test_a_named_data_directory_comes_before_the_environment_and_after_flags(hom
 def test_where_none_runs_nothing_is_found_and_a_named_one_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"no `sie serve` runs with .*: there is no access\.json in it"):
         found(named=tmp_path)
-    assert with_access(load(environ={}), tmp_path, required=False).settings.nats_url is None
+    assert Cluster.of(load(environ={}), tmp_path, required=False).settings.nats_url is None
     (tmp_path / access.FILE).write_text("{}")
     with pytest.raises(SettingError, match="was not written by this version"):
         found(named=tmp_path)

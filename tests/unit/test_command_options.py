@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,13 @@ from diagnosis import doctor_templates
 
 from sie_cli import access
 from sie_cli.access import Access
+from sie_cli.cluster import Cluster
+from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.models import _who_reads
+from sie_cli.models_service import service_of
 from sie_cli.options import behind
+from sie_contracts.settings import load
 
 ADDRESSES = {"--nats-url", "--gateway-url", "--config-service-url"}
 PROCESSES = {"serve", "gateway", "config", "sidecar", "adapter", "settings", "standalone"}
@@ -84,9 +89,49 @@ def test_where_to_look_may_be_said_before_the_command(args: list[str], moved: li
     "line", ["--url {} dlq list", "dlq --url {} list", "dlq --nats-url {} list", "dlq list --url {}"]
 )
 def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sie_cli.options.CONNECT_S", 0.2)
+    monkeypatch.setattr("sie_cli.cluster.CONNECT_S", 0.2)
     found = CliRunner().invoke(main, line.format(NOWHERE).split())
     assert (found.exit_code, NOWHERE in found.output) == (2, True), found.output
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "keys list",
+        "dlq list",
+        "topology check",
+        "top --once",
+        "models list",
+        "models show a",
+        "models compare a b --sample {sample}",
+    ],
+)
+def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = tmp_path / "sample.txt"
+    sample.write_text("one\ntwo\n")
+    monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
+    monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.compare.PATIENCE_S", 0.2)
+    clean = {name: None for name in os.environ if name.startswith("SIE_")}
+    found = CliRunner().invoke(main, line.format(sample=sample).split(), env=clean)
+    assert found.exit_code in (1, 2), found.output
+    assert f"no `sie serve` runs with the data directory {tmp_path}: start one with `sie serve`" in found.output
+    assert "--url URL" in found.output
+
+
+def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> None:
+    """As `sie serve --standalone` is one; its gateway answers what only reads the catalogue."""
+    with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:1", admin_token="t")):
+        for line in ("keys list", "models rm a"):
+            found = CliRunner().invoke(main, [*line.split(), "--data-dir", str(tmp_path)])
+            assert found.exit_code == 2
+            assert "the `sie serve` at http://127.0.0.1:1 has no" in found.output
+        cluster = Cluster.of(load(environ={}), tmp_path)
+        with service_of(cluster, writes=False) as service:
+            assert service.url == "http://127.0.0.1:1"
 
 
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
@@ -102,20 +147,20 @@ def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> 
             assert not word.startswith("--") or word in options(command), line
 
 
-def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
     folder, data_dir = tmp_path / "models", tmp_path / "data"
     folder.mkdir()
     data_dir.mkdir(mode=0o700)
-    monkeypatch.setattr("sie_cli.models.default_data_dir", lambda: data_dir)
-    assert "no `sie serve` runs" in _who_reads(folder, None)
-    assert f"SIE_MODELS_DIR={folder}" in _who_reads(folder, None)
+    cluster = Cluster(load(environ={}).settings, {}, data_dir)
+    assert "no `sie serve` runs" in _who_reads(folder, cluster)
+    assert f"SIE_MODELS_DIR={folder}" in _who_reads(folder, cluster)
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(folder))):
         assert (
-            _who_reads(folder, None)
+            _who_reads(folder, cluster)
             == "the `sie serve` that runs reads this folder: it serves the model within seconds"
         )
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
-        told = _who_reads(folder, None)
+        told = _who_reads(folder, cluster)
     assert f"does not read this folder, it reads {tmp_path / 'other'}" in told
 
 

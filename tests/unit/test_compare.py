@@ -19,6 +19,7 @@ from fake_adapter import toy_entry
 from inprocess import InProcess
 
 from sie_cli import compare as comparing
+from sie_cli.cluster import GATEWAY
 from sie_cli.compare import MAX_TEXTS, Agreement, Sample, agreement_at, compare, figures, lines, neighbours, read, svg
 from sie_sdk.errors import SIEError
 
@@ -154,9 +155,9 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
     assert given == [
         (here, "admin"),
         (there, None),
-        (comparing.GATEWAY, None),
+        (GATEWAY, None),
         (there, "auth"),
-        (comparing.GATEWAY, "auth"),
+        (GATEWAY, "auth"),
     ]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from sie_cli import access
 from sie_cli.access import Access
+from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
 from sie_cli.doctor.agreement import skew
 from sie_cli.doctor.catalogue import drift, models
@@ -193,20 +194,20 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port
             )
             sources = dict(load(environ={}).sources)
-            monkeypatch.setattr("sie_cli.doctor.look.GATEWAY", url)
-            async with looking(settings, sources, tmp_path) as look:
+            monkeypatch.setattr("sie_cli.cluster.GATEWAY", url)
+            async with looking(Cluster(settings, sources, tmp_path)) as look:
                 with pytest.raises(Absent):
                     await ports(look)
                 with pytest.raises(Blind, match=f"what answers at {url}, where a gateway is by default, is not SIE's"):
                     await gateway(look)
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
-                async with looking(settings, sources, tmp_path) as look:
+                async with looking(Cluster(settings, sources, tmp_path)) as look:
                     _, (found,) = await ports(look)
                     assert (
                         found.wrong
                         == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
                     )
-            async with looking(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path) as look:
+            async with looking(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as look:
                 _, (found,) = await ports(look)
                 assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
         finally:
@@ -219,7 +220,7 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
     folder.mkdir()
     (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
     with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
-        async with looking(load(environ={}).settings, {}, tmp_path) as look:
+        async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
             says, (finding,) = await models(look)
             assert says == ""
             assert "bad.yaml: $ (line 1): missing field" in finding.wrong
@@ -228,6 +229,6 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
             folder.rmdir()
             with pytest.raises(Absent, match="those of the package"):
                 await models(look)
-    async with looking(load(environ={}).settings, {}, tmp_path) as look:
+    async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
         with pytest.raises(Absent):
             await models(look)

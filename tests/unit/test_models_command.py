@@ -404,7 +404,13 @@ ACCESS: dict[str, tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]] = {
     "no address": (
         {"url": ""},
         ("list",),
-        ("which config service?", "--url", "SIE_CONFIG_SERVICE_URL", "/health of a gateway"),
+        (
+            "no `sie serve` runs with",
+            "start one with `sie serve`",
+            "--url",
+            "SIE_CONFIG_SERVICE_URL",
+            "/health of a gateway",
+        ),
     ),
     "no URL": ({"url": "config:80"}, ("list",), ("SIE_CONFIG_SERVICE_URL", "http://...")),
     "nobody there": (

@@ -9,8 +9,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from sie_cli.access import SOURCE
-from sie_cli.access import read as read_access
 from sie_cli.display import counted
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.gateway import FORBIDDEN
@@ -36,11 +34,7 @@ async def config(look: Look) -> Found:
         return "", [Finding(f"no config service answers at {told.url}: {told.trouble}", fix)]
     if not told.is_sie:
         return "", [Finding(f"what answers at {told.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
-    if (
-        told.status in FORBIDDEN
-        and look.sources.get("SIE_CONFIG_SERVICE_URL") in ("environment", SOURCE)
-        and _has_config_token(look)
-    ):
+    if told.status in FORBIDDEN and look.config_token is not None:
         wrong = f"the config service at {told.url} refuses this token (status {told.status})"
         return "", [
             Finding(
@@ -84,10 +78,6 @@ async def config(look: Look) -> Found:
     return f"{says} serve by epoch {epoch.epoch}", findings
 
 
-def _has_config_token(look: Look) -> bool:
-    return (look.settings.config_read_token or look.settings.admin_token) is not None
-
-
 def drift(
     epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
 ) -> list[Finding]:
@@ -129,7 +119,7 @@ async def models(look: Look) -> Found:
     """The folder of models that the local `sie serve` reads: one file that is refused keeps all of it back."""
     from sie_config.overlay import Overlay
 
-    access = read_access(look.data_dir)
+    access = look.cluster.local()
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
         raise Absent("nothing that runs here reads a folder of models")

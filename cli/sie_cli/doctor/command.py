@@ -14,15 +14,14 @@ import click
 import msgspec
 
 from sie_broker import BrokerError
-from sie_cli.access import with_access
-from sie_cli.data_dir import default_data_dir
+from sie_cli.cluster import Cluster, data_dir_option
 from sie_cli.display import counted
 from sie_cli.doctor.checks import CHECKS
 from sie_cli.doctor.finding import Check, Finding
 from sie_cli.doctor.gpu import PROBE_S
 from sie_cli.doctor.look import Absent, Blind, Look, looking
 from sie_cli.doctor.settings import check_settings, faults_of
-from sie_cli.options import DATA_DIR, flags_of, refuse, settings_options
+from sie_cli.options import flags_of, refuse, settings_options
 from sie_contracts.settings import SettingError, load
 
 CHECK_S = 30.0
@@ -48,12 +47,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @click.command(short_help="What is wrong with a cluster, and what mends it.")
-@click.option(
-    "--data-dir",
-    default=None,
-    type=click.Path(path_type=Path),
-    help=DATA_DIR,
-)
+@data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")
 def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
@@ -98,10 +92,9 @@ async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: 
     for a wrong one.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
-    found = with_access(load(flags=good_flags, environ=good_environ), named, required=False)
-    data_dir = (named or default_data_dir()).absolute()
+    cluster = Cluster.of(load(flags=good_flags, environ=good_environ), named, required=False)
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
-    async with looking(found.settings, dict(found.sources), data_dir, is_named=named is not None) as look:
+    async with looking(cluster) as look:
         return list(await asyncio.gather(*(_report(name, check, look) for name, check in checks.items())))
 
 

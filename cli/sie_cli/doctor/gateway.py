@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sie_cli.access import SOURCE
+from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.look import Absent, Blind, Look, Told
@@ -21,10 +21,10 @@ async def gateway(look: Look) -> Found:
     """That each gateway answers, lets this user read, and has workers that are well."""
     findings: list[Finding] = []
     tolds = await look.gateways()
-    if not look.is_given("SIE_GATEWAY_URL") and tolds[0].trouble:
+    if not look.cluster.is_given(GATEWAY_URL) and tolds[0].trouble:
         instead = f"start one (`{look.serve}`), or say where it is: --data-dir or --url"
         raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): {instead}")
-    if not look.is_given("SIE_GATEWAY_URL") and not tolds[0].is_sie:
+    if not look.cluster.is_given(GATEWAY_URL) and not tolds[0].is_sie:
         raise Blind(
             f"what answers at {tolds[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url"
         )
@@ -63,7 +63,7 @@ def _refused(told: Told, at_broker: str) -> Finding:
 
 async def broker_options(look: Look) -> str:
     """The options by which a command finds the broker; none where it is not known."""
-    if look.sources.get("SIE_NATS_URL") == SOURCE:
+    if look.cluster.sources.get(BROKER_URL) == SOURCE:
         return f" --data-dir {shlex.quote(str(look.data_dir))}"
     try:
         return f" --url {public_url(await look.broker_url())}"

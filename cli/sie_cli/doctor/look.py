@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shlex
 import stat
 import time
 import uuid
@@ -24,20 +23,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 import msgspec
 
-from sie_cli.access import SOURCE
-from sie_cli.access import read as read_access
-from sie_cli.data_dir import default_data_dir, sockets_folder
-from sie_cli.options import GATEWAY, gateway_token
+from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
+from sie_cli.data_dir import sockets_folder
 from sie_contracts import ipc, messages, topology
 from sie_contracts.messages import ConfigEpoch, GatewayBeat, Heartbeat
-from sie_contracts.settings import Secret, Settings, public_url
+from sie_contracts.settings import Secret, public_url
 
 if TYPE_CHECKING:
     from sie_broker import CoreMessage
     from sie_broker.nats import NatsBroker
 
 CALL_S = 3.0  # of one question over HTTP or a socket
-CONNECT_S = 4.0
 BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
 GATEWAYS_S = 1.5  # every gateway announces itself within it
 T = TypeVar("T")
@@ -120,35 +116,20 @@ class Socket:
 
 
 class Look:
-    """`sources` says which settings somebody gave, `is_named` whether `data_dir` was. Use `looking` to make one."""
+    """What a run of doctor has seen of a cluster. Use `looking` to make one."""
 
-    def __init__(self, settings: Settings, sources: dict[str, str], data_dir: Path, is_named: bool = False) -> None:
-        self._is_named = is_named
-        self.settings = settings
-        self.sources = sources
-        self.data_dir = data_dir
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.settings = cluster.settings
+        self.data_dir = cluster.data_dir
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._client = httpx.AsyncClient(timeout=CALL_S, trust_env=False)
         self._open: NatsBroker | None = None
 
-    def is_given(self, name: str) -> bool:
-        return self.sources.get(name) in ("flag", "environment")
-
     @property
     def serve(self) -> str:
         """The command that starts `sie serve` with this data directory."""
-        return (
-            "sie serve"
-            if self.data_dir == default_data_dir().absolute()
-            else f"sie serve --data-dir {shlex.quote(str(self.data_dir))}"
-        )
-
-    def local_ports(self) -> tuple[str, ...]:
-        """Addresses of metrics and probes that the `sie serve` of the data directory wrote down; none
-        where none runs.
-        """
-        access = read_access(self.data_dir)
-        return access.metrics_urls if access is not None else ()
+        return self.cluster.serve
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -188,20 +169,17 @@ class Look:
             (answered_s - asked_s) / 2,
         )
 
-    @property
-    def gateway_urls(self) -> list[str]:
-        return [part.strip() for part in (self.settings.gateway_url or GATEWAY).split(",")]
-
     async def gateways(self) -> list[Told]:
         """`/health` of each gateway that is named."""
         return await self._once("gateways", self._ask_gateways)
 
     async def _ask_gateways(self) -> list[Told]:
-        if self._is_named and self.settings.gateway_url is None and read_access(self.data_dir) is None:
+        cluster = self.cluster
+        if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
             # whoever answers at the default address is another one
-            return [Told(GATEWAY, trouble=f"nothing runs with {self.data_dir}")]
-        token = gateway_token(self.settings, self.sources)
-        return list(await asyncio.gather(*(self.get(url, "/health", token) for url in self.gateway_urls)))
+            return [Told(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
+        asked = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
+        return list(await asyncio.gather(*asked))
 
     async def health(self) -> dict[str, Any]:
         """What the first gateway that answers tells; nothing where none does."""
@@ -229,9 +207,13 @@ class Look:
         url = await self.config_url()
         if not url:
             raise Blind("which config service? Give --config-service-url, or a gateway that tells its own")
-        is_known = self.sources.get("SIE_CONFIG_SERVICE_URL") in ("environment", SOURCE)
-        token = (self.settings.config_read_token or self.settings.admin_token) if is_known else None
-        return await self.get(url, "/v1/configs/epoch", token)
+        return await self.get(url, "/v1/configs/epoch", self.config_token)
+
+    @property
+    def config_token(self) -> Secret | None:
+        """What the config service is shown: nothing, if its address is of the command line or what a gateway told."""
+        is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
+        return self.cluster.config_token(writes=False) if is_known else None
 
     @staticmethod
     def epoch_of(told: Told) -> ConfigEpoch | None:
@@ -258,13 +240,8 @@ class Look:
         return await self._once("broker", self._connect)
 
     async def _connect(self) -> NatsBroker:
-        from sie_broker.nats import NatsBroker
-
-        url = await self.broker_url()
-        broker = NatsBroker("sie-doctor")
-        await broker.open(url, CONNECT_S, self.settings.nats_password)
-        self._open = broker
-        return broker
+        self._open = await self.cluster.open_broker("sie-doctor", await self.broker_url())
+        return self._open
 
     async def stream_broker(self) -> NatsBroker:
         """The connection for a check that needs streams. Raises Absent, Blind."""
@@ -327,7 +304,7 @@ class Look:
         named, run = Path(self.settings.ipc_socket_path), sockets_folder(self.data_dir)
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
             raise Blind(f"{run} belongs to another user: run as the one of `sie serve`")
-        found = [named] if self.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
+        found = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
         return found + sorted(run.glob("worker-*.sock"))
 
 
@@ -393,10 +370,8 @@ def _named_s(request_id: str) -> float | None:
 
 
 @contextlib.asynccontextmanager
-async def looking(
-    settings: Settings, sources: dict[str, str], data_dir: Path, *, is_named: bool = False
-) -> AsyncIterator[Look]:
-    look = Look(settings, sources, data_dir, is_named)
+async def looking(cluster: Cluster) -> AsyncIterator[Look]:
+    look = Look(cluster)
     try:
         yield look
     finally:

@@ -22,10 +22,11 @@ async def ports(look: Look) -> Found:
             ("SIE_GATEWAY_METRICS_PORT", look.settings.gateway_metrics_port),
             ("SIE_WORKER_METRICS_PORT", look.settings.worker_metrics_port),
         )
-        if port and look.is_given(name)
+        if port and look.cluster.is_given(name)
     ]
     known = {url for url, _ in asked}
-    asked += [(url, "") for url in look.local_ports() if url not in known]
+    local = look.cluster.local()
+    asked += [(url, "") for url in (local.metrics_urls if local is not None else ()) if url not in known]
     for url, name in asked:
         port = int(url.rpartition(":")[2])
         ready, metrics = await asyncio.gather(look.get(url, "/readyz"), look.get(url, "/metrics"))

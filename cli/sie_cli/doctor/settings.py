@@ -63,7 +63,7 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
             for warning in load(flags=flags, environ=environ, mode=mode).warnings
             if "no such setting" not in warning
         ]
-        given = sum(source in ("flag", "environment") for source in look.sources.values())
+        given = sum(source in ("flag", "environment") for source in look.cluster.sources.values())
         says = (
             f"{counted(given, 'setting')} given, each of them right"
             if given

@@ -1,0 +1,238 @@
+"""The cluster that a command asks: where its parts are, which credentials they get, and what to do where none runs.
+
+    --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
+
+The first of these that names an address decides. Credentials belong to an address: those that a `sie serve` wrote down
+go to its own addresses and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import shlex
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from sie_cli import access
+from sie_cli.access import Access, as_operator
+from sie_cli.data_dir import default_data_dir
+from sie_cli.options import DATA_DIR, loaded, named_options, refuse, url_option
+from sie_contracts.settings import BY_NAME, Loaded, Secret, SettingError, Settings, public_url
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+CONNECT_S = 5.0  # to the broker
+SOURCE = "data directory"  # of an address or a credential that a `sie serve` wrote down
+GATEWAY = "http://127.0.0.1:8080"  # where no address is known
+BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a cluster: its name, the setting and the field of Access that hold its address."""
+
+    name: str
+    field: str
+    local: str
+
+
+_PARTS: Mapping[str, _Part] = {
+    BROKER_URL: _Part("broker", "nats_url", "broker_url"),
+    CONFIG_URL: _Part("config service", "config_service_url", "config_url"),
+    GATEWAY_URL: _Part("gateway", "gateway_url", "gateway_url"),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The parts of a cluster as a command reaches them. `settings` hold their addresses and credentials, `sources` say
+    where each comes from. `data_dir` is that of the `sie serve` that was looked for; `is_named`: somebody gave it.
+    """
+
+    settings: Settings
+    sources: Mapping[str, str]
+    data_dir: Path
+    is_named: bool = False
+
+    @classmethod
+    def of(
+        cls, found: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
+    ) -> Cluster:
+        """The cluster of these settings, and of the `sie serve` with the data directory `named`; without one, and where
+        `looks_around`, of the `sie serve` with the default data directory.
+
+        Raises SettingError for a file of a `sie serve` that cannot be read, and if `required` where none runs with
+        `named`.
+        """
+        data_dir = (named or default_data_dir()).absolute()
+        cluster = cls(found.settings, found.sources, data_dir, named is not None)
+        if named is None and (not looks_around or all(found.sources[name] != "default" for name in _PARTS)):
+            return cluster
+        written = cluster.local()
+        if written is None:
+            if named is not None and required:
+                there = f"there is no {access.FILE} in it" if named.exists() else "it does not exist"
+                raise SettingError(
+                    "--data-dir", f"no `sie serve` runs with {named}: {there}; start one with `{cluster.serve}`"
+                )
+            return cluster
+        return cluster._with(written)
+
+    def _with(self, written: Access) -> Cluster:
+        """With the addresses and credentials of a `sie serve`, where nobody gave others."""
+        sources = dict(self.sources)
+        chosen = {
+            name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
+        }
+        local = {name: str(getattr(written, part.local)) for name, part in _PARTS.items()}
+        given = {name: getattr(self.settings, part.field) for name, part in _PARTS.items()}
+        known = {name for name in chosen if public_url(given[name] or "").rstrip("/") in local[name].split(",")}
+        # if one address is that of another cluster, the others are not of this one
+        is_ours = self.is_named or chosen == known
+        changes: dict[str, Any] = {}
+        for name, part in _PARTS.items():
+            if local[name] and (name in known or (is_ours and name not in chosen)):
+                sources[name] = SOURCE
+                changes |= {part.field: given[name] if name in known else local[name], **_credentials(name, written)}
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
+
+    def local(self) -> Access | None:
+        """What the `sie serve` of the data directory wrote down; None where none runs. Raises SettingError."""
+        return access.read(self.data_dir)
+
+    def is_given(self, name: str) -> bool:
+        """Whether somebody gave this setting to the command itself."""
+        return self.sources.get(name) in ("flag", "environment")
+
+    @property
+    def serve(self) -> str:
+        """The command that starts `sie serve` with this data directory."""
+        return f"sie serve{self.data_dir_option}"
+
+    @property
+    def data_dir_option(self) -> str:
+        """` --data-dir FOLDER` for a command line; empty of the default one."""
+        is_default = self.data_dir == default_data_dir().absolute()
+        return "" if is_default else f" --data-dir {shlex.quote(str(self.data_dir))}"
+
+    # ---- gateway
+
+    @property
+    def gateway_urls(self) -> list[str]:
+        """The gateways, without a slash at the end. One that nobody named is at the default address."""
+        return [url.strip().rstrip("/") for url in (self.settings.gateway_url or GATEWAY).split(",")]
+
+    @property
+    def gateway_token(self) -> Secret | None:
+        """What to show to the gateways. An address of the command line gets no administrator's token."""
+        settings = self.settings
+        own = settings.auth_token or (settings.auth_tokens or (None,))[0]
+        return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
+
+    def without_gateway(self) -> str:
+        """What to do where no gateway answers."""
+        if self.settings.gateway_url is not None:
+            return "is it running, and is that its address? --url names another one"
+        return f"that is the default address, for {self.missing(GATEWAY_URL)}"
+
+    # ---- config service
+
+    def config_token(self, *, writes: bool) -> Secret | None:
+        """What to show to the config service: the token that may do no more than is needed, if there is one."""
+        read_token = None if writes else self.settings.config_read_token
+        return read_token or self.settings.admin_token
+
+    # ---- broker
+
+    async def open_broker(self, name: str, url: str = "") -> NatsBroker:
+        """A connection to the broker, at `url` if that is given. The caller closes it. Raises SettingError where no
+        address is known, BrokerUnavailable.
+        """
+        from sie_broker.nats import NatsBroker
+
+        address = url or self.settings.nats_url
+        if address is None:
+            raise SettingError(BROKER_URL, self.missing(BROKER_URL))
+        broker = NatsBroker(name)
+        await broker.open(address, CONNECT_S, self.settings.nats_password)
+        return broker
+
+    def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
+        """The outcome of `work` with a connection. Where the broker cannot be asked the process ends with status 2."""
+        from sie_broker import BrokerError
+
+        async def run() -> T:
+            broker = await self.open_broker(name)
+            try:
+                return await work(broker)
+            finally:
+                await broker.close()
+
+        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # the error says it all
+        try:
+            return asyncio.run(run())
+        except (SettingError, BrokerError) as error:
+            refuse(error)
+
+    # ---- nothing runs
+
+    def missing(self, name: str) -> str:
+        """Why no address is known for the part whose setting is `name`, and what to do."""
+        part = _PARTS[name].name
+        running = self.local()
+        if running is None:
+            return (
+                f"no `sie serve` runs with the data directory {self.data_dir}: start one with `{self.serve}`, or say "
+                f"where a {part} is, with --url URL ({name}) or with --data-dir FOLDER of another `sie serve`"
+            )
+        return (
+            f"the `sie serve` at {running.gateway_url} has no {part} of its own: it runs with --standalone, or with a "
+            f"{part} that was there before; say where that is, with --url URL ({name})"
+        )
+
+
+def _credentials(name: str, written: Access) -> dict[str, object]:
+    """The settings that say who asks, for one of the addresses."""
+    if name == BROKER_URL:
+        return {"nats_url": as_operator(written.broker_url), "nats_password": Secret(written.operator_password)}
+    token = Secret(written.admin_token)
+    return {"auth_token": token} if name == GATEWAY_URL else {"admin_token": token, "config_read_token": token}
+
+
+def cluster_options(address: str, *settings: str, looks_around: bool = True) -> Callable[[F], F]:
+    """Give a command the Cluster as its first argument, by options: --url, which means the setting `address`,
+    --data-dir, and one for each of these settings.
+    """
+    names = (address, *settings)
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def run(*args: Any, data_dir: Path | None, **given: Any) -> Any:
+            values = {BY_NAME[name].field: given.pop(BY_NAME[name].field) for name in names}
+            found = loaded(values)
+            try:
+                cluster = Cluster.of(found, data_dir, looks_around=looks_around)
+            except SettingError as error:
+                refuse(error)
+            return command(cluster, *args, **given)
+
+        return data_dir_option(url_option(address, _PARTS[address].name)(named_options(*settings)(cast(F, run))))
+
+    return decorate
+
+
+def data_dir_option(command: F) -> F:
+    """Add --data-dir, by which a command finds a `sie serve` of this machine."""
+    return click.option("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", default=None, help=DATA_DIR)(
+        command
+    )
