@@ -6,12 +6,12 @@ import logging
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from yaml import YAMLError
 
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import packaged_folder
+from sie_contracts.errors import ValidationFailed
 from sie_contracts.settings import SettingError, Settings
 from sie_runtime.feed import read_bundles
 
@@ -61,6 +61,6 @@ def _described(settings: Settings) -> Bundle | None:
     if own.is_dir():
         try:
             found |= read_bundles(own)
-        except (msgspec.ValidationError, YAMLError, OSError) as error:
+        except (ValidationFailed, YAMLError, OSError) as error:
             raise SettingError("SIE_MODELS_DIR", f"{own}: {error}") from error
     return found.get(settings.bundle)

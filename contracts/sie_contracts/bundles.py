@@ -6,14 +6,16 @@ family of a model, the bundle that it names ──► serving ──► bundles,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.families import FAMILIES
 from sie_contracts.names import in_words
 
 DEFAULT = "default"
+BUILT_IN = "built-in"  # in `families`: every row of `sie_contracts.families`
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as SIE_BUNDLE takes it
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
@@ -22,8 +24,8 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """What the workers of one image have installed, and the models that this is enough for.
 
     `requires` are distributions as PEP 508 writes them: an adapter of the bundle that lacks one refuses to start.
-    `families` are the families of models that it serves; none named is all of them. Of several bundles that can serve a
-    model the lowest `priority` is taken.
+    `families` are the families of models that it serves; none named is all of them, those of other packages too.
+    Of several bundles that can serve a model the lowest `priority` is taken.
     """
 
     id: str
@@ -38,7 +40,9 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def parse_bundle(raw: object) -> Bundle:
-    """A checked bundle from decoded YAML or JSON. Raises ValidationFailed with `errors` naming the path."""
+    """A checked bundle from decoded YAML or JSON, with the names of the families that `built-in` stands for. Raises
+    ValidationFailed with `errors` naming the path.
+    """
     try:
         bundle = msgspec.convert(raw, Bundle)
     except msgspec.ValidationError as error:
@@ -52,7 +56,12 @@ def parse_bundle(raw: object) -> Bundle:
             raise _invalid(
                 f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}"
             )
-    return bundle
+    return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(_named(bundle.families))))
+
+
+def _named(families: Iterable[str]) -> Iterator[str]:
+    for family in families:
+        yield from FAMILIES if family == BUILT_IN else (family,)
 
 
 def _invalid(loc: str, message: str) -> ValidationFailed:

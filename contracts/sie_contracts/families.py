@@ -3,8 +3,7 @@
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
                                    class, files, tokens around a text (adapter)
 
-To add one: a file with its class in `sie_adapter/families`, a row here, and its name in the bundles that have what it
-needs.
+To add one: a file with its class in `sie_adapter/families`, and a row here (docs/families.md).
 
 A family of another package has no row: the entry point `sie.adapters` names its class, it checks its own parameters,
 and any file of its folder may be read.

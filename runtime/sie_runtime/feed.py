@@ -25,7 +25,7 @@ import msgspec
 from sie_broker import Broker, CoreMessage, Subscription
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias
-from sie_contracts.bundles import Bundle
+from sie_contracts.bundles import Bundle, parse_bundle
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_document, parse_entry
 from sie_contracts.configs import has_seen
 from sie_contracts.errors import SIEError, ValidationFailed
@@ -339,12 +339,10 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
 
 
 def read_bundles(folder: Path) -> Mapping[str, Bundle]:
-    """All bundles of a folder, by id."""
+    """All bundles of a folder, by id. Raises ValidationFailed for what is no bundle."""
     import yaml
 
-    bundles = (
-        msgspec.convert(yaml.safe_load(file.read_text("utf-8")), Bundle) for file in sorted(folder.glob("*.yaml"))
-    )
+    bundles = (parse_bundle(yaml.safe_load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))
     return {bundle.id: bundle for bundle in bundles}
 
 

@@ -12,12 +12,14 @@ from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle, lacking, parse_bundle, serving
-from sie_contracts.catalogue import Catalogue, ModelEntry
+from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
 from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.families import FAMILIES
 from sie_contracts.messages import PoolSpec
 from sie_contracts.options import run_options
 from sie_gateway.fleet import Fleet
 from sie_gateway.models import model_info
+from sie_runtime.feed import read_bundles
 
 BUNDLES = {
     each.id: each
@@ -58,6 +60,15 @@ def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() 
     assert serving(BUNDLES, "toy", "eyes") == serving(BUNDLES, "toy", "gone") == ()
     assert serving({}, "toy") == ("default",)
     assert serving({}, "toy", "named") == ("named",)
+
+
+def test_built_in_stands_for_every_row_of_the_table_of_families() -> None:
+    assert parse_bundle({"id": "a", "families": ["built-in"]}).families == tuple(FAMILIES)
+    more = parse_bundle({"id": "a", "families": ["gliner", "built-in", "mine"]}).families
+    assert set(more) == {*FAMILIES, "mine"}
+    packaged = read_bundles(packaged_folder() / "bundles")["default"]
+    assert packaged.families == tuple(FAMILIES)
+    assert not packaged.serves("mine")
 
 
 @pytest.mark.parametrize(
