@@ -17,6 +17,7 @@ from sie_broker import Broker, Write
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
+from sie_cli.refusal import Refused
 from sie_contracts import messages, topology
 from sie_contracts.messages import DeadLetter, Failed, WorkItem, WorkResult
 from sie_contracts.settings import Settings
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 NOTE_S = 5.0  # between notes that a replay still waits
-
-
-class Refused(click.ClickException):
-    """What was asked cannot be done, in one line."""
 
 
 @dataclass(frozen=True)

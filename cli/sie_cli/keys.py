@@ -16,6 +16,7 @@ from sie_broker import Broker, Entry, Write, WrongRevision
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
+from sie_cli.refusal import Refused
 from sie_runtime import keys as records
 from sie_runtime.keys import Key, Limits
 from sie_runtime.routes import SCOPES
@@ -26,10 +27,6 @@ MAX_KEYS = 10_000  # every gateway holds all of them
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
-
-
-class Refused(click.ClickException):
-    """What was asked cannot be done, in one line."""
 
 
 def _scopes(text: str) -> tuple[str, ...]:

@@ -21,11 +21,11 @@ from sie_cli.dlq import dlq
 from sie_cli.doctor import doctor
 from sie_cli.keys import keys
 from sie_cli.models import models
+from sie_cli.models.weights import weights
 from sie_cli.options import AnyPosition, loaded, refuse, settings_options
 from sie_cli.serve import DRAIN, LAME_DUCK, SPARE, serve
 from sie_cli.top import top
 from sie_cli.topology import topology
-from sie_cli.weights import weights
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import ROWS, SettingError, shown
 from sie_runtime.process import Stop, own_stderr

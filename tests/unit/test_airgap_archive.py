@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from sie_cli.airgap import archive, placing
-from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Refused, encode, sums, write
+from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, encode, sums, write
+from sie_cli.refusal import Refused
 from sie_store.manifest import FileFact
 
 ENTRY = {

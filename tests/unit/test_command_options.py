@@ -20,8 +20,8 @@ from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.embedded import free_port
 from sie_cli.main import main
-from sie_cli.models import _who_reads
-from sie_cli.models_service import service_of
+from sie_cli.models.add import who_reads
+from sie_cli.models.service import service_of
 from sie_cli.options import behind
 from sie_contracts.settings import load
 
@@ -114,7 +114,7 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
-    monkeypatch.setattr("sie_cli.compare.PATIENCE_S", 0.2)
+    monkeypatch.setattr("sie_cli.models.compare.PATIENCE_S", 0.2)
     clean = {name: None for name in os.environ if name.startswith("SIE_")}
     found = CliRunner().invoke(main, line.format(sample=sample).split(), env=clean)
     assert found.exit_code in (1, 2), found.output
@@ -152,15 +152,15 @@ def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
     folder.mkdir()
     data_dir.mkdir(mode=0o700)
     cluster = Cluster(load(environ={}).settings, {}, data_dir)
-    assert "no `sie serve` runs" in _who_reads(folder, cluster)
-    assert f"SIE_MODELS_DIR={folder}" in _who_reads(folder, cluster)
+    assert "no `sie serve` runs" in who_reads(folder, cluster)
+    assert f"SIE_MODELS_DIR={folder}" in who_reads(folder, cluster)
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(folder))):
         assert (
-            _who_reads(folder, cluster)
+            who_reads(folder, cluster)
             == "the `sie serve` that runs reads this folder: it serves the model within seconds"
         )
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
-        told = _who_reads(folder, cluster)
+        told = who_reads(folder, cluster)
     assert f"does not read this folder, it reads {tmp_path / 'other'}" in told
 
 

@@ -18,9 +18,20 @@ from click.testing import CliRunner, Result
 from fake_adapter import toy_entry
 from inprocess import InProcess
 
-from sie_cli import compare as comparing
 from sie_cli.cluster import GATEWAY
-from sie_cli.compare import MAX_TEXTS, Agreement, Sample, agreement_at, compare, figures, lines, neighbours, read, svg
+from sie_cli.models import compare as comparing
+from sie_cli.models.compare import (
+    MAX_TEXTS,
+    Agreement,
+    Sample,
+    agreement_at,
+    compare,
+    figures,
+    lines,
+    neighbours,
+    read,
+    svg,
+)
 from sie_sdk.errors import SIEError
 
 TEXTS = [f"text number {number}" for number in range(30)]

@@ -31,7 +31,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.inspection import Inspection, inspect
 from sie_adapter.lanes import Job
 from sie_cli.main import main
-from sie_cli.models import answers
+from sie_cli.models.inspect import answers
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone

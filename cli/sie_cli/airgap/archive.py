@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, Literal
 
-import click
 import msgspec
 
+from sie_cli.refusal import Refused
 from sie_contracts.bundles import BUNDLE_ID, Bundle
 from sie_store.manifest import FileFact, is_safe
 
@@ -38,12 +38,6 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
 
 Told = Callable[[int], None]
-
-
-class Refused(click.ClickException):
-    """What was asked cannot be done, in one line that says what to do. An archive that is none, is damaged or was cut
-    is one reason.
-    """
 
 
 class Index(msgspec.Struct, frozen=True):

@@ -17,10 +17,10 @@ import click
 import sie_contracts
 from sie_cli import display
 from sie_cli.airgap import placing
-from sie_cli.airgap.archive import INDEX, Reader, Refused, Told, digest, write
+from sie_cli.airgap.archive import INDEX, Reader, Told, digest, write
 from sie_cli.options import loaded, named_options
+from sie_cli.refusal import Refused, refusing
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.errors import SIEError
 from sie_contracts.settings import BY_NAME, SettingError, Settings
 
 FOLDER = "airgap"
@@ -253,14 +253,10 @@ def _check_index(found: str, wanted: str | None) -> None:
 def _refusing() -> Iterator[None]:
     """What goes wrong ends the command in one line, with status 1."""
     try:
-        yield
+        with refusing():
+            yield
     except SettingError as error:
         raise Refused(str(error)) from error
-    except SIEError as error:
-        raise Refused(error.message) from error
-    except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        raise Refused(f"{name}{error.strerror or error}") from error
 
 
 @contextmanager

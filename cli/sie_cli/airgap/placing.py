@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from sie_cli import display
-from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Refused, Told, decode, sums
+from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Told, decode, sums
+from sie_cli.refusal import Refused
 from sie_contracts.aliases import Alias, parse_alias
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import SIEError

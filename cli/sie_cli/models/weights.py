@@ -15,8 +15,8 @@ import msgspec
 
 from sie_cli import display
 from sie_cli.options import loaded, named_options, refuse
+from sie_cli.refusal import Refused, refusing
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.errors import SIEError
 from sie_contracts.settings import SettingError, Settings
 from sie_store.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-
-
-class Refused(click.ClickException):
-    """What was asked cannot be done; the message says what to do next."""
 
 
 def _options(command: F) -> F:
@@ -425,17 +421,14 @@ def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
 def _refusing(settings: Settings) -> Iterator[None]:
     """What goes wrong ends the command with one line: status 2 for a bad setting, 1 for anything else."""
     try:
-        yield
+        with refusing():
+            yield
     except SettingError as error:
         refuse(error)
-    except SIEError as error:
-        raise Refused(error.message) from error
     except FetchFailed as error:
         raise Refused(f"{settings.cluster_cache or 'weights'}: {error.message}") from error
     except ManifestError as error:
         raise Refused(str(error)) from error
-    except OSError as error:
-        raise Refused(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
 
 
 # how it is shown

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from sie_cli.models_service import Refused
+from sie_cli.refusal import Refused
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import yaml
 
 from sie_cli import display
 from sie_cli.cluster import Cluster
-from sie_cli.models_service import (
+from sie_cli.models.service import (
     JSON,
     MODELS,
     YAML,

@@ -8,8 +8,9 @@ import click
 import msgspec
 
 from sie_cli.cluster import Cluster
-from sie_cli.models_commands import tell
-from sie_cli.models_service import MODELS, Refused, path_of, service_of, write_options
+from sie_cli.models.catalogue import tell
+from sie_cli.models.service import MODELS, path_of, service_of, write_options
+from sie_cli.refusal import Refused
 
 DEFAULT_SHARE = 0.1
 

@@ -21,6 +21,7 @@ import httpx
 import msgspec
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
+from sie_cli.refusal import Refused
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,10 +31,6 @@ TIMEOUT_S = 15.0  # the service gives a write 10
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _ENVELOPE = "not the answer of a config service"
-
-
-class Refused(click.ClickException):
-    """What was asked cannot be done; the lines say what to do next."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""`sie models add`: an entry of the catalogue, in a folder or at a config service."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import click
+
+from sie_cli.cluster import CONFIG_URL, Cluster
+from sie_cli.models.catalogue import document, tell
+from sie_cli.models.inspect import described, source_arguments
+from sie_cli.models.service import MODELS, YAML, path_of, service_of, write_options
+from sie_cli.refusal import Refused
+from sie_contracts.aliases import Alias
+from sie_contracts.catalogue import ModelEntry, packaged_folder
+from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.settings import Settings
+from sie_contracts.trust import USUAL
+from sie_runtime.feed import read_folder
+
+
+@click.command()
+@source_arguments
+@click.option(
+    "--id",
+    "name",
+    default="",
+    metavar="NAME",
+    help="Name of the model in requests. Default: the hub id or the folder's name.",
+)
+@click.option(
+    "--models-dir",
+    metavar="DIR",
+    help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.",
+)
+@click.option("--force", is_flag=True, help="Replace a model that is there.")
+@functools.partial(write_options, looks_around=False)
+def add(
+    cluster: Cluster,
+    source: str,
+    revision: str | None,
+    name: str,
+    models_dir: str | None,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
+    output: str | None,
+) -> None:
+    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names
+    one; else of a local folder.
+
+    The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you
+    like: lines that begin with `# assumed` are those that no file of the model says. A model that the packaged
+    catalogue knows keeps its options. ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or
+    .json file, or - for standard input. Weights that it names and this machine has are checked before it is added;
+    others are checked when a worker loads them.
+
+    \b
+    in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
+    at a config service  added at once, for all gateways and workers; what is written there no folder overrides
+    """
+    settings = cluster.settings
+    if models_dir is not None and cluster.sources[CONFIG_URL] == "flag":
+        raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
+    if models_dir is None and settings.config_service_url:
+        text, entry = _entry_of(settings, source, name, revision)
+        _post(text, entry, cluster, output, force=force, dry_run=dry_run, if_match=if_match)
+        return
+    if if_match is not None or output is not None:
+        raise click.UsageError(
+            "--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL"
+        )
+    folder = models_dir or settings.models_dir or USUAL
+    if folder.startswith(("s3://", "gs://")):
+        raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
+    _write(*_entry_of(settings, source, name, revision), Path(folder).expanduser(), force=force, dry_run=dry_run)
+    if not dry_run:
+        click.echo(who_reads(Path(folder).expanduser().absolute(), cluster))
+
+
+def who_reads(folder: Path, cluster: Cluster) -> str:
+    """Whether the `sie serve` that runs here serves the models of a folder, and if not which one would."""
+    running, models_dir = cluster.local(), cluster.settings.models_dir
+    if running is None:
+        usual = folder == Path(models_dir or USUAL).expanduser().absolute()
+        here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
+        how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
+        return (
+            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so none was told; one that"
+            f" was started with another --data-dir and this folder of models serves it within seconds; else {how}"
+        )
+    if (
+        running.models_dir
+        and "://" not in running.models_dir
+        and Path(running.models_dir).resolve() == folder.resolve()
+    ):
+        return "the `sie serve` that runs reads this folder: it serves the model within seconds"
+    reads = running.models_dir or "no folder"
+    return (
+        f"a file only: the `sie serve` that runs does not read this folder, it reads {reads}; "
+        f"give that as --models-dir, add the model to its catalogue with --data-dir {cluster.data_dir}, "
+        f"or start it with SIE_MODELS_DIR={folder}"
+    )
+
+
+def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
+    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises Refused,
+    UsageError.
+    """
+    if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
+        return described(settings, source, name, revision)
+    if name or revision:
+        raise click.UsageError("--id and --revision are for a model; an entry says both itself")
+    from sie_config.documents import checked, read
+
+    body, kind = document(Path(source))
+    try:
+        given = read(body, kind)
+        entry = checked(given.value, given)
+        if isinstance(entry, ModelEntry):
+            _check_weights(entry, settings)
+        return body.decode(), entry
+    except SIEError as error:
+        raise Refused(f"{source}: {error.message}") from error
+
+
+def _check_weights(entry: ModelEntry, settings: Settings) -> None:
+    """Check the files that an entry names where this machine has them, as a load looks for them, and say what was not
+    checked.
+
+    Nothing is fetched. Raises ModelLoadFailed.
+    """
+    import dataclasses
+
+    from sie_adapter.certificate import check_files
+    from sie_adapter.comparison import compare_files
+    from sie_store.sources import WeightSources
+
+    here = WeightSources.of(dataclasses.replace(settings, hf_fallback=False, cluster_cache=None))
+    try:
+        found = here.locate(entry)
+    except ModelLoadFailed as absent:
+        click.echo(
+            f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}",
+            err=True,
+        )
+        return
+    for unchecked in compare_files(found.folder, entry):
+        click.echo(f"note: not checked in {found.folder}: {unchecked}", err=True)
+    check_files(found.folder, entry)
+    click.echo(f"checked the files in {found.folder}", err=True)
+
+
+def _post(
+    text: str,
+    entry: ModelEntry | Alias,
+    cluster: Cluster,
+    output: str | None,
+    *,
+    force: bool,
+    dry_run: bool,
+    if_match: int | None,
+) -> None:
+    """Add the entry at the config service, or with `force` replace the one that is there."""
+    with service_of(cluster, writes=True) as service:
+        is_there = force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
+        method, path = ("PUT", path_of(entry.id)) if is_there else ("POST", MODELS)
+        answer = service.write(method, path, text.encode(), YAML, dry_run=dry_run, if_match=if_match, force=force)
+        tell(answer, output, dry_run=dry_run)
+    if isinstance(entry, ModelEntry) and entry.weights.path:
+        click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
+
+
+def _write(text: str, entry: ModelEntry | Alias, folder: Path, *, force: bool, dry_run: bool) -> None:
+    """Write the entry where `sie serve` reads it."""
+    if entry.id.startswith("bundles/"):
+        raise Refused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
+    file = folder / f"{entry.id}.yaml"
+    if file.exists() and not force:
+        raise Refused(f"{file} exists: --force replaces it")
+    if _is_other_packaged(entry) and not force:
+        raise Refused(f"{entry.id} is a model of the packaged catalogue: --force replaces it, --id gives another name")
+    if dry_run:
+        click.echo(f"dry run, nothing is written: {file} would be\n{text}", nl=False)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial")  # hidden: nobody reads half of it
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
+    click.echo(f"wrote {file}")
+
+
+def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
+    """Whether the packaged catalogue has this name for other weights."""
+    known = read_folder(packaged_folder() / "models").get(entry.id)
+    return known is not None and (not isinstance(entry, ModelEntry) or _weights_of(known) != _weights_of(entry))
+
+
+def _weights_of(entry: ModelEntry) -> tuple[str, str, str]:
+    return entry.weights.hub, entry.weights.package, entry.weights.path

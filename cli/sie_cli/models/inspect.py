@@ -1,0 +1,251 @@
+"""`sie models inspect`: what a model folder or a repository of the hub is, as an entry of the catalogue.
+
+With --check the model is loaded too, and answers a sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from sie_cli.options import loaded
+from sie_cli.refusal import Refused
+from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
+from sie_contracts.errors import SIEError
+from sie_contracts.settings import Settings
+from sie_runtime.feed import read_folder
+
+F = TypeVar("F", bound=Callable[..., Any])
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+")
+SAMPLE, SECOND = "A short sentence of everyday words.", "Ada Lovelace wrote to Charles Babbage in London."
+LABELS = ["person", "place"]
+
+
+def source_arguments(command: F) -> F:
+    """The arguments that both commands share."""
+    for option in (
+        click.option(
+            "--revision",
+            metavar="COMMIT",
+            help="Commit of a hub repository. Without one: what its main branch is now, pinned.",
+        ),
+        click.argument("source", metavar="ID_OR_FOLDER"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@source_arguments
+@click.option("--check", is_flag=True, help="Load the model on the CPU and show what it gives for a sample.")
+def inspect(source: str, revision: str | None, check: bool) -> None:
+    """Print the catalogue entry of ID_OR_FOLDER, what its files say and what was assumed because none does.
+
+    ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as
+    BAAI/bge-small-en-v1.5. That is taken from the local cache (SIE_LOCAL_CACHE), else downloaded (SIE_HF_FALLBACK). No
+    weights are loaded without --check.
+    """
+    settings = loaded({}).settings
+    text, entry = described(settings, source, "", revision)
+    click.echo(text, nl=False)
+    if check:
+        click.echo()
+        try:
+            for line in answers(entry, settings):
+                click.echo(line)
+        except SIEError as error:
+            raise Refused(error.message) from error
+
+
+def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
+    """The text of an entry's file, and the entry. Raises Refused."""
+    from sie_adapter.inspection import inspect as inspect_folder
+
+    try:
+        folder, weights, model = _located(settings, source, revision)
+        model = name or model
+        if not MODEL_ID.fullmatch(model):
+            raise Refused(f"{model!r} cannot be the id of a model: name one with --id")
+        known = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
+        report = inspect_folder(folder, model, weights, known)
+        return _yaml(report.entry, report.found, report.assumed), parse_entry(report.entry)
+    except SIEError as error:
+        raise Refused(error.message) from error
+
+
+def _yaml(entry: dict[str, Any], found: list[str], assumed: list[str]) -> str:
+    import yaml
+
+    notes = [*(f"# found: {line}" for line in found), *(f"# assumed: {line}" for line in assumed)]
+    return "\n".join((*notes, yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=130)))
+
+
+def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
+    """The local folder, the `weights` of an entry, and a name. Raises Refused, ModelLoadFailed."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision:
+            raise Refused(f"{source} is a folder: --revision is for repositories of the hub")
+        return (
+            folder,
+            {"path": str(folder.resolve())},
+            re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._"),
+        )
+    if not _HUB_ID.fullmatch(source):
+        raise Refused(f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name")
+    commit = _commit(settings, source, revision)
+    return _repository(settings, source, commit), {"hub": source, "revision": commit}, source
+
+
+def _commit(settings: Settings, hub: str, revision: str | None) -> str:
+    """The full commit of `revision`; of none: that of the packaged catalogue, else the only one in the cache, else the
+    main branch now.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    known = read_folder(packaged_folder() / "models").get(hub)
+    if not revision and known is not None and known.weights.hub == hub and known.weights.revision:
+        return known.weights.revision
+    cached = sorted((settings.cache_folder / "hub" / f"models--{hub.replace('/', '--')}" / "snapshots").glob("*"))
+    if not revision and len(cached) == 1:
+        return cached[0].name
+    if not settings.hf_fallback:
+        raise Refused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
+    from huggingface_hub import HfApi
+
+    instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
+    with _hub(f"the commit of {hub}", instead):
+        commit = HfApi().model_info(hub, revision=revision).sha
+    if commit is None:
+        raise Refused(f"the hub names no commit of {hub}: give --revision COMMIT")
+    return commit
+
+
+@contextlib.contextmanager
+def _hub(what: str, instead: str) -> Iterator[None]:
+    """What the hub's client raises becomes Refused, with what to do."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the library that the client is built on
+    try:
+        yield
+    except GatedRepoError as error:
+        raise Refused(f"{what}: the repository is gated; accept its licence on the hub and set HF_TOKEN") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        fix = "is the name right, and HF_TOKEN set if it is private?"
+        raise Refused(f"{what}: the hub has no such repository or revision; {fix}") from error
+    except (any_error, ConnectionError, TimeoutError) as error:
+        raise Refused(
+            f"{what}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
+        ) from error
+
+
+def _repository(settings: Settings, hub: str, commit: str) -> Path:
+    """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are
+    fetched.
+    """
+    import dataclasses
+
+    from sie_store.sources import WeightSources
+
+    def sources(family: str, *, may_download: bool) -> Path:
+        stub = parse_entry(
+            {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
+        )
+        return WeightSources.of(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
+
+    for family in ("gliner", "text-encoder"):
+        try:
+            return sources(family, may_download=False)
+        except SIEError:
+            continue
+    if not settings.hf_fallback:
+        return sources("text-encoder", may_download=False)  # the error says where it was looked for
+    from huggingface_hub import file_exists
+
+    with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
+        is_gliner = file_exists(hub, "gliner_config.json", revision=commit)
+    return sources("gliner" if is_gliner else "text-encoder", may_download=True)
+
+
+def answers(entry: ModelEntry, settings: Settings) -> list[str]:
+    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises
+    ModelLoadFailed.
+    """
+    import dataclasses
+
+    from sie_adapter.engine import Engine
+    from sie_sidecar.tokens import ModelTokenizer
+
+    engine = Engine(dataclasses.replace(settings, device="cpu"))
+    try:
+        resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
+        weights = resident.weights
+        tokenizer = ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens))
+        why = (
+            f" instead of {weights.requested_precision} ({weights.precision_reason})"
+            if weights.precision_reason
+            else ""
+        )
+        lines = [f"loaded in {resident.load_s:.1f} s, {weights.precision}{why}, attention {weights.attention}"]
+        for task in entry.tasks:
+            lines += _sample(engine, entry, task, tokenizer)
+        return lines
+    finally:
+        engine.stop(10)
+
+
+def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
+    from sie_adapter.lanes import Job
+    from sie_contracts.ipc import BatchDone
+    from sie_contracts.messages import Input, Ok
+    from sie_contracts.options import run_options
+    from sie_sidecar import rows as rowing
+
+    outputs = [name for name in entry.outputs if name in ("dense", "sparse", "multivector")]
+    parameters: dict[str, Any] = {"encode": {"output_types": outputs}, "extract": {"labels": LABELS}}.get(task, {})
+    options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), parameters, task)[1].run
+    texts = [SECOND] if task != "encode" else [SAMPLE]
+    work = rowing.Work([Input(text) for text in texts], Input(SAMPLE) if task == "score" else None, options)
+    with engine.residency.use(entry.id) as resident:
+        layout = resident.weights.rows[task]
+    (made,) = rowing.make(tokenizer, layout, [work])
+    message = rowing.to_batch(
+        "check", entry.id, task, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
+    )
+    replies: list[Any] = []
+    job = Job(message, replies.append)
+    engine.lanes.submit(job)
+    job.finished.wait()
+    reply = replies[-1]
+    if not isinstance(reply, BatchDone):
+        raise Refused(f"{task} failed: {reply.error.code}: {reply.error.message}")
+    outcome = reply.outcomes[0]
+    if not isinstance(outcome, Ok):
+        raise Refused(f"{task} failed: {outcome.error.code}: {outcome.error.message}")
+    return _shown(task, texts[0], outcome, reply.block)
+
+
+def _shown(task: str, text: str, outcome: Any, block: bytes) -> list[str]:
+    import numpy as np
+
+    if task == "score":
+        return [f"score({SAMPLE!r}, {text!r}): {outcome.score:.6f}"]
+    if task == "extract":
+        return [f"extract({text!r}): {outcome.data}"]
+    lines = []
+    for name, array in outcome.outputs.items():
+        values = np.frombuffer(block, array.dtype, int(np.prod(array.shape)), array.offset).reshape(array.shape)
+        first = values if values.ndim == 1 else values[0]
+        norm = float(np.linalg.norm(first.astype(np.float64)))
+        lines.append(
+            f"{name} {list(array.shape)}: norm {norm:.6f}, first values "
+            f"{' '.join(f'{value:.6f}' for value in first[:3])}"
+        )
+    return [f"encode({text!r}), {outcome.tokens} tokens", *lines]

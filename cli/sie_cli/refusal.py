@@ -1,0 +1,26 @@
+"""How a command ends when what was asked cannot be done: an error of one line and a status."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import click
+
+from sie_contracts.errors import SIEError
+
+
+class Refused(click.ClickException):
+    """What was asked cannot be done; the message says what to do next. Status 1."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """What goes wrong with a model or a file becomes Refused."""
+    try:
+        yield
+    except SIEError as error:
+        raise Refused(error.message) from error
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        raise Refused(f"{name}{error.strerror or error}") from error
