@@ -1,12 +1,19 @@
-"""The small interface to the queue that gateway, sidecar and config service speak to.
+"""The interface to the message broker: what gateway, sidecar and config service need of it, as protocols.
 
-Implementations: `nats` (JetStream, the cluster) and `memory` (one process: `sie serve --standalone`, and a fake for
-tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance suite runs against
-both.
+    Bus              send, request, subscribe: messages that are delivered at most once
+    Queue            publish, pulls, counts, delete: messages that are stored in streams
+    Administration   a Queue that also creates, updates and deletes streams and consumers
+    Store            buckets: replicated maps with revisions
+    Broker           all of them, over one connection
 
-Delivery is at least once. Settlement is advisory for a stale holder: after `ack_wait` a message is delivered again
-under a new holder, and an ack of the old holder still removes it, so whoever holds a message fences itself (see the
-sidecar's `lease`).
+Code that uses the broker takes the narrowest of them.
+
+Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for `sie serve --standalone`
+and as a fake in tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance
+suite, `tests/contract/broker`, runs against both.
+
+Delivery is at least once. After `ack_wait` a message is delivered again, to another holder, and an ack of the former
+holder still removes it. So each holder must fence itself (see the sidecar's `lease`).
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ class BrokerUnavailable(BrokerError):
 
 
 class StreamFull(BrokerError):
-    """The stream, or its share for this subject, is at its limit. The newest is refused; nothing stored was dropped."""
+    """The stream, or its share for this subject, is at its limit. The new message is refused; no stored one is lost."""
 
 
 class PayloadTooBig(BrokerError):
@@ -38,7 +45,7 @@ class PayloadTooBig(BrokerError):
 
 
 class NoResponder(BrokerError):
-    """Nobody listens on the subject of a request: a fact, not a time-out."""
+    """Nobody listens on the subject of a request. The broker said so; it is not a time-out."""
 
 
 class TopologyMismatch(BrokerError):
@@ -50,12 +57,12 @@ class TopologyMismatch(BrokerError):
 
 
 class WrongRevision(BrokerError):
-    """A compare-and-set lost: some key was written since the given revision. Nothing of the batch was stored."""
+    """A compare-and-set failed: a key was written after the given revision. Nothing of the batch was stored."""
 
 
 @dataclass(frozen=True)
 class CoreMessage:
-    """An at-most-once message. `reply` is empty unless somebody waits for an answer."""
+    """A message delivered at most once. `reply` is empty unless the sender waits for an answer."""
 
     subject: str
     data: bytes
@@ -64,7 +71,7 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """The broker holds the message at `sequence`. `duplicate`: it already did, under the same message id."""
+    """The broker stores the message at `sequence`. `duplicate`: it was stored before, under the same message id."""
 
     sequence: int
     duplicate: bool = False
@@ -72,7 +79,7 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """`created` changes when the stream was lost and made anew. Counts include leased messages."""
+    """`created` changes when the stream was lost and created again. Counts include leased messages."""
 
     created: str
     messages: int
@@ -83,8 +90,8 @@ class StreamState:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """A durable consumer as it is. `delivered` counts deliveries since it was made; `waiting` messages are neither
-    leased nor gone.
+    """The state of a durable consumer. `delivered` counts deliveries since it was created; `waiting` messages are
+    neither leased nor removed.
     """
 
     name: str
@@ -98,7 +105,7 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class Stored:
-    """A message as a stream holds it. `sent_s` is the broker's wall clock when it was stored."""
+    """A message as a stream stores it. `sent_s` is the broker's wall clock when it was stored."""
 
     sequence: int
     subject: str
@@ -108,8 +115,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key's value at a revision. Revisions grow over the whole bucket. `value` is None for a removed key (only in
-    watches).
+    """A key's value at a revision. Revisions grow over the whole bucket. `value` is None for a removed key, which only
+    `since` and `watch` show.
     """
 
     key: str
@@ -119,10 +126,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Write:
-    """One write of an atomic batch. `value` None removes. `expected`: the key's revision, 0 for "must not exist", None
-    for "whatever".
+    """One write of an atomic batch. `value` None removes the key. `expected` is the key's revision, 0 for "must not
+    exist", None for "any".
 
-    Raises ValueError for a key that no subject can hold, so that every implementation refuses the same ones.
+    Raises ValueError for a key that cannot be part of a subject, so that every implementation refuses the same keys.
     """
 
     key: str
@@ -135,10 +142,10 @@ class Write:
 
 
 class Delivery(Protocol):
-    """A leased message. `sent_s` is the broker's wall clock when it was first stored; `pending` what its consumer still
-    holds back.
+    """A leased message. `sent_s` is the broker's wall clock when it was first stored. `pending` is the number of
+    messages that the consumer has not delivered yet.
 
-    `reply` names this delivery to `Broker.release`, also over a restart of this process.
+    `reply` names this delivery to `Queue.release`, also after a restart of this process.
     """
 
     reply: str
@@ -151,10 +158,10 @@ class Delivery(Protocol):
     pending: int
 
     async def ack(self) -> None:
-        """Done: remove it."""
+        """The message is done: remove it."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Somebody else may do better, not before `delay_s`."""
+        """Deliver it again, to any holder, not before `delay_s`."""
 
     async def in_progress(self) -> None:
         """Restart its ack wait."""
@@ -165,23 +172,23 @@ class Delivery(Protocol):
 
 class Subscription(Protocol):
     async def stop(self) -> None:
-        """Stop receiving; what has arrived is still handled before this returns."""
+        """Stop receiving. Messages that have arrived are handled before this returns."""
 
 
 class Pulls(Protocol):
-    """Open pulls of one process on many consumers of a stream.
+    """The open pulls of one process on many consumers of a stream.
 
     Every delivery arrives once, through the handler given at creation, which must not block. An open pull outlives its
     expiry, a reconnect and a lost status: it is issued again until it is filled or `want` lowers it.
     """
 
     def want(self, consumer: str, credit: int) -> None:
-        """Have `credit` deliveries outstanding for `consumer`; each delivery uses one up. Lowering takes effect within
-        5 s.
+        """Keep `credit` deliveries outstanding for `consumer`; each delivery uses one up. A lower credit takes effect
+        within 5 s.
         """
 
     def outstanding(self, consumer: str) -> int:
-        """Deliveries that the broker may still send for it."""
+        """Deliveries that the broker may still send for this consumer."""
 
     async def stop(self) -> None:
         """Withdraw all pulls. Deliveries already on the wire reach the handler before this returns."""
@@ -193,33 +200,31 @@ class KeyValue(Protocol):
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, within: str = "") -> list[Entry]:
-        """All live keys, sorted; those whose first parts are `within` if it is given ("model": "model.a", not
-        "models.a").
-        """
+        """All live keys, sorted. With `within`, only the keys below it ("model" gives "model.a", not "models.a")."""
 
     async def since(self, revision: int) -> list[Entry]:
-        """What was written after a revision, in order, removed keys too. A key that was written twice is there once, as
-        it is now.
+        """The keys written after a revision, removed keys too, in order of their revisions. A key that was written
+        twice appears once, with its last value.
 
-        A replica of the broker may answer that has not seen the last of it.
+        A replica of the broker may answer that has not applied the last writes.
         """
 
     async def write(self, writes: list[Write]) -> int:
-        """All or nothing, each key once at most. Returns the bucket's last revision. Raises WrongRevision,
+        """Write all or nothing; a key may appear once. Returns the bucket's last revision. Raises WrongRevision,
         BrokerUnavailable.
         """
 
     async def epoch(self) -> str:
-        """`created:last revision`: equal epochs mean equal contents, also over a bucket that was lost and made anew."""
+        """`created:last revision`. Equal epochs mean equal contents, also if the bucket was lost and created again."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        """Call `handler` for each write after revision `after`, in order, across reconnects, each once.
+        """Call `handler` for each write after revision `after`, once, in order, across reconnects.
 
-        A write that another of its key has replaced may be left out: a bucket keeps the last one.
+        A write that a later write of the same key has replaced may be skipped: a bucket keeps the last one.
         """
 
 
-class Broker(Protocol):
+class Connection(Protocol):
     """One connection. Operations wait for the broker at most their `timeout_s` and then raise BrokerUnavailable."""
 
     name: str
@@ -236,8 +241,11 @@ class Broker(Protocol):
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
         """Call `handler` after each re-established connection."""
 
-    async def send(self, subject: str, data: bytes, reply: str = "") -> None:
-        """At most once, to whoever listens now."""
+
+class Bus(Connection, Protocol):
+    """Messages that are delivered at most once, to those who listen now."""
+
+    async def send(self, subject: str, data: bytes, reply: str = "") -> None: ...
 
     async def subscribe(
         self,
@@ -249,84 +257,100 @@ class Broker(Protocol):
         held_bytes: int | None = None,
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
-        """Messages of one subscription are handled one after the other. An exception in `handler` is logged and the
-        next one follows.
+        """The messages of one subscription are handled one after the other. An exception in `handler` is logged, and
+        the next message follows.
 
-        What arrives while so many messages, or bytes, wait for `handler` is dropped; `on_dropped` is called with its
-        subject. None: a limit that only a handler that stands still for long can reach.
+        While `held_messages` messages or `held_bytes` bytes wait for `handler`, a new message is dropped, and
+        `on_dropped` is called with its subject. None: a limit that only a handler that blocks for long can reach.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         """The first answer. Raises NoResponder at once, BrokerUnavailable at the time-out."""
 
-    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """As owner: create, or update from an older topology version. Otherwise compare only. Raises TopologyMismatch.
 
-        An update that would cost messages, because a subject holds nearly as many as it may from now on, is refused
-        until they are done.
-        """
-
-    async def stream_state(self, stream: str) -> StreamState: ...
-
-    async def delete_stream(self, stream: str) -> bool:
-        """Remove it with its messages and consumers. False if there is none. Open pulls find nothing there any more,
-        acks are void.
-        """
-
-    async def server_time(self, stream: str) -> float:
-        """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, at some moment of
-        this call.
-        """
-
-    async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
-        """Messages per subject, waiting and leased, with or without consumers."""
-
-    async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create; if it exists compare, and update only from an older topology version. Raises TopologyMismatch."""
-
-    async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Remove a durable. False if there is none. What it held leased waits for its successor; acks of these leases
-        are void.
-        """
-
-    async def consumers(self, stream: str) -> list[str]:
-        """Names of all durable consumers."""
-
-    async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        """All durable consumers. One moment each, not one for all of them."""
-
-    async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. A hint:
-        messages may be lost.
-        """
+class Queue(Connection, Protocol):
+    """Messages that are stored in streams and delivered at least once: what publishers and consumers need."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         """Store in the stream of `subject`, once per message id within the duplicate window. Raises StreamFull,
         BrokerUnavailable.
         """
 
+    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
+
+    async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
+        """Messages per subject, waiting and leased, with or without consumers."""
+
+    async def stream_state(self, stream: str) -> StreamState: ...
+
     async def delete(self, stream: str, sequence: int) -> bool:
-        """Remove a message, waiting or leased. False if it is gone already."""
+        """Remove a message, waiting or leased. False if it does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Have a delivery come again at once, as its `nak` would; void if it is settled. Raises ValueError for what
-        names no delivery.
+        """Deliver a leased message again at once, as its `nak` would. No effect if it is settled. Raises ValueError for
+        a `reply` that names no delivery.
 
-        For what an earlier process of the same holder left leased. Of a lease that has gone to somebody else it makes a
-        second one.
+        It is for the leases that an earlier process of the same holder left. If the lease has gone to another holder,
+        the message is then leased twice.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
-        """The first message at `sequence` or above that falls under `subject`, waiting or leased; None if there is
+        """The first message at `sequence` or above whose subject matches `subject`, waiting or leased; None if there is
         none.
         """
 
-    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
+    async def server_time(self, stream: str) -> float:
+        """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, read during this
+        call.
+        """
+
+    async def consumers(self, stream: str) -> list[str]:
+        """Names of all durable consumers."""
+
+    async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. A hint:
+        messages may be lost.
+        """
+
+
+class Administration(Queue, Protocol):
+    """A queue whose streams and consumers can be created, updated and deleted."""
+
+    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
+        """As owner: create, or update from an older topology version. Otherwise compare only. Raises TopologyMismatch.
+
+        An update that could drop messages, because a subject holds nearly as many as its new limit, is refused until
+        they are done.
+        """
+
+    async def delete_stream(self, stream: str) -> bool:
+        """Delete it with its messages and consumers. False if there is none. Open pulls then deliver nothing, and acks
+        have no effect.
+        """
+
+    async def ensure_consumer(self, spec: ConsumerSpec) -> None:
+        """Create; if it exists compare, and update only from an older topology version. Raises TopologyMismatch."""
+
+    async def delete_consumer(self, stream: str, name: str) -> bool:
+        """Delete a durable consumer. False if there is none. Its leased messages wait for its successor; acks of these
+        leases have no effect.
+        """
+
+    async def consumer_states(self, stream: str) -> list[ConsumerState]:
+        """All durable consumers. Each state is read at its own moment."""
+
+
+class Store(Connection, Protocol):
+    """Buckets."""
 
     async def key_value(
         self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
     ) -> KeyValue:
-        """Open a bucket, creating it if it is not there.
+        """Open a bucket; create it if it does not exist.
 
-        In a new one keys are gone `max_age_s` after their last write (0: never), without a word to watches.
+        In a new bucket a key expires `max_age_s` after its last write (0: never). Watches do not report that.
         """
+
+
+class Broker(Bus, Administration, Store, Protocol):
+    """All of it, over one connection."""

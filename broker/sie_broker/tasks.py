@@ -1,10 +1,10 @@
-"""Tasks of a connection, and work in them that belongs to somebody else."""
+"""The tasks of a connection, and the callbacks of its users that they run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from sie_broker import BrokerUnavailable
@@ -13,9 +13,7 @@ log = logging.getLogger("sie.broker")
 
 
 class OwnedTasks:
-    """The tasks of one connection: kept while they run, cancelled at its end. `crashed`: one of them ended with an
-    error.
-    """
+    """The tasks of one connection, cancelled at its end. `crashed`: one of them ended with an error."""
 
     def __init__(self, owner: str) -> None:
         self.crashed = False
@@ -41,10 +39,31 @@ class OwnedTasks:
             log.critical("%s crashed", task.get_name(), exc_info=error)
 
 
+class ReconnectHandlers:
+    """The handlers of one connection for its re-establishment. `run` is the task that calls them, one by one."""
+
+    def __init__(self) -> None:
+        self._handlers: list[Callable[[], Awaitable[None]]] = []
+        self._reconnected = asyncio.Event()
+
+    def add(self, handler: Callable[[], Awaitable[None]]) -> bool:
+        """Returns whether it is the first handler: `run` is not needed before."""
+        self._handlers.append(handler)
+        return len(self._handlers) == 1
+
+    def reconnected(self) -> None:
+        self._reconnected.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._reconnected.wait()
+            self._reconnected.clear()
+            for handler in list(self._handlers):
+                await guarded("a reconnect handler", handler())
+
+
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await what belongs to somebody else. Its errors are logged, and so is the cancellation of something that it
-    awaited.
-    """
+    """Await a callback of a user. Its errors are logged, and so is the cancellation of something that it awaited."""
     try:
         await work
     except asyncio.CancelledError:

@@ -20,7 +20,7 @@ from simulation.virtual import Scope, VirtualLoop
 
 from sie_broker import BrokerError, BrokerUnavailable, CoreMessage, Delivery, Published, Pulls, Subscription
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_broker.memory.pulls import MemoryDelivery, MemoryPulls
+from sie_broker.memory.queue import MemoryDelivery, MemoryPulls
 from sie_contracts import messages
 from sie_contracts.messages import Failed, WorkItem, WorkResult
 

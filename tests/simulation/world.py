@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 import sie_gateway.process
 import sie_sidecar.process
 from sie_broker.memory import MemoryServer
-from sie_broker.memory.keyvalue import Watch
+from sie_broker.memory.broker import Watch
 from sie_contracts.settings import Settings
 from sie_runtime import http
 from sie_runtime.process import Stop

@@ -1,4 +1,4 @@
-"""One connection to the server in this process, which can be lost and found again, and the subscriptions on it."""
+"""Connections to the server in this process, each of which can be lost and found again, and their core messages."""
 
 from __future__ import annotations
 
@@ -6,48 +6,137 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Protocol
 
-from sie_broker import (
-    BrokerError,
-    BrokerUnavailable,
-    ConsumerState,
-    CoreMessage,
-    Delivery,
-    KeyValue,
-    NoResponder,
-    PayloadTooBig,
-    Published,
-    Pulls,
-    Stored,
-    StreamState,
-    Subscription,
-    TopologyMismatch,
-)
-from sie_broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S, check_room
-from sie_broker.memory.keyvalue import Bucket, MemoryKeyValue
-from sie_broker.memory.pulls import MemoryPulls, parse_reply
-from sie_broker.memory.stream import matches, normal
-from sie_broker.tasks import OwnedTasks, expire, guarded
-from sie_contracts.topology import ConsumerSpec, StreamSpec
-
-if TYPE_CHECKING:
-    from sie_broker.memory.keyvalue import Watch
-    from sie_broker.memory.pulls import MemoryDelivery
-    from sie_broker.memory.server import MemoryServer
+from sie_broker import BrokerUnavailable, CoreMessage, NoResponder, PayloadTooBig, Subscription
+from sie_broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S
+from sie_broker.memory.streams import Puller, StreamServer, matches
+from sie_broker.tasks import OwnedTasks, ReconnectHandlers, expire, guarded
 
 log = logging.getLogger("sie.broker")
 
 ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
-_STREAM_FIELDS = ("subjects", "max_per_subject", "max_bytes", "max_age_s", "duplicate_window_s", "storage", "replicas")
-_NEVER_UPDATED = {"storage", "subject"}
 
 
-class MemoryBroker:
-    """One connection to a `MemoryServer`. It can be lost and found again on its own."""
+class Exchange(StreamServer):
+    """The streams, and the routing of core messages between the connections.
 
-    def __init__(self, server: MemoryServer, name: str) -> None:
+    `lose_answers` is the number of coming publishes that are stored while their publisher gets BrokerUnavailable.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_payload: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(clock=clock, wall_clock=wall_clock)
+        self.max_payload = max_payload
+        self.lose_answers = 0
+        self.inboxes: dict[str, asyncio.Future[bytes]] = {}
+        self._tokens = 0
+        self._connections: set[MemoryConnection] = set()
+        self._exact: dict[str, list[Listener]] = {}
+        self._patterns: list[Listener] = []
+        self._turn = 0
+
+    def loses_answer(self) -> bool:
+        """Whether the answer to this publish is one of those that get lost."""
+        if not self.lose_answers:
+            return False
+        self.lose_answers -= 1
+        return True
+
+    def disconnect(self) -> None:
+        """Lose every connection, as when the broker dies: requests in flight fail, open pulls are gone, leases go
+        on.
+        """
+        for connection in list(self._connections):
+            connection.disconnect()
+
+    def reconnect(self) -> None:
+        for connection in list(self._connections):
+            connection.reconnect()
+
+    def forget(self, connection: MemoryConnection) -> None:
+        self._connections.discard(connection)
+
+    def new_inbox(self) -> str:
+        """A subject for one answer."""
+        self._tokens += 1
+        return f"_INBOX.{self._tokens}"
+
+    def advise(self, stream: str, name: str, *, exists: bool) -> None:
+        """Send the notice that a consumer was created or deleted."""
+        self.route(CoreMessage(f"{ADVISORY}.{'CREATED' if exists else 'DELETED'}.{stream}.{name}", b""))
+
+    def listen(self, listener: Listener) -> None:
+        if "*" in listener.subject or ">" in listener.subject:
+            self._patterns.append(listener)
+        else:
+            self._exact.setdefault(listener.subject, []).append(listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        if listener in self._patterns:
+            self._patterns.remove(listener)
+            return
+        listeners = self._exact.get(listener.subject, [])
+        if listener in listeners:
+            listeners.remove(listener)
+        if not listeners:
+            self._exact.pop(listener.subject, None)
+
+    def route(self, message: CoreMessage) -> int:
+        """Deliver to all listeners, and to one of each queue group. Returns the number of receivers."""
+        inbox = self.inboxes.get(message.subject)
+        if inbox is not None:
+            if not inbox.done():
+                inbox.set_result(message.data)
+            return 1
+        count = 0
+        groups: dict[str, list[Listener]] = {}
+        for listener in self._listeners(message.subject):
+            if listener.queue:
+                groups.setdefault(listener.queue, []).append(listener)
+            else:
+                listener.put(message)
+                count += 1
+        for members in groups.values():
+            self._turn += 1
+            members[self._turn % len(members)].put(message)
+            count += 1
+        return count
+
+    def _listeners(self, subject: str) -> Iterator[Listener]:
+        for listener in self._exact.get(subject, ()):
+            if listener.connection.live:
+                yield listener
+        for listener in self._patterns:
+            if listener.connection.live and matches(listener.subject, subject):
+                yield listener
+
+
+class Settlement(Protocol):
+    """A delivery whose ack waits for a connection."""
+
+    def settle(self) -> None: ...
+
+
+class Follower(Protocol):
+    """A watch of a bucket, as its connection sees it."""
+
+    def catch_up(self) -> None:
+        """There is a connection again: read what was missed."""
+
+    def abandon(self) -> None: ...
+
+
+class MemoryConnection:
+    """One connection to a server in this process. It can be lost and found again on its own."""
+
+    def __init__(self, server: Exchange, name: str) -> None:
         self.name = name
         self.max_payload = server.max_payload
         self._server = server
@@ -55,19 +144,17 @@ class MemoryBroker:
         self._closed = False
         self._up = asyncio.Event()
         self._up.set()
-        self._reconnected = asyncio.Event()
-        self._reconnects: asyncio.Task[None] | None = None
         self._waiting: set[asyncio.Future[bytes]] = set()
-        self._late_acks: list[MemoryDelivery] = []
-        self._pulls: set[MemoryPulls] = set()
+        self._late_acks: list[Settlement] = []
+        self._pulls: set[Puller] = set()
         self._listeners: set[Listener] = set()
-        self._watches: set[Watch] = set()
-        self._handlers: list[Callable[[], Awaitable[None]]] = []
+        self._watches: set[Follower] = set()
+        self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 
     @property
     def live(self) -> bool:
-        """There is a connection. `connected` also says that all tasks of it are well."""
+        """There is a connection. `connected` also says that none of its tasks crashed."""
         return self._live
 
     @property
@@ -107,19 +194,11 @@ class MemoryBroker:
             pulls.attach_all()
         for watch in self._watches:
             watch.catch_up()
-        self._reconnected.set()
+        self._reconnect_handlers.reconnected()
 
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
-        self._handlers.append(handler)
-        if self._reconnects is None:
-            self._reconnects = self.own(self._run_reconnect_handlers(), "reconnect handlers")
-
-    async def _run_reconnect_handlers(self) -> None:
-        while True:
-            await self._reconnected.wait()
-            self._reconnected.clear()
-            for handler in list(self._handlers):
-                await guarded("a reconnect handler", handler())
+        if self._reconnect_handlers.add(handler):
+            self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     def _fail_waiting(self, reason: str) -> None:
         for answer in self._waiting:
@@ -128,7 +207,7 @@ class MemoryBroker:
 
     async def reach(self, timeout_s: float) -> float:
         """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
-        # a round trip lets others run: a caller that asks again and again must not stop the loop
+        # A round trip lets other tasks run: a caller that asks in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s
@@ -149,8 +228,8 @@ class MemoryBroker:
                 f"{self.name}: {'the connection to the broker is closed' if self._closed else 'no connection'}"
             )
 
-    def acknowledge(self, delivery: MemoryDelivery) -> None:
-        """Unlike the rest, an ack is kept while there is no connection: it is right whenever it arrives."""
+    def acknowledge(self, delivery: Settlement) -> None:
+        """Unlike other messages, an ack is kept while there is no connection: it is right whenever it arrives."""
         if self._live:
             delivery.settle()
         elif self._closed:
@@ -159,15 +238,25 @@ class MemoryBroker:
             self._late_acks.append(delivery)
 
     def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection: kept, cancelled at close. If it crashes, the connection counts as
+        """Run `work` as a task of this connection, which is cancelled at close. If it crashes, the connection counts as
         not connected.
         """
         return self._tasks.start(work, what)
 
-    # ---- core messages
-
     async def flush(self, timeout_s: float = 2.0) -> None:
         await self.reach(timeout_s)
+
+    def _check(self, subject: str, data: bytes) -> None:
+        if len(data) > self.max_payload:
+            raise PayloadTooBig(
+                f"a message of {len(data)} bytes is above the broker's max_payload of {self.max_payload}"
+            )
+        if not subject or " " in subject:
+            raise ValueError(f"{subject!r} is not a subject")
+
+
+class MemoryBus(MemoryConnection):
+    """The protocol `Bus`."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         self.require()
@@ -196,8 +285,7 @@ class MemoryBroker:
             timeout_s = await self.reach(timeout_s)
         self._check(subject, data)
         server = self._server
-        server.tokens += 1
-        inbox = f"_INBOX.{server.tokens}"
+        inbox = server.new_inbox()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes] = loop.create_future()
         server.inboxes[inbox] = answer
@@ -212,152 +300,14 @@ class MemoryBroker:
             self._waiting.discard(answer)
             del server.inboxes[inbox]
 
-    def _check(self, subject: str, data: bytes) -> None:
-        if len(data) > self.max_payload:
-            raise PayloadTooBig(f"a message of {len(data)} bytes passes the broker's limit of {self.max_payload}")
-        if not subject or " " in subject:
-            raise ValueError(f"{subject!r} is not a subject")
-
-    # ---- streams and consumers
-
-    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        await self.reach(API_TIMEOUT_S)
-        stream = self._server.streams.get(spec.name)
-        if stream is None and owner:
-            stream = self._server.add_stream(spec)
-        if stream is None:
-            raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
-        found = stream.spec
-        field = next((field for field in _STREAM_FIELDS if normal(found, field) != normal(spec, field)), None)
-        if owner and found.version < spec.version and (field is None or spec.storage == found.storage):
-            check_room(spec, found.max_per_subject, stream.counts)
-            self._server.change_stream(stream, spec)
-        elif field is not None:
-            raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
-        return stream.state()
-
-    async def stream_state(self, stream: str) -> StreamState:
-        await self.reach(API_TIMEOUT_S)
-        return self._server.stream(stream).state()
-
-    async def delete_stream(self, stream: str) -> bool:
-        await self.reach(API_TIMEOUT_S)
-        if stream not in self._server.streams:
-            return False
-        self._server.lose_stream(stream)
-        return True
-
-    async def server_time(self, stream: str) -> float:
-        await self.reach(API_TIMEOUT_S)
-        self._server.stream(stream)
-        return self._server.wall_clock()
-
-    async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
-        await self.reach(API_TIMEOUT_S)
-        counts = self._server.stream(stream).counts
-        return {subject: count for subject, count in counts.items() if matches(subject_filter, subject)}
-
-    async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        await self.reach(API_TIMEOUT_S)
-        stream = self._server.stream(spec.stream)
-        consumer = stream.consumers.get(spec.name)
-        if consumer is None:
-            consumer = stream.add_consumer(spec)
-            self._server.open_credits(consumer)
-            self._server.serve(consumer)
-            self._server.advise(spec.stream, spec.name, exists=True)
-            return
-        found = consumer.spec
-        field = next(
-            (field for field in ("subject", "ack_wait_s") if getattr(found, field) != getattr(spec, field)), None
-        )
-        if found.version < spec.version and field not in _NEVER_UPDATED:
-            consumer.spec = spec
-        elif field is not None:
-            raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
-
-    async def delete_consumer(self, stream: str, name: str) -> bool:
-        await self.reach(API_TIMEOUT_S)
-        if stream not in self._server.streams or not self._server.streams[stream].remove_consumer(name):
-            return False
-        for pulls in self._server.pulls.get(stream, ()):
-            pulls.detach(name)
-        self._server.advise(stream, name, exists=False)
-        return True
-
-    async def consumers(self, stream: str) -> list[str]:
-        await self.reach(API_TIMEOUT_S)
-        return list(self._server.stream(stream).consumers)
-
-    async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        await self.reach(API_TIMEOUT_S)
-        return [consumer.state() for consumer in self._server.stream(stream).consumers.values()]
-
-    async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        async def advised(message: CoreMessage) -> None:
-            action, _, name = message.subject.split(".", 6)[4:]
-            await handler(name, action == "CREATED")
-
-        return await self.subscribe(f"{ADVISORY}.*.{stream}.*", advised)
-
-    async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        if not self._live:
-            await self.reach(timeout_s)
-        self._check(subject, data)
-        published = self._server.stream_of(subject).store(subject, data, message_id)
-        if self._server.loses_answer():
-            raise BrokerUnavailable(f"{subject}: the answer was lost")
-        return published
-
-    async def delete(self, stream: str, sequence: int) -> bool:
-        await self.reach(API_TIMEOUT_S)
-        return self._server.stream(stream).remove(sequence)
-
-    async def release(self, reply: str) -> None:
-        stream, consumer, sequence = parse_reply(reply)
-        self.require()
-        held = self._server.streams[stream].consumers.get(consumer) if stream in self._server.streams else None
-        if held is not None and sequence in held.delivered:
-            held.postpone(sequence, 0.0)
-
-    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
-        await self.reach(API_TIMEOUT_S)
-        messages = self._server.stream(stream).messages.values()
-        return next(
-            (
-                Stored(each.sequence, each.subject, each.data, each.sent_s)
-                for each in messages
-                if each.sequence >= sequence and matches(subject, each.subject)
-            ),
-            None,
-        )
-
-    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
-        pulls = MemoryPulls(self, self._server, stream, handler)
-        self._pulls.add(pulls)
-        self._server.pulls.setdefault(stream, set()).add(pulls)
-        return pulls
-
-    def forget(self, pulls: MemoryPulls) -> None:
-        self._pulls.discard(pulls)
-
-    async def key_value(
-        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
-    ) -> KeyValue:
-        await self.reach(API_TIMEOUT_S)
-        held = self._server.buckets.get(bucket)
-        if held is None:
-            held = self._server.buckets[bucket] = Bucket(self._server.stamp(), self._server.clock, max_age_s)
-        return MemoryKeyValue(self, held, self._watches)
-
 
 class Listener:
-    """A subscription: messages wait in order for one task, which runs only while there are some."""
+    """A subscription. Its messages wait in order for one task, which runs only while there are some."""
 
     def __init__(
         self,
-        broker: MemoryBroker,
-        server: MemoryServer,
+        connection: MemoryConnection,
+        server: Exchange,
         subject: str,
         handler: Callable[[CoreMessage], Awaitable[None]],
         queue: str,
@@ -365,13 +315,13 @@ class Listener:
         limits: tuple[int, int],
         on_dropped: Callable[[str], None] | None,
     ) -> None:
-        self.broker = broker
+        self.connection = connection
         self.subject = subject
         self.queue = queue
         self._server = server
         self._handler = handler
         self._listeners = listeners
-        self._most_messages, self._most_bytes = limits
+        self._max_messages, self._max_bytes = limits
         self._on_dropped = on_dropped
         self._held: deque[CoreMessage] = deque()
         self._held_bytes = 0
@@ -379,7 +329,7 @@ class Listener:
         self._task: asyncio.Task[None] | None = None
 
     def put(self, message: CoreMessage) -> None:
-        if len(self._held) >= self._most_messages or self._held_bytes + len(message.data) > self._most_bytes:
+        if len(self._held) >= self._max_messages or self._held_bytes + len(message.data) > self._max_bytes:
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 log.error("%s: %d messages dropped: the handler is too slow", self.subject, self._dropped)
@@ -389,7 +339,7 @@ class Listener:
         self._held.append(message)
         self._held_bytes += len(message.data)
         if self._task is None:
-            self._task = self.broker.own(self._handle(), f"handler of {self.subject}")
+            self._task = self.connection.own(self._handle(), f"handler of {self.subject}")
 
     async def _handle(self) -> None:
         while self._held:

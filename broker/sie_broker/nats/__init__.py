@@ -1,13 +1,43 @@
 """The broker over NATS JetStream.
 
+    NatsConnection < NatsBus < JetStream < NatsQueue < NatsAdministration < NatsBroker
+                                         < NatsStore                      < NatsBroker
+
 Every answer (publish ack, reply of a request, JetStream API) comes back on one inbox of the connection and is matched
-by its token. Deliveries come back on an inbox of their `Pulls`, made anew after each reconnect, so that a pull of the
-old connection, which the broker may still hold, can never be filled beside the one that replaced it. Nothing waits in
-silence: what is in flight when the connection is lost fails at once, what is asked for while there is none waits for
-the next one until its time-out.
+by its token. Deliveries come back on an inbox of their `Pulls`, which is renewed after each reconnect. So a pull of the
+former connection, which the broker may still hold, cannot be filled in addition to the pull that replaced it. No
+operation waits without a bound: what is in flight when the connection is lost fails at once, and what is started
+without a connection waits for the next one until its time-out.
 """
 
-from sie_broker.nats.connection import NatsBroker, connect
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sie_broker import Broker
+from sie_broker.nats.keyvalue import NatsStore
 from sie_broker.nats.pulls import PULL_EXPIRES_S, NatsDelivery
+from sie_broker.nats.queue import NatsAdministration
+
+if TYPE_CHECKING:
+    from sie_contracts.settings import Secret
 
 __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
+
+
+class NatsBroker(NatsAdministration, NatsStore):
+    """The protocol `Broker`. Made by `connect`."""
+
+
+async def connect(url: str, *, name: str, timeout_s: float = 10.0, password: Secret | None = None) -> Broker:
+    """Connect to `url` (several servers of a cluster: joined by commas). The server lists the connection as `name`.
+
+    `password` is that of a user whom `url` names without one.
+
+    Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever: a lost one is
+    detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. The credentials of
+    `url` appear in no log and no error.
+    """
+    broker = NatsBroker(name)
+    await broker.open(url, timeout_s, password)
+    return broker

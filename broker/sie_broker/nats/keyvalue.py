@@ -7,17 +7,24 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
-from sie_broker import BrokerError, BrokerUnavailable, Entry, Subscription, Write, WrongRevision
+from sie_broker import BrokerError, BrokerUnavailable, Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
-from sie_broker.nats.api import NO_MESSAGE, ConsumerInfo, StoredAnswer, nanoseconds, publish_ack
+from sie_broker.nats.api import (
+    NO_MESSAGE,
+    ConsumerInfo,
+    StoredAnswer,
+    bucket_config,
+    difference,
+    mismatch,
+    nanoseconds,
+    publish_ack,
+)
+from sie_broker.nats.jetstream import JetStream
+from sie_broker.nats.pulls import NatsDelivery
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 from sie_broker.tasks import guarded
-
-if TYPE_CHECKING:
-    from sie_broker.nats.connection import NatsBroker
-    from sie_broker.nats.pulls import NatsDelivery
+from sie_contracts.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
 
@@ -30,8 +37,8 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 class NatsKeyValue:
     """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that says so."""
 
-    def __init__(self, broker: NatsBroker, bucket: str) -> None:
-        self._broker = broker
+    def __init__(self, jetstream: JetStream, bucket: str) -> None:
+        self._jetstream = jetstream
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
@@ -42,7 +49,7 @@ class NatsKeyValue:
     async def _last(self, key: str) -> Entry | None:
         # Asked of the leader: a direct get may be answered by a replica that has not seen our own last write.
         query = {"last_by_subj": self._prefix + key}
-        stored = await self._broker.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
+        stored = await self._jetstream.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
         if stored is None:
             return None
         removed = b"\r\nKV-Operation:" in stored.message.hdrs
@@ -73,7 +80,7 @@ class NatsKeyValue:
                 complete.set_result(False)
 
         reader, pending = await self.open_reader(first, within)
-        pulls = self._broker.open_pulls(self._stream, arrived, broken)
+        pulls = self._jetstream.open_pulls(self._stream, arrived, broken)
         try:
             if pending:
                 pulls.want(reader, pending)
@@ -108,7 +115,7 @@ class NatsKeyValue:
         return last.revision if last is not None and last.value is None else 0
 
     async def _commit(self, writes: list[Write], expected: list[int | None]) -> int:
-        await self._broker.reach(API_TIMEOUT_S)
+        await self._jetstream.reach(API_TIMEOUT_S)
         batch = secrets.token_hex(16)
         for number, (write, revision) in enumerate(zip(writes, expected, strict=True), 1):
             headers = {} if revision is None else {"Nats-Expected-Last-Subject-Sequence": str(revision)}
@@ -118,18 +125,18 @@ class NatsKeyValue:
                 headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)}
             subject = self._prefix + write.key
             if number < len(writes):
-                await self._broker.post(subject, write.value or b"", headers=headers)
+                await self._jetstream.post(subject, write.value or b"", headers=headers)
         if len(writes) > 1:
             headers["Nats-Batch-Commit"] = "1"
-        answer = await self._broker.roundtrip(subject, writes[-1].value or b"", API_TIMEOUT_S, headers)
+        answer = await self._jetstream.roundtrip(subject, writes[-1].value or b"", API_TIMEOUT_S, headers)
         return publish_ack(subject, answer).seq
 
     async def epoch(self) -> str:
-        state = await self._broker.stream_state(self._stream)
+        state = await self._jetstream.stream_state(self._stream)
         return f"{state.created}:{state.last_sequence}"
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        watch = _Watch(self._broker, self, self._stream, handler, after)
+        watch = _Watch(self._jetstream, self, self._stream, handler, after)
         try:
             await watch.open()
         except BrokerError:
@@ -139,7 +146,7 @@ class NatsKeyValue:
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
         """Make a consumer of its own that reads from revision `first`. Returns its name and how much it has to read."""
-        name = f"{self._broker.name}-{secrets.token_hex(6)}".translate(_NAME)
+        name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
             "deliver_policy": "by_start_sequence",
@@ -151,14 +158,14 @@ class NatsKeyValue:
             "inactive_threshold": nanoseconds(_WATCH_KEPT_S),
         }
         verb = f"CONSUMER.CREATE.{self._stream}.{name}"
-        info = await self._broker.api(
+        info = await self._jetstream.api(
             verb, {"stream_name": self._stream, "action": "create", "config": config}, ConsumerInfo
         )
         return name, info.num_pending
 
     async def close_reader(self, name: str) -> None:
         try:
-            await self._broker.delete_consumer(self._stream, name)
+            await self._jetstream.delete_consumer(self._stream, name)
         except BrokerError as error:
             log.info(
                 "%s: reader %s is left to the broker, which drops it after %s s: %s",
@@ -180,13 +187,13 @@ class _Watch:
 
     def __init__(
         self,
-        broker: NatsBroker,
+        jetstream: JetStream,
         bucket: NatsKeyValue,
         stream: str,
         handler: Callable[[Entry], Awaitable[None]],
         after: int,
     ) -> None:
-        self._broker = broker
+        self._jetstream = jetstream
         self._bucket = bucket
         self._stream = stream
         self._handler = handler
@@ -199,11 +206,11 @@ class _Watch:
         self._retry_s = 0.0
         self._stopping = False
         self._wake = asyncio.Event()
-        self._pulls = broker.open_pulls(stream, self._arrived, self._broken)
-        self._task = broker.own(self._run(), f"watch of {stream}")
+        self._pulls = jetstream.open_pulls(stream, self._arrived, self._broken)
+        self._task = jetstream.own(self._run(), f"watch of {stream}")
 
     async def open(self) -> None:
-        state = await self._broker.stream_state(self._stream)
+        state = await self._jetstream.stream_state(self._stream)
         if self._created and self._created != state.created:
             self._last = 0  # the bucket was lost and made anew: all of it is news
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
@@ -270,7 +277,7 @@ class _Watch:
         fills.
         """
         try:
-            state = await self._broker.stream_state(self._stream)
+            state = await self._jetstream.stream_state(self._stream)
         except BrokerError as error:
             log.info("a watch of %s could not be checked: %s", self._stream, error)
             return
@@ -290,3 +297,27 @@ class _Watch:
             self._retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, self._retry_s * 2))
             spread = 0.5 + secrets.randbelow(1000) / 1000
             asyncio.get_running_loop().call_later(self._retry_s * spread, self._wake.set)
+
+
+class NatsStore(JetStream):
+    """The protocol `Store`."""
+
+    async def key_value(
+        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+    ) -> KeyValue:
+        name = f"KV_{bucket}"
+        wanted = bucket_config(name, bucket)
+        window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
+        chosen = {
+            "storage": storage,
+            "num_replicas": replicas,
+            "duplicate_window": nanoseconds(window_s),
+            "max_age": nanoseconds(max_age_s),
+        }
+        info = await self.create_stream(name, {**wanted, **chosen})
+        if info is None:
+            raise BrokerUnavailable(f"{name} was deleted while it was opened")
+        field = difference(info.config, wanted)
+        if field is not None:
+            raise mismatch(name, field, info.config, wanted)
+        return NatsKeyValue(self, bucket)

@@ -23,7 +23,7 @@ from sie_broker.nats.api import (
     update_of,
     version_of,
 )
-from sie_broker.nats.connection import NatsBroker
+from sie_broker.nats.queue import NatsAdministration
 from sie_contracts.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSpec, consumer_of
 
 _FIXED = {
@@ -64,12 +64,12 @@ class Facts:
     counts: dict[str, int]  # messages per subject
 
 
-async def streams(broker: NatsBroker) -> list[StreamInfo]:
+async def streams(broker: NatsAdministration) -> list[StreamInfo]:
     """All streams of the account, by name. Raises BrokerError."""
     return sorted(await broker.stream_infos(), key=lambda info: str(info.config.get("name", "")))
 
 
-async def look(broker: NatsBroker, stream: str) -> Facts:
+async def look(broker: NatsAdministration, stream: str) -> Facts:
     """Raises BrokerError."""
     info = next((each for each in await broker.stream_infos() if each.config.get("name") == stream), None)
     if info is None:
@@ -178,7 +178,7 @@ def _fixed(changes: tuple[Change, ...]) -> str:
     )
 
 
-async def apply(broker: NatsBroker, step: Step) -> None:
+async def apply(broker: NatsAdministration, step: Step) -> None:
     """Do a step that is no refusal. Raises BrokerError."""
     if step.kind == "stream":
         await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)

@@ -8,16 +8,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nats.errors import Error as NatsError
 
 from sie_broker import BrokerUnavailable
 from sie_broker.nats.api import nanoseconds
+from sie_broker.nats.bus import NatsBus
+from sie_broker.nats.connection import NatsConnection
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
-
-if TYPE_CHECKING:
-    from sie_broker.nats.connection import NatsBroker
 
 log = logging.getLogger("sie.broker")
 
@@ -46,7 +45,7 @@ class NatsDelivery:
     """A leased message. Its facts are read from the ack subject."""
 
     __slots__ = (
-        "_broker",
+        "_connection",
         "consumer",
         "consumer_sequence",
         "data",
@@ -59,28 +58,28 @@ class NatsDelivery:
         "subject",
     )
 
-    def __init__(self, broker: NatsBroker, message: Any) -> None:
+    def __init__(self, connection: NatsConnection, message: Any) -> None:
         """Raises ValueError for a message that no consumer sent."""
         self.consumer, *numbers = parse_reply(message.reply)
         self.delivered, self.sequence, self.consumer_sequence, sent_ns, self.pending = map(int, numbers)
         self.sent_s = sent_ns / 1e9
-        self._broker = broker
+        self._connection = connection
         self.reply: str = message.reply
         self.data: bytes = message.data
         self.subject: str = message.subject
         self.headers: dict[str, str] | None = message.headers
 
     async def ack(self) -> None:
-        await self._broker.acknowledge(self.reply)
+        await self._connection.acknowledge(self.reply)
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        await self._broker.post(self.reply, b'-NAK {"delay":%d}' % nanoseconds(delay_s) if delay_s > 0 else b"-NAK")
+        await self._connection.post(self.reply, b'-NAK {"delay":%d}' % nanoseconds(delay_s) if delay_s > 0 else b"-NAK")
 
     async def in_progress(self) -> None:
-        await self._broker.post(self.reply, b"+WPI")
+        await self._connection.post(self.reply, b"+WPI")
 
     async def term(self, reason: str) -> None:
-        await self._broker.post(self.reply, b"+TERM " + reason.encode())
+        await self._connection.post(self.reply, b"+TERM " + reason.encode())
 
 
 class _Credit:
@@ -125,13 +124,13 @@ class NatsPulls:
 
     def __init__(
         self,
-        broker: NatsBroker,
+        bus: NatsBus,
         client: Any,
         stream: str,
         handler: Callable[[NatsDelivery], None],
         on_break: Callable[[], None] | None = None,
     ) -> None:
-        self._broker = broker
+        self._bus = bus
         self._client = client
         self._stream = stream
         self._handler = handler
@@ -148,7 +147,7 @@ class NatsPulls:
         self._subscription: Any = None
         self._stopping = False
         self._wake = asyncio.Event()
-        self._task = broker.own(self._run(), f"pulls on {stream}")
+        self._task = bus.own(self._run(), f"pulls on {stream}")
 
     def want(self, consumer: str, credit: int) -> None:
         if self._stopping:
@@ -172,7 +171,7 @@ class NatsPulls:
         subscription, self._subscription = self._subscription, None
         try:
             if subscription is not None:
-                await self._broker.drain(subscription)
+                await self._bus.drain(subscription)
         finally:
             self.abandon()
             self._task.cancel()
@@ -188,7 +187,7 @@ class NatsPulls:
             self._watchdog.cancel()
         self._credits.clear()
         self._by_index.clear()
-        self._broker.forget(self)
+        self._bus.forget(self)
 
     async def retire(self) -> None:
         """Leave the inbox: nothing asked for on it may come any more. What has arrived on it is handled before this
@@ -239,7 +238,7 @@ class NatsPulls:
                 log.warning("pulls on %s get neither messages nor statuses: opening a new inbox", self._stream)
                 self._silent = 0
                 await self.retire()
-            if not self._broker.live:
+            if not self._bus.live:
                 continue  # the next connection wakes this task
             try:
                 await self._issue()
@@ -268,7 +267,7 @@ class NatsPulls:
             body = b'{"batch":%d,"expires":%d}' % (missing, (expires_s - now_s) * 1e9)
             reply = f"{self._inbox}{entry.index}_{entry.issued}_{missing}"
             try:
-                await self._broker.post(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{entry.consumer}", body, reply)
+                await self._bus.post(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{entry.consumer}", body, reply)
             except BrokerUnavailable:
                 entry.settle(missing)
                 raise
@@ -307,7 +306,7 @@ class NatsPulls:
             self._ended(message.subject[len(self._inbox) :], message.headers or {})
             return
         try:
-            delivery = NatsDelivery(self._broker, message)
+            delivery = NatsDelivery(self._bus, message)
         except ValueError as error:
             log.error("pulls on %s: %s", self._stream, error)
             return

@@ -1,18 +1,17 @@
-"""Buckets: a map with revisions, and the watches that read it in order."""
+"""Buckets of the server in this process, the server as a whole, and its connections."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
-from sie_broker import Entry, Subscription, Write, WrongRevision
+from sie_broker import Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
+from sie_broker.memory.connection import Exchange, Follower, MemoryConnection
+from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
-
-if TYPE_CHECKING:
-    from sie_broker.memory.connection import MemoryBroker
 
 _HELD_ENTRIES = 4096
 
@@ -20,7 +19,7 @@ _HELD_ENTRIES = 4096
 class Bucket:
     """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
 
-    With a `max_age_s`, `age` forgets what is older; whoever looks calls it first.
+    With a `max_age_s`, `age` removes older entries; each reader calls it first.
     """
 
     def __init__(self, created: str, clock: Callable[[], float], max_age_s: float) -> None:
@@ -68,19 +67,19 @@ class Bucket:
 
 
 class MemoryKeyValue:
-    def __init__(self, broker: MemoryBroker, bucket: Bucket, watches: set[Watch]) -> None:
-        self._broker = broker
+    def __init__(self, connection: MemoryConnection, bucket: Bucket, watches: set[Follower]) -> None:
+        self._connection = connection
         self._bucket = bucket
         self._watches = watches
 
     async def get(self, key: str) -> Entry | None:
-        await self._broker.reach(API_TIMEOUT_S)
+        await self._connection.reach(API_TIMEOUT_S)
         self._bucket.age()
         entry = self._bucket.entries.get(key)
         return entry if entry is not None and entry.value is not None else None
 
     async def entries(self, within: str = "") -> list[Entry]:
-        await self._broker.reach(API_TIMEOUT_S)
+        await self._connection.reach(API_TIMEOUT_S)
         self._bucket.age()
         below = f"{within}." if within else ""
         found = (
@@ -89,38 +88,38 @@ class MemoryKeyValue:
         return sorted(found, key=lambda entry: entry.key)
 
     async def since(self, revision: int) -> list[Entry]:
-        await self._broker.reach(API_TIMEOUT_S)
+        await self._connection.reach(API_TIMEOUT_S)
         return self._bucket.since(revision)
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):
             raise ValueError("a batch writes at least one key and each key once")
-        await self._broker.reach(API_TIMEOUT_S)
+        await self._connection.reach(API_TIMEOUT_S)
         return self._bucket.write(writes)
 
     async def epoch(self) -> str:
-        await self._broker.reach(API_TIMEOUT_S)
+        await self._connection.reach(API_TIMEOUT_S)
         return f"{self._bucket.created}:{self._bucket.revision}"
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        await self._broker.reach(API_TIMEOUT_S)
-        return Watch(self._broker, self._bucket, self._watches, handler, after)
+        await self._connection.reach(API_TIMEOUT_S)
+        return Watch(self._connection, self._bucket, self._watches, handler, after)
 
 
 class Watch:
-    """Entries wait in order for one task, which runs only while there are some. What a lost connection missed is read
-    on its return.
+    """Entries wait in order for one task, which runs only while there are some. Entries that were written while the
+    connection was lost are read when it is back.
     """
 
     def __init__(
         self,
-        broker: MemoryBroker,
+        connection: MemoryConnection,
         bucket: Bucket,
-        watches: set[Watch],
+        watches: set[Follower],
         handler: Callable[[Entry], Awaitable[None]],
         after: int,
     ) -> None:
-        self._broker = broker
+        self._connection = connection
         self._bucket = bucket
         self._watches = watches
         self._handler = handler
@@ -132,19 +131,19 @@ class Watch:
         self.catch_up()
 
     def written(self, entry: Entry) -> None:
-        if self._broker.live and len(self._held) < _HELD_ENTRIES:
+        if self._connection.live and len(self._held) < _HELD_ENTRIES:
             self._held.append(entry)
             self._run()
 
     def catch_up(self) -> None:
-        """Read what was not held for us."""
-        if self._broker.live:
+        """Read the entries that were written without being queued here."""
+        if self._connection.live:
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()
 
     def _run(self) -> None:
         if self._held and self._task is None:
-            self._task = self._broker.own(self._handle(), "a watch")
+            self._task = self._connection.own(self._handle(), "a watch")
 
     async def _handle(self) -> None:
         while self._held:
@@ -165,3 +164,43 @@ class Watch:
     def abandon(self) -> None:
         self._watches.discard(self)
         self._bucket.watches.discard(self)
+
+
+class MemoryStore(MemoryConnection):
+    """The protocol `Store`."""
+
+    _server: MemoryServer
+
+    async def key_value(
+        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+    ) -> KeyValue:
+        await self.reach(API_TIMEOUT_S)
+        found = self._server.buckets.get(bucket)
+        if found is None:
+            found = self._server.buckets[bucket] = Bucket(self._server.stamp(), self._server.clock, max_age_s)
+        return MemoryKeyValue(self, found, self._watches)
+
+
+class MemoryBroker(MemoryAdministration, MemoryStore):
+    """The protocol `Broker`. Made by `MemoryServer.connect`."""
+
+    _server: MemoryServer
+
+
+class MemoryServer(Exchange):
+    """The state that all connections share: streams, buckets and the routing of core messages."""
+
+    def __init__(
+        self,
+        *,
+        max_payload: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(max_payload=max_payload, clock=clock, wall_clock=wall_clock)
+        self.buckets: dict[str, Bucket] = {}
+
+    def connect(self, name: str) -> MemoryBroker:
+        broker = MemoryBroker(self, name)
+        self._connections.add(broker)
+        return broker

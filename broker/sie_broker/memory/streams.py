@@ -1,22 +1,22 @@
-"""Streams and their consumers: what is stored, who holds it until when, and which subjects fall under a pattern."""
+"""Streams and their consumers: which messages are stored, which are leased until when, and which consumer is served
+next.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from sie_broker import BrokerError, ConsumerState, Published, StreamFull, StreamState
+from sie_broker import BrokerError, BrokerUnavailable, ConsumerState, Published, StreamFull, StreamState
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 
-if TYPE_CHECKING:
-    from sie_broker.memory.pulls import Credit
-    from sie_broker.memory.server import MemoryServer
-
 _MESSAGE_OVERHEAD_BYTES = 48
+_DELIVERIES_A_TURN = 64
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -85,8 +85,38 @@ class Message:
     size: int
 
 
+class Puller(Protocol):
+    """Open pulls of one connection on the consumers of one stream, as the stream sees them."""
+
+    def attach(self, name: str) -> None:
+        """Join the line of this consumer, if there is credit for it."""
+
+    def detach(self, name: str) -> None:
+        """Leave the line of this consumer."""
+
+    def attach_all(self) -> None: ...
+
+    def detach_all(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def take(self, consumer: Consumer, message: Message) -> None:
+        """Hand this leased message to the handler."""
+
+
+class Credit:
+    """The deliveries that one connection still takes from one consumer. `queued`: it stands in the consumer's line."""
+
+    __slots__ = ("left", "pulls", "queued")
+
+    def __init__(self, pulls: Puller) -> None:
+        self.pulls = pulls
+        self.left = 0
+        self.queued = False
+
+
 class Consumer:
-    """Each message of the filter is in one place: waiting, leased, or due again. Credits are open pulls, served in
+    """Each message that matches the filter is in one place: waiting, leased, or due again. Credits are served in
     turns.
     """
 
@@ -163,7 +193,7 @@ class Consumer:
 
 
 class Stream:
-    def __init__(self, server: MemoryServer, spec: StreamSpec) -> None:
+    def __init__(self, server: StreamServer, spec: StreamSpec) -> None:
         self.server = server
         self.spec = spec
         self.created = server.stamp()
@@ -279,3 +309,107 @@ def normal(spec: StreamSpec, field: str) -> object:
     if field == "duplicate_window_s":
         return _window_s(spec)
     return max(0, value) if field in ("max_bytes", "max_per_subject") else value
+
+
+class StreamServer:
+    """The streams that all connections share.
+
+    `clock` drives ack waits, delays, ages and windows. A test that gives its own clock calls `run_due` after it moved
+    it.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.timers = Timers(clock)
+        self.streams: dict[str, Stream] = {}
+        self.pulls: dict[str, set[Puller]] = {}
+        self._by_subject: dict[str, Stream] = {}
+        self._dirty: dict[Consumer, None] = {}
+        self._stamps = 0
+
+    def run_due(self) -> None:
+        self.timers.run_due()
+
+    def stamp(self) -> str:
+        """A time that never repeats."""
+        self._stamps += 1
+        return f"{self.wall_clock():.6f}-{self._stamps}"
+
+    def stream(self, name: str) -> Stream:
+        stream = self.streams.get(name)
+        if stream is None:
+            raise BrokerError(f"there is no stream {name}")
+        return stream
+
+    def stream_of(self, subject: str) -> Stream:
+        stream = self._by_subject.get(subject)
+        if stream is None:
+            stream = next(
+                (one for one in self.streams.values() if any(matches(each, subject) for each in one.spec.subjects)),
+                None,
+            )
+            if stream is None:
+                raise BrokerUnavailable(f"no stream takes {subject}")
+            if len(self._by_subject) < 100_000:
+                self._by_subject[subject] = stream
+        return stream
+
+    def add_stream(self, spec: StreamSpec) -> Stream:
+        for other in self.streams.values():
+            if any(overlap(one, two) for one in spec.subjects for two in other.spec.subjects):
+                raise BrokerError(f"{spec.name}: its subjects overlap those of {other.spec.name}")
+        stream = self.streams[spec.name] = Stream(self, spec)
+        return stream
+
+    def change_stream(self, stream: Stream, spec: StreamSpec) -> None:
+        stream.spec = spec
+        stream.arm_age()
+        self._by_subject.clear()
+
+    def lose_stream(self, name: str) -> None:
+        """Remove a stream with all messages and consumers, also as when a broker with memory storage restarts."""
+        stream = self.streams.pop(name)
+        for consumer in list(stream.consumers):
+            stream.remove_consumer(consumer)
+        self._by_subject.clear()
+        for pulls in self.pulls.get(name, ()):
+            pulls.detach_all()
+
+    def open_credits(self, consumer: Consumer) -> None:
+        """Pulls may have asked for credit before the consumer existed."""
+        for pulls in self.pulls.get(consumer.spec.stream, ()):
+            pulls.attach(consumer.spec.name)
+
+    def serve(self, consumer: Consumer) -> None:
+        """Deliver on the next turn of the loop, when the caller is done."""
+        if consumer.credits:
+            if not self._dirty:
+                asyncio.get_running_loop().call_soon(self._deliver)
+            self._dirty[consumer] = None
+
+    def _deliver(self) -> None:
+        dirty, self._dirty = self._dirty, {}
+        for consumer in dirty:
+            for _ in range(_DELIVERIES_A_TURN):
+                if not self._deliver_one(consumer):
+                    break
+            else:
+                self.serve(consumer)
+
+    def _deliver_one(self, consumer: Consumer) -> bool:
+        line = consumer.credits
+        while line and not line[0].left:
+            line.popleft().queued = False
+        message = consumer.next(self.clock()) if line else None
+        if message is None:
+            return False
+        credit = line.popleft()
+        credit.left -= 1
+        credit.queued = credit.left > 0
+        if credit.queued:
+            line.append(credit)
+        credit.pulls.take(consumer, message)
+        return True

@@ -1,0 +1,297 @@
+"""The streams of the server in this process as a queue, and their administration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from sie_broker import (
+    BrokerError,
+    BrokerUnavailable,
+    ConsumerState,
+    CoreMessage,
+    Delivery,
+    Published,
+    Pulls,
+    Stored,
+    StreamState,
+    Subscription,
+    TopologyMismatch,
+)
+from sie_broker.limits import API_TIMEOUT_S, check_room
+from sie_broker.memory.connection import ADVISORY, Exchange, MemoryBus, MemoryConnection
+from sie_broker.memory.streams import Consumer, Credit, Message, matches, normal
+from sie_contracts.topology import ConsumerSpec, StreamSpec
+
+log = logging.getLogger("sie.broker")
+
+_STREAM_FIELDS = ("subjects", "max_per_subject", "max_bytes", "max_age_s", "duplicate_window_s", "storage", "replicas")
+_NEVER_UPDATED = {"storage", "subject"}
+
+
+class MemoryDelivery:
+    """A leased message. Each holder can settle it for good, also after its lease has gone to another one."""
+
+    __slots__ = (
+        "_connection",
+        "_consumer",
+        "consumer",
+        "data",
+        "delivered",
+        "pending",
+        "reply",
+        "sent_s",
+        "sequence",
+        "subject",
+    )
+
+    def __init__(self, connection: MemoryConnection, consumer: Consumer, message: Message) -> None:
+        self._connection = connection
+        self._consumer = consumer
+        self.consumer = consumer.spec.name
+        self.data = message.data
+        self.subject = message.subject
+        self.sequence = message.sequence
+        self.delivered = consumer.delivered[message.sequence]
+        self.sent_s = message.sent_s
+        self.pending = len(consumer.waiting)
+        self.reply = f"$JS.ACK.{consumer.spec.stream}.{self.consumer}.{self.delivered}.{self.sequence}"
+
+    async def ack(self) -> None:
+        self._connection.acknowledge(self)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        self._connection.require()
+        consumer = self._held()
+        if consumer is not None:
+            consumer.postpone(self.sequence, max(0.0, delay_s))
+
+    async def in_progress(self) -> None:
+        self._connection.require()
+        consumer = self._held()
+        if consumer is not None:
+            consumer.extend(self.sequence, consumer.stream.server.clock())
+
+    async def term(self, reason: str) -> None:
+        self._connection.require()
+        self.settle()
+
+    def settle(self) -> None:
+        consumer = self._held()
+        if consumer is not None:
+            consumer.stream.remove(self.sequence)
+
+    def _held(self) -> Consumer | None:
+        """The consumer, if it still exists and the message is not settled: later settlements have no effect."""
+        consumer = self._consumer
+        known = consumer.stream.consumers.get(self.consumer) is consumer
+        return consumer if known and self.sequence in consumer.delivered else None
+
+
+def parse_reply(reply: str) -> tuple[str, str, int]:
+    """The stream, the consumer and the sequence that a delivery's `reply` names. Raises ValueError."""
+    tokens = reply.split(".")
+    if len(tokens) != 6 or tokens[:2] != ["$JS", "ACK"]:
+        raise ValueError(f"{reply[:70]!r} names no delivery")
+    return tokens[2], tokens[3], int(tokens[5])
+
+
+class MemoryPulls:
+    def __init__(
+        self, connection: MemoryQueue, server: Exchange, stream: str, handler: Callable[[Delivery], None]
+    ) -> None:
+        self._connection = connection
+        self._server = server
+        self._stream = stream
+        self._handler = handler
+        self._credits: dict[str, Credit] = {}
+        self._stopped = False
+
+    def want(self, consumer: str, credit: int) -> None:
+        entry = self._credits.get(consumer)
+        if entry is None:
+            if credit <= 0 or self._stopped:
+                return
+            entry = self._credits[consumer] = Credit(self)
+        entry.left = max(0, credit)
+        if entry.left and not entry.queued and not self._stopped and self._connection.live:
+            self.attach(consumer)
+
+    def outstanding(self, consumer: str) -> int:
+        entry = self._credits.get(consumer)
+        return entry.left if entry is not None and self._connection.live else 0
+
+    async def stop(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._stopped = True
+        self.detach_all()
+        self._credits.clear()
+        self._server.pulls[self._stream].discard(self)
+        self._connection.forget(self)
+
+    def take(self, consumer: Consumer, message: Message) -> None:
+        self.deliver(MemoryDelivery(self._connection, consumer, message))
+
+    def deliver(self, delivery: MemoryDelivery) -> None:
+        try:
+            self._handler(delivery)
+        except Exception:
+            log.exception("pulls on %s: the handler failed", self._stream)
+
+    def attach(self, name: str) -> None:
+        """Join the consumer's line, if the consumer exists."""
+        entry = self._credits.get(name)
+        stream = self._server.streams.get(self._stream)
+        consumer = stream.consumers.get(name) if stream is not None else None
+        if entry is not None and consumer is not None and entry.left and not entry.queued and self._connection.live:
+            entry.queued = True
+            consumer.credits.append(entry)
+            self._server.serve(consumer)
+
+    def attach_all(self) -> None:
+        for name in self._credits:
+            self.attach(name)
+
+    def detach(self, name: str) -> None:
+        entry = self._credits.get(name)
+        if entry is not None and entry.queued:
+            entry.queued = False
+            stream = self._server.streams.get(self._stream)
+            consumer = stream.consumers.get(name) if stream is not None else None
+            if consumer is not None:
+                consumer.credits.remove(entry)
+
+    def detach_all(self) -> None:
+        for name in self._credits:
+            self.detach(name)
+
+
+class MemoryQueue(MemoryBus):
+    """The protocol `Queue`."""
+
+    async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
+        if not self._live:
+            await self.reach(timeout_s)
+        self._check(subject, data)
+        published = self._server.stream_of(subject).store(subject, data, message_id)
+        if self._server.loses_answer():
+            raise BrokerUnavailable(f"{subject}: the answer was lost")
+        return published
+
+    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
+        pulls = MemoryPulls(self, self._server, stream, handler)
+        self._pulls.add(pulls)
+        self._server.pulls.setdefault(stream, set()).add(pulls)
+        return pulls
+
+    def forget(self, pulls: MemoryPulls) -> None:
+        self._pulls.discard(pulls)
+
+    async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
+        await self.reach(API_TIMEOUT_S)
+        counts = self._server.stream(stream).counts
+        return {subject: count for subject, count in counts.items() if matches(subject_filter, subject)}
+
+    async def stream_state(self, stream: str) -> StreamState:
+        await self.reach(API_TIMEOUT_S)
+        return self._server.stream(stream).state()
+
+    async def delete(self, stream: str, sequence: int) -> bool:
+        await self.reach(API_TIMEOUT_S)
+        return self._server.stream(stream).remove(sequence)
+
+    async def release(self, reply: str) -> None:
+        stream, consumer, sequence = parse_reply(reply)
+        self.require()
+        found = self._server.streams[stream].consumers.get(consumer) if stream in self._server.streams else None
+        if found is not None and sequence in found.delivered:
+            found.postpone(sequence, 0.0)
+
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+        await self.reach(API_TIMEOUT_S)
+        messages = self._server.stream(stream).messages.values()
+        return next(
+            (
+                Stored(each.sequence, each.subject, each.data, each.sent_s)
+                for each in messages
+                if each.sequence >= sequence and matches(subject, each.subject)
+            ),
+            None,
+        )
+
+    async def server_time(self, stream: str) -> float:
+        await self.reach(API_TIMEOUT_S)
+        self._server.stream(stream)
+        return self._server.wall_clock()
+
+    async def consumers(self, stream: str) -> list[str]:
+        await self.reach(API_TIMEOUT_S)
+        return list(self._server.stream(stream).consumers)
+
+    async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
+        async def advised(message: CoreMessage) -> None:
+            action, _, name = message.subject.split(".", 6)[4:]
+            await handler(name, action == "CREATED")
+
+        return await self.subscribe(f"{ADVISORY}.*.{stream}.*", advised)
+
+
+class MemoryAdministration(MemoryQueue):
+    """The protocol `Administration`."""
+
+    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
+        await self.reach(API_TIMEOUT_S)
+        stream = self._server.streams.get(spec.name)
+        if stream is None and owner:
+            stream = self._server.add_stream(spec)
+        if stream is None:
+            raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
+        found = stream.spec
+        field = next((field for field in _STREAM_FIELDS if normal(found, field) != normal(spec, field)), None)
+        if owner and found.version < spec.version and (field is None or spec.storage == found.storage):
+            check_room(spec, found.max_per_subject, stream.counts)
+            self._server.change_stream(stream, spec)
+        elif field is not None:
+            raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
+        return stream.state()
+
+    async def delete_stream(self, stream: str) -> bool:
+        await self.reach(API_TIMEOUT_S)
+        if stream not in self._server.streams:
+            return False
+        self._server.lose_stream(stream)
+        return True
+
+    async def ensure_consumer(self, spec: ConsumerSpec) -> None:
+        await self.reach(API_TIMEOUT_S)
+        stream = self._server.stream(spec.stream)
+        consumer = stream.consumers.get(spec.name)
+        if consumer is None:
+            consumer = stream.add_consumer(spec)
+            self._server.open_credits(consumer)
+            self._server.serve(consumer)
+            self._server.advise(spec.stream, spec.name, exists=True)
+            return
+        found = consumer.spec
+        field = next(
+            (field for field in ("subject", "ack_wait_s") if getattr(found, field) != getattr(spec, field)), None
+        )
+        if found.version < spec.version and field not in _NEVER_UPDATED:
+            consumer.spec = spec
+        elif field is not None:
+            raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
+
+    async def delete_consumer(self, stream: str, name: str) -> bool:
+        await self.reach(API_TIMEOUT_S)
+        if stream not in self._server.streams or not self._server.streams[stream].remove_consumer(name):
+            return False
+        for pulls in self._server.pulls.get(stream, ()):
+            pulls.detach(name)
+        self._server.advise(stream, name, exists=False)
+        return True
+
+    async def consumer_states(self, stream: str) -> list[ConsumerState]:
+        await self.reach(API_TIMEOUT_S)
+        return [consumer.state() for consumer in self._server.stream(stream).consumers.values()]

@@ -1,0 +1,79 @@
+"""Requests to the JetStream API, and the pulls that its consumers fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from sie_broker import BrokerError, BrokerUnavailable, StreamState
+from sie_broker.limits import API_TIMEOUT_S
+from sie_broker.nats.api import (
+    NO_CONSUMER,
+    NO_STREAM,
+    STREAM_EXISTS,
+    Answer,
+    Refusal,
+    StreamInfo,
+    error_of,
+    is_no_responder,
+    state_of,
+)
+from sie_broker.nats.bus import NatsBus
+from sie_broker.nats.pulls import NatsDelivery, NatsPulls
+
+_T = TypeVar("_T")
+
+
+class JetStream(NatsBus):
+    """What queue, administration and store ask of JetStream alike."""
+
+    async def api(self, verb: str, body: object, kind: type[_T]) -> _T:
+        """One request to the JetStream API. Raises BrokerUnavailable, or the BrokerError of the error code."""
+        answer = await self.roundtrip(f"$JS.API.{verb}", msgspec.json.encode(body), API_TIMEOUT_S)
+        if is_no_responder(answer):
+            raise BrokerUnavailable(f"{verb}: the broker has no JetStream")
+        try:
+            error = msgspec.json.decode(answer.data, type=Answer).error
+            if error is not None:
+                raise error_of(verb, error)
+            return msgspec.json.decode(answer.data, type=kind)
+        except msgspec.DecodeError as error:
+            raise BrokerError(f"{verb}: the broker's answer cannot be decoded: {error}") from error
+
+    async def find(self, verb: str, body: object, kind: type[_T], *absent: int) -> _T | None:
+        """`api`, but None where the error code is one of `absent`."""
+        try:
+            return await self.api(verb, body, kind)
+        except Refusal as refusal:
+            if refusal.number in absent:
+                return None
+            raise
+
+    async def stream_info(self, stream: str) -> StreamInfo | None:
+        return await self.find(f"STREAM.INFO.{stream}", {}, StreamInfo, NO_STREAM)
+
+    async def stream_state(self, stream: str) -> StreamState:
+        info = await self.stream_info(stream)
+        if info is None:
+            raise BrokerError(f"there is no stream {stream}")
+        return state_of(info)
+
+    async def create_stream(self, name: str, config: dict[str, Any]) -> StreamInfo | None:
+        """The stream as it is, created now if it did not exist. Two callers at once get the same one. None if it was
+        deleted meanwhile.
+        """
+        info = await self.stream_info(name)
+        info = info or await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
+        return info or await self.stream_info(name)
+
+    async def delete_consumer(self, stream: str, name: str) -> bool:
+        return await self.find(f"CONSUMER.DELETE.{stream}.{name}", {}, Answer, NO_CONSUMER, NO_STREAM) is not None
+
+    def open_pulls(
+        self, stream: str, handler: Callable[[NatsDelivery], None], on_break: Callable[[], None] | None = None
+    ) -> NatsPulls:
+        pulls = NatsPulls(self, self._client, stream, handler, on_break)
+        self.attach(pulls)
+        return pulls

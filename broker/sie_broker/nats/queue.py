@@ -1,0 +1,193 @@
+"""Streams of JetStream as a queue, and their administration."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sie_broker import (
+    BrokerError,
+    BrokerUnavailable,
+    ConsumerState,
+    CoreMessage,
+    Delivery,
+    Published,
+    Pulls,
+    Stored,
+    StreamState,
+    Subscription,
+)
+from sie_broker.limits import check_room
+from sie_broker.nats.api import (
+    CONSUMER_EXISTS,
+    CONSUMER_GONE,
+    NEVER_UPDATED,
+    NO_MESSAGE,
+    NO_STREAM,
+    Answer,
+    ConsumerInfo,
+    Consumers,
+    Names,
+    Refusal,
+    StoredAnswer,
+    StreamInfo,
+    Streams,
+    consumer_config,
+    consumer_state_of,
+    difference,
+    mismatch,
+    publish_ack,
+    state_of,
+    stream_config,
+    update_of,
+    version_of,
+)
+from sie_broker.nats.jetstream import JetStream
+from sie_broker.nats.pulls import parse_reply
+from sie_contracts.topology import ConsumerSpec, StreamSpec
+
+_ENSURE_ATTEMPTS = 10  # at a consumer that others delete meanwhile
+
+
+class NatsQueue(JetStream):
+    """The protocol `Queue`."""
+
+    async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
+        answer = await self.roundtrip(subject, data, timeout_s, {"Nats-Msg-Id": message_id})
+        ack = publish_ack(subject, answer)
+        return Published(ack.seq, ack.duplicate)
+
+    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
+        return self.open_pulls(stream, handler)
+
+    async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        while True:
+            page = await self.api(
+                f"STREAM.INFO.{stream}", {"subjects_filter": subject_filter, "offset": len(counts)}, StreamInfo
+            )
+            counts.update(page.state.subjects)
+            if not page.state.subjects or len(counts) >= page.total:
+                return counts
+
+    async def delete(self, stream: str, sequence: int) -> bool:
+        body = {"seq": sequence, "no_erase": True}
+        return await self.find(f"STREAM.MSG.DELETE.{stream}", body, Answer, *NO_MESSAGE) is not None
+
+    async def release(self, reply: str) -> None:
+        parse_reply(reply)
+        await self.post(reply, b"-NAK")
+
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+        query = {"seq": max(1, sequence), "next_by_subj": subject}
+        answer = await self.find(f"STREAM.MSG.GET.{stream}", query, StoredAnswer, *NO_MESSAGE)
+        if answer is None:
+            return None
+        found = answer.message
+        return Stored(found.seq, found.subject, found.data, found.time.timestamp())
+
+    async def server_time(self, stream: str) -> float:
+        info = await self.api(f"STREAM.INFO.{stream}", {}, StreamInfo)
+        if info.ts is None:
+            raise BrokerError(f"{stream}: this broker does not send its time")
+        return info.ts.timestamp()
+
+    async def consumers(self, stream: str) -> list[str]:
+        names: list[str] = []
+        while True:
+            page = await self.api(f"CONSUMER.NAMES.{stream}", {"offset": len(names)}, Names)
+            names += page.consumers or []
+            if not page.consumers or len(names) >= page.total:
+                return names
+
+    async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
+        prefix = "$JS.EVENT.ADVISORY.CONSUMER"
+
+        async def advised(message: CoreMessage) -> None:
+            action, _, name = message.subject.split(".", 6)[4:]
+            if action in ("CREATED", "DELETED"):
+                await handler(name, action == "CREATED")
+
+        return await self.subscribe(f"{prefix}.*.{stream}.*", advised)
+
+
+class NatsAdministration(NatsQueue):
+    """The protocol `Administration`, and the infos that operator commands show."""
+
+    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
+        wanted = stream_config(spec)
+        info = await (self.create_stream(spec.name, wanted) if owner else self.stream_info(spec.name))
+        if info is None:
+            raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
+        field = difference(info.config, wanted)
+        if owner and version_of(info.config) < spec.version:
+            if spec.max_per_subject > 0:
+                check_room(
+                    spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">")
+                )
+            return state_of(await self._update_stream(spec.name, info.config, wanted, field))
+        if field is not None:
+            raise mismatch(spec.name, field, info.config, wanted)
+        return state_of(info)
+
+    async def _update_stream(
+        self, name: str, found: dict[str, Any], wanted: dict[str, Any], field: str | None
+    ) -> StreamInfo:
+        try:
+            return await self.api(f"STREAM.UPDATE.{name}", update_of(found, wanted), StreamInfo)
+        except Refusal as refusal:
+            if field is None:
+                raise
+            raise mismatch(name, field, found, wanted) from refusal
+
+    async def delete_stream(self, stream: str) -> bool:
+        return await self.find(f"STREAM.DELETE.{stream}", {}, Answer, NO_STREAM) is not None
+
+    async def ensure_consumer(self, spec: ConsumerSpec) -> None:
+        for _ in range(_ENSURE_ATTEMPTS):
+            try:
+                return await self._ensure_consumer(spec)
+            except Refusal as refusal:
+                if refusal.number not in CONSUMER_GONE:
+                    raise
+        raise BrokerUnavailable(f"consumer {spec.name}: it was deleted {_ENSURE_ATTEMPTS} times while it was created")
+
+    async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
+        """Raises Refusal with one of CONSUMER_GONE if it is deleted meanwhile."""
+        wanted = consumer_config(spec)
+        verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
+        create = {"stream_name": spec.stream, "action": "create", "config": wanted}
+        if await self.find(verb, create, ConsumerInfo, CONSUMER_EXISTS) is not None:
+            return
+        found = (await self.api(f"CONSUMER.INFO.{spec.stream}.{spec.name}", {}, ConsumerInfo)).config
+        field = difference(found, wanted)
+        if version_of(found) < spec.version and field not in NEVER_UPDATED:
+            try:
+                await self.api(verb, {**create, "action": "update", "config": update_of(found, wanted)}, ConsumerInfo)
+            except Refusal as refusal:
+                if field is None or refusal.number in CONSUMER_GONE:
+                    raise
+                raise mismatch(spec.name, field, found, wanted) from refusal
+        elif field is not None:
+            raise mismatch(spec.name, field, found, wanted)
+
+    async def consumer_states(self, stream: str) -> list[ConsumerState]:
+        return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
+
+    async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
+        """All consumers of a stream, with their configurations."""
+        found: list[ConsumerInfo] = []
+        while True:
+            page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(found)}, Consumers)
+            found += page.consumers or ()
+            if not page.consumers or len(found) >= page.total:
+                return found
+
+    async def stream_infos(self) -> list[StreamInfo]:
+        """All streams of the account, with their configurations."""
+        found: list[StreamInfo] = []
+        while True:
+            page = await self.api("STREAM.LIST", {"offset": len(found)}, Streams)
+            found += page.streams or ()
+            if not page.streams or len(found) >= page.total:
+                return found

@@ -1,0 +1,48 @@
+"""The fixtures of the conformance suite of the broker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broker_harness import STREAM, Harness, MemoryHarness, NatsHarness
+from nats_server import NatsServer
+
+from sie_broker import Broker
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
+    made: Harness
+    if request.param == "memory":
+        made = MemoryHarness()
+    else:
+        made = NatsHarness(NatsServer(tmp_path / "nats"))
+        await made.restore()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def nats(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[NatsHarness]]]:
+    """Starts nats-servers with options of the test's own."""
+    started: list[NatsHarness] = []
+
+    async def start(**options: Any) -> NatsHarness:
+        started.append(NatsHarness(NatsServer(tmp_path / "nats", **options)))
+        await started[-1].restore()
+        return started[-1]
+
+    yield start
+    for each in started:
+        await each.close()
+
+
+@pytest.fixture
+async def broker(harness: Harness) -> Broker:
+    """A connection with the work stream in place."""
+    made = await harness.connect()
+    await made.ensure_stream(STREAM, owner=True)
+    return made

@@ -1,0 +1,92 @@
+"""What only the broker in memory promises."""
+
+from __future__ import annotations
+
+import pytest
+from broker_harness import STREAM, Box, consumer_of, publish, subject_of
+
+from sie_broker import BrokerError, BrokerUnavailable, Delivery
+from sie_broker.memory import MemoryServer, matches, overlap
+from sie_contracts.topology import StreamSpec
+
+
+async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
+    """L7 L19: lease, delay and duplicate window pass without waiting."""
+    now_s = 1000.0
+    server = MemoryServer(clock=lambda: now_s)
+    broker = server.connect("test")
+    await broker.ensure_stream(STREAM, owner=True)
+    spec = consumer_of("a", ack_wait_s=10.0)
+    await broker.ensure_consumer(spec)
+    box: Box[Delivery] = Box()
+    pulls = broker.pulls(STREAM.name, box.put)
+    pulls.want(spec.name, 5)
+    await publish(broker, "a", 1)
+    (first,) = await box.fill(1)
+    now_s += 9.0
+    await first.in_progress()
+    now_s += 9.0
+    server.run_due()
+    await broker.flush()
+    assert len(box.items) == 1
+    now_s += 1.0
+    server.run_due()
+    assert (await box.fill(2))[1].delivered == 2
+    await first.nak(30.0)
+    now_s += 30.0
+    server.run_due()
+    assert (await box.fill(3))[2].delivered == 3
+    now_s += STREAM.duplicate_window_s
+    assert not (await broker.publish(subject_of("a"), b"0", "a-0")).duplicate
+    await broker.close()
+
+
+async def test_the_broker_in_memory_loses_answers_and_streams_on_demand() -> None:
+    """L10: the publish happened, its publisher does not know, and repeating it is safe."""
+    server = MemoryServer()
+    broker = server.connect("test")
+    created = (await broker.ensure_stream(STREAM, owner=True)).created
+    server.lose_answers = 1
+    with pytest.raises(BrokerUnavailable):
+        await broker.publish(subject_of("a"), b"x", "1")
+    assert (await broker.publish(subject_of("a"), b"x", "1")).duplicate
+    server.lose_stream(STREAM.name)
+    with pytest.raises(BrokerError):
+        await broker.stream_state(STREAM.name)
+    assert (await broker.ensure_stream(STREAM, owner=True)).created != created
+    await broker.close()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "match"),
+    [
+        ("a.b", "a.b", True),
+        ("a.*", "a.b", True),
+        ("a.*", "a.b.c", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a", False),
+        (">", "a", True),
+        ("*.b", "a.b", True),
+        ("a.*.c", "a.b.d", False),
+        ("a.b", "a", False),
+    ],
+)
+def test_patterns_match_as_the_broker_does(pattern: str, subject: str, match: bool) -> None:
+    assert matches(pattern, subject) is match
+    assert overlap(pattern, subject) is match
+
+
+def test_patterns_overlap_both_ways() -> None:
+    """L17"""
+    for one, other, expected in (
+        ("a.*", "*.b", True),
+        ("a.>", "*.*.c", True),
+        ("a.*", "b.*", False),
+        ("a.*.c", "a.b.*", True),
+    ):
+        assert overlap(one, other) is overlap(other, one) is expected
+
+
+def test_a_spec_without_a_limit_equals_one_that_says_so() -> None:
+    """L16"""
+    assert StreamSpec("x", ("x",)) == StreamSpec("x", ("x",), max_bytes=-1, max_per_subject=0)

@@ -1,0 +1,200 @@
+"""What only the broker over NATS promises."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import logging
+import urllib.request
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+from broker_harness import STREAM, WAIT_S, Box, NatsHarness, consumer_of, publish, subject_of
+from nats_server import free_port
+
+from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
+from sie_broker.nats import NatsBroker, NatsDelivery, connect
+from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
+
+
+async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptureFixture) -> None:
+    """S2: refused within the time-out, and the credentials of the URL are in no log and no error."""
+    with caplog.at_level(logging.DEBUG), pytest.raises(BrokerUnavailable) as refusal:
+        await connect(f"nats://user:canary@127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
+    assert "canary" not in caplog.text + str(refusal.value)
+    assert "for good" not in caplog.text  # the caller tries again
+    with pytest.raises(ValueError, match="port") as malformed:
+        await connect("nats://user:canary@host:port", name="test")
+    assert "canary" not in str(malformed.value)
+
+
+async def test_credentials_of_the_url_are_used(
+    nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """S2: percent-encoded as in any URL; a refusal by the broker names itself."""
+    with caplog.at_level(logging.DEBUG):
+        server = (await nats(extra='authorization { users: [{user: "gateway", password: "p@ss:canary"}] }')).server
+        address = server.url.removeprefix("nats://")
+        broker = await connect(f"nats://gateway:p%40ss%3Acanary@{address}", name="test")
+        await broker.flush()
+        await broker.close()
+        with pytest.raises(BrokerUnavailable, match=r"(?i)authorization"):
+            await connect(f"nats://gateway:canary-wrong@{address}", name="test", timeout_s=0.5)
+    assert "canary" not in caplog.text
+
+
+async def test_closing_does_not_wait_for_a_silent_broker(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
+    """L24 S2: more is buffered than the socket takes and nobody reads it; the process still ends."""
+    harness = await nats()
+    broker = await harness.connect()
+    harness.server.pause()
+    sending = [asyncio.create_task(broker.send("big", bytes(1 << 19))) for _ in range(40)]
+    async with asyncio.timeout(WAIT_S):
+        await broker.close()
+    await asyncio.gather(*sending, return_exceptions=True)
+    assert not broker.connected
+
+
+async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
+    nats: Callable[..., Awaitable[NatsHarness]],
+) -> None:
+    """L11: a broker with 64 KiB per message, headers included; the number of connections it ever saw
+    does not change.
+    """
+    harness = await nats(max_payload=65536)
+
+    def connections() -> int:
+        with urllib.request.urlopen(f"{harness.server.monitor_url}/varz", timeout=5) as answer:
+            return int(msgspec.json.decode(answer.read())["total_connections"])
+
+    broker = await harness.connect()
+    assert broker.max_payload == 65536
+    await broker.ensure_stream(STREAM, owner=True)
+    before = await asyncio.to_thread(connections)
+    for size in (65536, 65530):
+        with pytest.raises(PayloadTooBig):
+            await broker.publish(subject_of("a"), bytes(size), "id")
+    await broker.publish(subject_of("a"), bytes(65400), "id")
+    assert await asyncio.to_thread(connections) == before
+
+
+async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
+    """L3 C2: `created` changes when a restart lost the stream; a watch begins anew with the bucket that replaced its
+    own.
+    """
+    spec = dataclasses.replace(STREAM, storage="memory")
+    box: Box[Entry] = Box()
+    harness = await nats()
+    broker = await harness.connect()
+    before = await broker.ensure_stream(spec, owner=True)
+    await publish(broker, "a", 3)
+    bucket = await broker.key_value("things", storage="memory")
+    epoch = await bucket.epoch()
+    watch = await bucket.watch(box.take)
+    await bucket.write([Write("a", b"old"), Write("b", b"old")])
+    await box.fill(2)
+
+    await harness.crash()
+    await harness.restore()
+    after = await broker.ensure_stream(spec, owner=True)
+    assert after.created != before.created
+    assert after.messages == 0
+    fresh = await broker.key_value("things", storage="memory")
+    assert (await fresh.epoch()).rpartition(":")[0] != epoch.rpartition(":")[0]
+    await fresh.write([Write("a", b"new")])
+    assert (await box.fill(3))[2] == Entry("a", b"new", 1)
+    await watch.stop()
+
+
+async def test_a_broker_that_falls_silent_is_left_and_found_again(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
+    """S1 S2: (1) the server stops answering with every connection open, (2) more is sent than the socket takes, (3) the
+    connection counts as lost in 30 s, (4) the server goes on, (5) what it hands to pulls of the lost connection comes
+    again after the ack wait.
+    """
+    spec = consumer_of("a", ack_wait_s=1.0)
+    box: Box[Delivery] = Box()
+    harness = await nats()
+    broker = await harness.connect()
+    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_consumer(spec)
+    broker.pulls(STREAM.name, box.put).want(spec.name, 1)
+    await broker.flush()
+    harness.server.pause()
+    sending = (broker.publish(subject_of("b"), bytes(1 << 19), str(number), timeout_s=60.0) for number in range(20))
+    async with asyncio.timeout(30.0):
+        failed = await asyncio.gather(*sending, return_exceptions=True)
+    assert all(isinstance(error, BrokerUnavailable) for error in failed)
+    assert not broker.connected
+
+    harness.server.resume()
+    await broker.flush(5.0)
+    await publish(broker, "a", 1)
+    await box.fill(1, timeout_s=5.0)
+
+
+async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
+    """The broker refuses to change that in place, and it decides which leases outlive a broker, not who gets what."""
+    harness = await nats()
+    broker = await harness.connect()
+    assert isinstance(broker, NatsBroker)
+    await broker.ensure_stream(STREAM, owner=True)
+    spec = consumer_of("a")
+    older = consumer_config(dataclasses.replace(spec, version=1, ack_wait_s=5.0)) | {"mem_storage": False}
+    body = {"stream_name": STREAM.name, "action": "create", "config": older}
+    await broker.api(f"CONSUMER.CREATE.{STREAM.name}.{spec.name}.{spec.subject}", body, ConsumerInfo)
+    for _ in range(2):
+        await broker.ensure_consumer(spec)
+    (info,) = await broker.consumer_infos(STREAM.name)
+    assert (info.config.get("mem_storage", False), info.config["ack_wait"], version_of(info.config)) == (
+        False,
+        30e9,
+        spec.version,
+    )
+
+
+async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
+    nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """S1: what the broker sends is lost on the way, for ever and without a word; the watch compares revisions and reads
+    again.
+    """
+    harness = await nats()
+    broker = await harness.connect()
+    bucket = await broker.key_value("things")
+    box: Box[Entry] = Box()
+    watch = await bucket.watch(box.take)
+    await bucket.write([Write("a", b"1")])
+    await box.fill(1)
+    await watch._pulls._subscription.unsubscribe()  # type: ignore[attr-defined]
+    await bucket.write([Write("a", b"2")])
+    assert (await box.fill(2, 6.0))[1].value == b"2"
+    assert "missed what came after revision 1" in caplog.text
+    await watch.stop()
+
+
+def test_the_client_library_is_one_that_this_suite_has_seen() -> None:
+    """S5: the broker works around faults of this version and uses seams that are not promised; look at both before this
+    line changes.
+    """
+    assert importlib.metadata.version("nats-py").startswith("2.16.")
+
+
+def test_facts_of_a_delivery_are_read_from_both_forms_of_its_ack_subject() -> None:
+    class Message:
+        data, subject, headers = b"x", "sie.work.a", None
+
+        def __init__(self, reply: str) -> None:
+            self.reply = reply
+
+    for reply in (
+        "$JS.ACK.WORK_p.name.3.17.21.1700000000500000000.9",
+        "$JS.ACK.domain.hash.WORK_p.name.3.17.21.1700000000500000000.9",
+        "$JS.ACK.domain.hash.WORK_p.name.3.17.21.1700000000500000000.9.random",
+    ):
+        delivery = NatsDelivery(None, Message(reply))  # type: ignore[arg-type]
+        assert (delivery.consumer, delivery.delivered, delivery.sequence, delivery.pending) == ("name", 3, 17, 9)
+        assert delivery.sent_s == 1700000000.5
+    with pytest.raises(ValueError, match="ack subject"):
+        NatsDelivery(None, Message("_INBOX.x"))  # type: ignore[arg-type]
