@@ -85,7 +85,7 @@ PLACES: dict[str, Place] = {
     "gateway.before_demand": Place("gateway", "cold_model"),
     "gateway.before_placement": Place("gateway", "cold_model"),
     "gateway.placement_written": Place("gateway", "cold_model"),
-    "gateway.duty_held": Place("gateway", "duty"),
+    "gateway.leader_lease_held": Place("gateway", "leader"),
     "gateway.consumer_deleted": Place("gateway", "consumer_at_rest"),
     "gateway.before_pool_write": Place("gateway", "reservation", long=True),
     "gateway.pool_recorded": Place("gateway", "reservation"),

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from sie_broker import Broker, BrokerError, ConsumerState, KeyValue, Subscription
+from sie_broker import Broker, BrokerError, ConsumerState, Subscription
+from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.errors import PoolNotFound
 from sie_contracts.settings import Settings
 from sie_contracts.topology import ConsumerSpec, Lane
-from sie_gateway.duty import Duty
 from sie_gateway.shared import Shared
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
@@ -248,7 +248,10 @@ class Consumers:
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # one for each pool
         self._following = asyncio.Lock()  # one begins at a time
-        self._duty = Duty("consumers")
+        leases = Bucket(
+            broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+        )
+        self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
@@ -302,20 +305,14 @@ class Consumers:
             await stream.refresh(self._ack_wait_s)
 
     async def run(self, stop: Stop) -> None:
-        """Keep what is needed and, while this gateway has the duty, give up what is not."""
-        bucket: KeyValue | None = None
+        """Keep what is needed and, while this gateway is the leader, delete what is not."""
         trouble, pause_s = Trouble(_logger, "the consumers stay as they are for now"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
             try:
                 for stream in list(self._streams.values()):
                     await stream.refresh(self._ack_wait_s)
-                if bucket is None:
-                    settings = self._settings
-                    bucket = await self._broker.key_value(
-                        topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
-                    )
-                await self.take_turn(bucket)
+                await self.take_turn()
                 trouble.passed()
             except BrokerError as error:
                 trouble.met(error)
@@ -324,10 +321,12 @@ class Consumers:
         for stream in self._streams.values():
             await stream.stop()
 
-    async def take_turn(self, bucket: KeyValue) -> int:
-        """A sweep if it is due and this gateway's duty. Returns how many consumers were deleted. Raises BrokerError."""
-        if not await self._duty.held(bucket) or self._clock() - self._swept_s < SWEEP_S:
+    async def take_turn(self) -> int:
+        """Sweep, if that is due and this gateway is the leader. Returns how many consumers were deleted. Raises
+        BrokerError.
+        """
+        if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
         self._swept_s = self._clock()
-        failpoint("gateway.duty_held")
+        failpoint("gateway.leader_lease_held")
         return sum([await stream.sweep(self._ack_wait_s) for stream in list(self._streams.values())])

@@ -31,13 +31,13 @@ from sie_broker import (
     Write,
     WrongRevision,
 )
+from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import messages, topology
 from sie_contracts.errors import NotReady, PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import Assigned, Heartbeat, PoolSpec, Reservation, Reservations
 from sie_contracts.settings import Settings
 from sie_gateway import assignments
 from sie_gateway.assignments import Candidate
-from sie_gateway.duty import Duty
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
 from sie_gateway.metrics import Metrics
@@ -49,7 +49,7 @@ from sie_runtime.process import Stop, Trouble
 MAX_RESERVATIONS = 64
 EVERY_S = 1.0
 GAP_S = 0.1  # between two looks: heartbeats that come together are one change
-DUTY_S, LAPSE_S = 2.0, 6.0
+RENEW_S, LEASE_S = 2.0, 6.0
 # for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
 UNREADY_S = 30.0
 REMOVED_WITHIN_S = 5.0  # a call waits for the end of an earlier pool of its name
@@ -84,10 +84,12 @@ class Pools(Collection[str]):
         self._clock = clock
         self._metrics = metrics
         self._bucket: KeyValue | None = None
-        self._leases: KeyValue | None = None
-        self._duty = Duty("pools", lapse_s=LAPSE_S)
-        self._has_duty = False
-        self._duty_s = -math.inf
+        leases = Bucket(
+            broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+        )
+        self._lease = LeaderLease(leases, "pools", lease_s=LEASE_S)
+        self._is_leader = False
+        self._renewed_s = -math.inf
         self._record, self._record_revision = Reservations(), 0
         self._assigned, self._assigned_revision = Assigned(), 0
         self._known: frozenset[str] = frozenset()  # reservations, as of the last look
@@ -446,9 +448,9 @@ class Pools(Collection[str]):
                 trouble.passed()
             except BrokerError as error:
                 trouble.met(error)
-        if self._has_duty and self._leases is not None:
+        if self._is_leader:
             with contextlib.suppress(BrokerError):  # then it lapses
-                await self._duty.give_up(self._leases)
+                await self._lease.release()
 
     async def step(self) -> None:
         """One look at everything. Raises BrokerError."""
@@ -487,15 +489,10 @@ class Pools(Collection[str]):
         if not (self._record.pools or self._record.ended or self._assigned.workers):
             return False
         loop_s = asyncio.get_running_loop().time()
-        if loop_s - self._duty_s >= DUTY_S:
-            if self._leases is None:
-                settings = self._settings
-                self._leases = await self._broker.key_value(
-                    topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
-                )
-            self._has_duty = False
-            self._has_duty, self._duty_s = await self._duty.held(self._leases), loop_s
-        return self._has_duty
+        if loop_s - self._renewed_s >= RENEW_S:
+            self._is_leader = False
+            self._is_leader, self._renewed_s = await self._lease.acquire(), loop_s
+        return self._is_leader
 
     async def _expire(self) -> None:
         """End the reservations whose lease is over for certain."""

@@ -1,11 +1,11 @@
 """Keys of clients, kept in the broker: what SIE_AUTH_MODE=token accepts beside the static tokens.
 
-    sie keys create ──► a record with its token's digest, in a bucket ──watch──► a table in every gateway and config
-    service ──► `find` sie keys revoke ──► the same record, revoked ──────────────────────────────────┘
+    sie keys create ──► a record with its token's digest, in a bucket ──watch──► Keys in every gateway ──► `find`
+    sie keys revoke ──► the same record, revoked ──────────┘                     and config service
 
-A token is 256 random bits and stands nowhere but with its holder: of the digest nobody finds it by guessing, so the
-slow, salted hashes that passwords need would add milliseconds to every request and no safety. While the broker is away
-the last known table stays.
+A token is 256 random bits, and only its holder has it. Nobody finds it from the digest by guessing, so the slow, salted
+hashes that passwords need would add milliseconds to every request and no safety. While the broker cannot be reached,
+the last known keys stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import secrets
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, Entry, KeyValue, Subscription
+from sie_broker import Broker, BrokerError, Entry, KeyValue
+from sie_broker.record import Bucket, Record
 from sie_contracts import topology
 from sie_runtime.process import Stop, Trouble
 
@@ -95,89 +96,64 @@ def decode(entry: Entry) -> Key:
     return key
 
 
+def bucket_of(broker: Broker, replicas: int) -> Bucket:
+    """The bucket of keys. It is kept in files always, so that a restart of the broker locks nobody out."""
+    return Bucket(broker, topology.KEYS_BUCKET, storage="file", replicas=replicas)
+
+
 async def open_bucket(broker: Broker, replicas: int) -> KeyValue:
-    """The bucket of keys, made if it is not there: in files always, so that a broker's restart locks nobody out. Raises
-    BrokerError.
-    """
-    return await broker.key_value(topology.KEYS_BUCKET, storage="file", replicas=replicas)
+    """The bucket of keys, open; made if it is not there. Raises BrokerError."""
+    return await bucket_of(broker, replicas).open()
 
 
 class Keys:
-    """What a process knows of all keys. `loaded` from the first complete look on: before it, an unknown token may be a
-    good one.
+    """All keys, as this process knows them.
+
+    `loaded` is true once all keys were read: before it, an unknown token may be a good one. A bucket that was lost
+    took its keys with it.
     """
 
     def __init__(self, broker: Broker, replicas: int) -> None:
         self.loaded = False
-        self._broker = broker
-        self._replicas = replicas
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}
-        self._watch: Subscription | None = None
-        self._made = ""  # which bucket it is that is watched
+        self._record = Record(
+            bucket_of(broker, replicas), decode, self._on_key, on_lost=self._on_lost, drops_unreadable=True
+        )
 
     def find(self, token: str) -> Key | None:
         """The key of a token, also one that has ended.
 
-        What a guesser could time is a look-up by digest, whose bits nobody chooses; the comparison behind it takes the
-        same time always.
+        The time of the look-up by digest tells a guesser nothing: nobody can choose the bits of a digest. The
+        comparison after it always takes the same time.
         """
         digest = digest_of(token)
         key = self._by_digest.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     async def run(self, stop: Stop) -> None:
-        """Follow the bucket until `stop`."""
+        """Follow the bucket until `stop`. Every CHECK_S it is checked to be the same one."""
         trouble = Trouble(_logger, "keys stay as they are for now")
         pause_s = 0.0
         try:
             while not await stop.wait_for(pause_s):
                 try:
-                    await self._follow()
+                    if await self._record.follow():
+                        self.loaded = True
+                        _logger.info("%d keys", len(self._by_id))
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
-                pause_s = CHECK_S if self._watch is not None else RETRY_S
+                pause_s = RETRY_S if self._record.is_stale else CHECK_S
         finally:
-            await self._unfollow()
+            await self._record.close()
 
-    async def _follow(self) -> None:
-        """Read all and watch from there on, unless it is so already. A bucket that was lost took its keys with it.
-        Raises BrokerError.
-        """
-        bucket = await open_bucket(self._broker, self._replicas)
-        made, _, revision = (await bucket.epoch()).rpartition(":")
-        if self._watch is not None and made == self._made:
-            return
-        await self._unfollow()
-        entries = await bucket.entries()
+    def _on_lost(self) -> None:
         self._by_id, self._by_digest = {}, {}
-        for entry in entries:
-            self._take(entry)
-        # the revision is the leader's, and the entries may come from a replica that is behind it: what that lacked
-        # comes by the watch
-        read = min(int(revision), max((entry.revision for entry in entries), default=0))
-        self._watch, self._made = await bucket.watch(self._changed, read), made
-        self.loaded = True
-        _logger.info("%d keys", len(self._by_id))
 
-    async def _unfollow(self) -> None:
-        if self._watch is not None:
-            watch, self._watch = self._watch, None
-            await watch.stop()
-
-    async def _changed(self, entry: Entry) -> None:
-        self._take(entry)
-
-    def _take(self, entry: Entry) -> None:
-        before = self._by_id.pop(entry.key, None)
+    def _on_key(self, key_id: str, key: Key | None, revision: int) -> None:
+        before = self._by_id.pop(key_id, None)
         if before is not None:
             self._by_digest.pop(before.digest, None)
-        if entry.value is None:
-            return
-        try:
-            key = decode(entry)
-        except ValueError as error:
-            _logger.error("key %s cannot be read, so nobody has it: %s", entry.key, error)
-            return
-        self._by_id[key.id] = self._by_digest[key.digest] = key
+        if key is not None:
+            self._by_id[key_id] = self._by_digest[key.digest] = key

@@ -125,8 +125,8 @@ def cold_model(field: Field, name: str, place: Place) -> None:
     field.settled()
 
 
-def duty(field: Field, name: str, place: Place) -> None:
-    """The gateway that has the duty dies, and does nothing of it; nobody depends on when it is done."""
+def leader(field: Field, name: str, place: Place) -> None:
+    """The leader of the gateways dies before it sweeps; nobody depends on when that is done."""
 
     async def lapse(broker: Broker) -> None:
         bucket = await broker.key_value(topology.LEASES_BUCKET)
@@ -365,7 +365,7 @@ SCENARIOS: dict[str, Callable[[Field, str, Place], None]] = {
         given_up,
         client_leaves,
         cold_model,
-        duty,
+        leader,
         consumer_at_rest,
         large_input,
         old_payload,

@@ -21,7 +21,6 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.settings import SettingError
 from sie_gateway import consumers as life
 from sie_gateway.consumers import Consumers, Rest, given_up, rests
-from sie_gateway.duty import Duty
 from sie_runtime import failpoints
 from sie_runtime.failpoints import FailpointError
 
@@ -312,43 +311,19 @@ async def test_no_work_is_orphaned_in_ten_thousand_deletions_that_race_publishes
     assert len(outcome.published) > 2_000
 
 
-# ---- the duty
-
-
-async def test_a_duty_is_taken_over_only_after_its_holder_was_silent(server: MemoryServer) -> None:
-    bucket = await server.connect("a").key_value("leases")
-    one_clock, other_clock = Clock(), Clock()
-    other_clock.now_s -= 500.0  # clocks of two machines
-    one, other = Duty("x", clock=one_clock), Duty("x", clock=other_clock)
-    assert await one.held(bucket)
-    for _ in range(10):
-        one_clock.now_s += 10.0
-        other_clock.now_s += 10.0
-        assert await one.held(bucket)
-        assert not await other.held(bucket)
-    other_clock.now_s += 29.0
-    assert not await other.held(bucket)
-    other_clock.now_s += 1.5
-    assert await other.held(bucket)
-    assert not await one.held(bucket)
-
-
-async def test_of_two_that_take_a_free_duty_at_once_one_gets_it(server: MemoryServer) -> None:
-    bucket = await server.connect("a").key_value("leases")
-    assert sorted(await asyncio.gather(*(Duty("x").held(bucket) for _ in range(8)))) == [False] * 7 + [True]
+# ---- the leader
 
 
 async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
     clock = Clock()
     gateways = [Consumers(server.connect(name), settings_of(), idle_s=0.0, clock=clock) for name in "ab"]
-    bucket = await server.connect("c").key_value("leases")
-    broker = server.connect("d")
+    broker = server.connect("c")
     for each in gateways:
         await each.follow(LANE.pool)
     deleted = []
     for _ in range(3):
         await broker.ensure_consumer(topology.work_consumer(LANE, "bulk", "toy/a", 10.0))
-        deleted.append([await each.take_turn(bucket) for each in gateways])
+        deleted.append([await each.take_turn() for each in gateways])
         clock.now_s += 40.0
     assert deleted == [[1, 0], [0, 0], [1, 0]]
 

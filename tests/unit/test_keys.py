@@ -129,7 +129,7 @@ async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_ou
     revocation.
     """
     key, token = await followed.made()
-    gateway = followed.keys._broker
+    gateway = followed.keys._record.bucket.broker
     gateway.disconnect()  # type: ignore[attr-defined]
     await asyncio.sleep(0.1)  # several looks at a broker that is not there
     assert followed.keys.find(token) == key
@@ -182,10 +182,10 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
     await bucket.write([Write(bad.id, records.encode(replace(bad, revoked_s=2.0)))])
     await bucket.write([Write(good.id, records.encode(good))])
 
-    async def opened(*_: object) -> Behind:
+    async def opened(*_: object, **__: object) -> Behind:
         return behind
 
-    monkeypatch.setattr(records, "open_bucket", opened)
+    monkeypatch.setattr(broker, "key_value", opened)
     keys, stop = Keys(broker, 1), Stop()
     following = asyncio.create_task(keys.run(stop))
     try:

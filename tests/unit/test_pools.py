@@ -276,7 +276,7 @@ class Town(InProcess):
         return sum([await gateway.metric("sie_gateway_pool_events_total", event=event) for gateway in self.gateways])
 
     async def counted(self, event: str) -> None:
-        """The gateway on duty counts a change at its next look, which may be after it shows in a Pool object."""
+        """The leader of the gateways counts a change at its next look, which may be after it shows in a Pool object."""
         async with asyncio.timeout(30):
             while not await self.events(event):  # noqa: ASYNC110  a state of another process
                 await asyncio.sleep(0.02)

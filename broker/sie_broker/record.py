@@ -1,0 +1,268 @@
+"""Replicated records in key-value buckets: follow, decode, reopen, compare-and-set, and a leader's lease.
+
+    Bucket ──open, made if it is not there──► KeyValue
+    Record[T] ◄── read all, then watch ── bucket        owner.on_value(key, value, revision)
+    Record[T].change(key, make) ── get, make, write at that revision ──► bucket
+    LeaderLease ── a key that its holder writes again and again ──► bucket
+
+The broker restarts and loses a bucket that it kept in memory. The connection was lost, so the record is stale:
+`follow` opens the bucket, which makes it, sees by its epoch that it is another one, calls `on_lost`, reads all values
+and watches again. The owner keeps its last values until then.
+
+Two writers race. The later one gets WrongRevision and nothing of its batch is stored. `change` reads the value again
+and repeats, after a random pause that grows, MAX_ATTEMPTS times at most.
+
+A watch falls silent. The broker client asks for the state of the bucket after two seconds of silence and reads again
+what it missed. If somebody else made the bucket anew meanwhile, its revisions begin again at 1: a watch that brings
+a revision that is not above the last one means a lost bucket, and the record is stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from sie_broker import Broker, BrokerError, Entry, KeyValue, PayloadTooBig, Subscription, Write, WrongRevision
+from sie_contracts import messages
+
+MAX_ATTEMPTS = 16  # of one change, while other writers are first
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # upper bounds of the random pause before the next attempt
+LEASE_S = 30.0  # three rounds of a leader that renews every ten seconds
+T = TypeVar("T")
+R = TypeVar("R")
+_logger = logging.getLogger("sie.broker")
+
+
+class UnreadableRecord(BrokerError):
+    """A stored value cannot be decoded. It is left as it is."""
+
+
+async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | None = MAX_ATTEMPTS) -> R:
+    """Call `attempt` until it raises no WrongRevision, `attempts` times at most (None: the caller sets a time-out).
+
+    The random pause between two attempts is at most FIRST_PAUSE_S and doubles up to MAX_PAUSE_S, so that writers which
+    lost against each other do not meet again. Raises WrongRevision after the last attempt.
+    """
+    pause_s = FIRST_PAUSE_S
+    for number in itertools.count(1):
+        try:
+            return await attempt()
+        except WrongRevision:
+            if number == attempts:
+                raise
+        await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311  spreads writers
+        pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+    raise AssertionError("unreachable")
+
+
+class Bucket:
+    """A bucket by its name, opened when it is first used.
+
+    An operation that fails may mean that the broker lost the bucket: the next operation opens it again, which makes it
+    if it is not there.
+    """
+
+    def __init__(
+        self, broker: Broker, name: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+    ) -> None:
+        """`storage`, `replicas` and `max_age_s` as in `Broker.key_value`: they count where the bucket is made."""
+        self.broker = broker
+        self.name = name
+        self._storage = storage
+        self._replicas = replicas
+        self._max_age_s = max_age_s
+        self._opened: KeyValue | None = None
+
+    async def open(self) -> KeyValue:
+        """Open the bucket, also if it is open already: it may have been lost. Raises BrokerError."""
+        self._opened = await self.broker.key_value(
+            self.name, storage=self._storage, replicas=self._replicas, max_age_s=self._max_age_s
+        )
+        return self._opened
+
+    async def get(self, key: str) -> Entry | None:
+        """As `KeyValue.get`."""
+        return await self.use(lambda bucket: bucket.get(key))
+
+    async def write(self, writes: list[Write]) -> int:
+        """As `KeyValue.write`."""
+        return await self.use(lambda bucket: bucket.write(writes))
+
+    async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
+        """The result of an operation on the open bucket. Raises BrokerError."""
+        bucket = self._opened or await self.open()
+        try:
+            return await operation(bucket)
+        except (WrongRevision, PayloadTooBig):
+            raise
+        except BrokerError:
+            self._opened = None
+            raise
+
+
+class Record(Generic[T]):
+    """The values of a bucket, decoded, as they are and as they change. The owner keeps them.
+
+    `follow` belongs to one task, which calls it until it has worked and whenever `is_stale`. `change` may be called by
+    any.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        decode: Callable[[Entry], T],
+        on_value: Callable[[str, T | None, int], None],
+        *,
+        on_lost: Callable[[], None] = lambda: None,
+        read: Callable[[KeyValue], Awaitable[tuple[Sequence[Entry], int]]] | None = None,
+        drops_unreadable: bool = False,
+    ) -> None:
+        """`decode` raises ValueError for what is no value, as msgspec does.
+
+        `on_value(key, value, revision)` is called for each value that is read, watched or changed here; None for a key
+        that was removed. A change may be there before the watch brings what was written earlier: the owner ignores a
+        revision below the one that it has of a key. `on_lost` is called before the values of a new bucket come: those
+        before, and their revisions, are void.
+
+        `read` returns the first entries, and the revision from which on the watch brings what they lack; default: all
+        entries. `drops_unreadable`: an entry that cannot be decoded counts as removed; else its value before stays.
+        """
+        self.bucket = bucket
+        self.is_stale = True
+        self._decode = decode
+        self._on_value = on_value
+        self._on_lost = on_lost
+        self._read = read or _read_all
+        self._drops_unreadable = drops_unreadable
+        self._watch: Subscription | None = None
+        self._created = ""  # when the bucket that is followed was made
+        self._last = 0  # revision that the watch brought last
+
+    async def follow(self) -> bool:
+        """Read all values and watch from there on, unless the same bucket is followed already.
+
+        Returns whether they were read. Raises BrokerError; then the values before stay.
+        """
+        bucket = await self.bucket.open()
+        created, _, revision = (await bucket.epoch()).rpartition(":")
+        if self._watch is not None and created == self._created:
+            self.is_stale = False
+            return False
+        entries, after = await self._read(bucket)
+        await self.close()
+        self._on_lost()
+        for entry in entries:
+            self.take(entry)
+        # The revision is the leader's. The entries may come from a replica that is behind: the watch brings the rest.
+        self._last = min(int(revision), after)
+        self._watch = await bucket.watch(self._on_entry, self._last)
+        self._created, self.is_stale = created, False
+        return True
+
+    async def close(self) -> None:
+        """Stop the watch. The owner may follow again later."""
+        watch, self._watch, self.is_stale = self._watch, None, True
+        if watch is not None:
+            await watch.stop()
+
+    async def reconnected(self) -> None:
+        """To be given to `Broker.on_reconnect`: a broker that restarted may have lost the bucket."""
+        self.is_stale = True
+
+    async def _on_entry(self, entry: Entry) -> None:
+        if entry.revision <= self._last:  # revisions of one bucket only grow
+            self._created, self.is_stale = "", True
+            self._on_lost()
+        self._last = entry.revision
+        self.take(entry)
+
+    def take(self, entry: Entry) -> None:
+        """Decode an entry that was read and give it to the owner. One that cannot be decoded is logged."""
+        try:
+            value = None if entry.value is None else self._decode(entry)
+        except ValueError as error:
+            what = "so it counts as removed" if self._drops_unreadable else "so its value before stays"
+            _logger.error("%s: key %s cannot be read, %s: %s", self.bucket.name, entry.key, what, error)
+            if not self._drops_unreadable:
+                return
+            value = None
+        self._on_value(entry.key, value, entry.revision)
+
+    async def change(self, key: str, make: Callable[[T | None], T]) -> T:
+        """Write what `make` returns for the present value (None: there is none), and return it.
+
+        `make` is called again when another writer was first. Nothing is written where it returns an equal value.
+        Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and what `make` raises.
+        """
+
+        async def attempt() -> T:
+            entry = await self.bucket.get(key)
+            before, revision = None, 0
+            if entry is not None:
+                revision = entry.revision
+                try:
+                    before = self._decode(entry)
+                except ValueError as error:
+                    raise UnreadableRecord(f"{self.bucket.name}: key {key} cannot be read: {error}") from error
+            after = make(before)
+            if after != before:
+                revision = await self.bucket.write([Write(key, messages.encode(after), revision)])
+            self._on_value(key, after, revision)
+            return after
+
+        return await retry_conflicts(attempt)
+
+
+async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
+    entries = await bucket.entries()
+    return entries, max((entry.revision for entry in entries), default=0)
+
+
+class LeaderLease:
+    """Which of several processes is the leader, by a key that the leader renews.
+
+    For moments there may be two leaders or none, so what a leader does must stay right then.
+
+    No two clocks are compared. A process that is not the leader watches, on its own clock, how long the key stays as
+    it is, and takes it over by compare-and-set after `lease_s`. Source: the observed-time rule of client-go's leader
+    election.
+    """
+
+    def __init__(
+        self, bucket: Bucket, key: str, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._holder = uuid.uuid4().hex.encode()
+        self._lease_s = lease_s
+        self._clock = clock
+        self._observed = (0, 0.0)  # the key's revision, and since when it has been that
+
+    async def acquire(self) -> bool:
+        """Take the lease or renew it. Returns whether this process is the leader. Raises BrokerError."""
+        entry = await self._bucket.get(self._key)
+        now_s = self._clock()
+        revision = 0 if entry is None else entry.revision
+        if revision != self._observed[0]:
+            self._observed = revision, now_s
+        if entry is not None and entry.value != self._holder and now_s - self._observed[1] < self._lease_s:
+            return False
+        try:
+            self._observed = await self._bucket.write([Write(self._key, self._holder, revision)]), now_s
+        except WrongRevision:
+            return False
+        return True
+
+    async def release(self) -> None:
+        """Leave the lease to others at once, if this process has it. Raises BrokerError."""
+        entry = await self._bucket.get(self._key)
+        if entry is not None and entry.value == self._holder:
+            with contextlib.suppress(WrongRevision):  # another process took it over
+                await self._bucket.write([Write(self._key, None, entry.revision)])

@@ -1,0 +1,303 @@
+"""Records over both brokers: following, a bucket that is lost, races of writers, and the lease of a leader."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from inprocess import until
+from nats_server import NatsServer
+
+from sie_broker import Broker, BrokerError, Entry, Write, WrongRevision
+from sie_broker.memory import MemoryServer
+from sie_broker.nats import connect
+from sie_broker.record import Bucket, LeaderLease, Record, UnreadableRecord, retry_conflicts
+from sie_contracts import messages
+
+WAIT_S = 30.0
+NAME = "things"
+
+
+class Thing(msgspec.Struct, frozen=True):
+    size: int
+
+
+def decode(entry: Entry) -> Thing:
+    return msgspec.msgpack.decode(entry.value or b"", type=Thing)
+
+
+class Site(abc.ABC):
+    """A broker whose buckets are kept in memory, connections to it, and its restart."""
+
+    def __init__(self) -> None:
+        self.connections: list[Broker] = []
+
+    async def connect(self) -> Broker:
+        broker = await self._connect(f"c{len(self.connections)}")
+        self.connections.append(broker)
+        return broker
+
+    async def bucket(self, broker: Broker | None = None) -> Bucket:
+        return Bucket(broker or await self.connect(), NAME, storage="memory")
+
+    @abc.abstractmethod
+    async def _connect(self, name: str) -> Broker: ...
+
+    @abc.abstractmethod
+    async def restart(self) -> None:
+        """All connections are lost and come back; the buckets are gone."""
+
+    async def close(self) -> None:
+        for each in self.connections:
+            await each.close()
+
+
+class MemorySite(Site):
+    def __init__(self) -> None:
+        super().__init__()
+        self._server = MemoryServer()
+
+    async def _connect(self, name: str) -> Broker:
+        return self._server.connect(name)
+
+    async def restart(self) -> None:
+        self._server.disconnect()
+        self._server.buckets.clear()
+        self._server.reconnect()
+
+
+class NatsSite(Site):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._server = NatsServer(folder)
+        self._server.start()
+
+    async def _connect(self, name: str) -> Broker:
+        return await connect(self._server.url, name=name)
+
+    async def restart(self) -> None:
+        await asyncio.to_thread(self._server.kill)
+        await asyncio.to_thread(self._server.start)
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self._server.kill)
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
+    made: Site = MemorySite() if request.param == "memory" else NatsSite(tmp_path)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
+    made = NatsSite(tmp_path)
+    yield made
+    await made.close()
+
+
+class Owner:
+    """What an owner of a record keeps: the values by key."""
+
+    def __init__(self, bucket: Bucket, *, drops_unreadable: bool = False) -> None:
+        self.sizes: dict[str, int] = {}
+        self.losses = 0
+        self.record = Record(bucket, decode, self._on_value, on_lost=self._on_lost, drops_unreadable=drops_unreadable)
+        bucket.broker.on_reconnect(self.record.reconnected)
+
+    def _on_value(self, key: str, value: Thing | None, revision: int) -> None:
+        if value is None:
+            self.sizes.pop(key, None)
+        else:
+            self.sizes[key] = value.size
+
+    def _on_lost(self) -> None:
+        self.losses += 1
+        self.sizes = {}
+
+    async def shows(self, sizes: dict[str, int]) -> None:
+        await until(lambda: self.sizes == sizes, f"{sizes}, at last {self.sizes}", WAIT_S)
+
+    async def follow(self) -> None:
+        """Until it has worked, as an owner's task does."""
+        async with asyncio.timeout(WAIT_S):
+            while self.record.is_stale:
+                try:
+                    await self.record.follow()
+                except BrokerError:
+                    await asyncio.sleep(0.05)
+
+
+def thing(key: str, size: int) -> Write:
+    return Write(key, messages.encode(Thing(size)))
+
+
+async def test_values_that_are_there_and_those_that_come_are_told(site: Site) -> None:
+    writer = await site.bucket()
+    await writer.write([thing("a", 1), thing("b", 2)])
+    owner = Owner(await site.bucket())
+    assert await owner.record.follow()
+    assert owner.sizes == {"a": 1, "b": 2}
+    await writer.write([thing("a", 3), Write("b", None), thing("c", 4)])
+    await owner.shows({"a": 3, "c": 4})
+    assert not await owner.record.follow(), "it is the same bucket"
+    await owner.record.close()
+    await writer.write([thing("a", 5)])
+    assert owner.sizes["a"] == 3
+
+
+async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(site: Site) -> None:
+    """Revisions begin again: values of the new bucket count although theirs are lower, those of the old one are
+    gone.
+    """
+    writer = await site.bucket()
+    for size in range(5):
+        await writer.write([thing("a", size), thing("old", size)])
+    owner = Owner(await site.bucket())
+    await owner.follow()
+    assert owner.sizes == {"a": 4, "old": 4}
+    before = owner.losses
+    await site.restart()
+    await until(lambda: owner.record.is_stale, "the loss of the connection is known", WAIT_S)
+    assert owner.sizes == {"a": 4, "old": 4}, "the values before stay until the bucket is read"
+    await owner.follow()
+    assert owner.losses == before + 1
+    await owner.shows({})
+    await writer.open()
+    await writer.write([thing("a", 7)])
+    await owner.shows({"a": 7})
+    assert await owner.record.change("a", lambda before: Thing(before.size + 1 if before else 0)) == Thing(8)
+    await owner.shows({"a": 8})
+
+
+async def test_a_watch_that_brings_lower_revisions_makes_the_record_stale(nats: NatsSite) -> None:
+    """The bucket was removed and made anew by somebody else, and no connection was lost."""
+    writer = await nats.bucket()
+    for size in range(5):
+        await writer.write([thing("a", size), thing("old", size)])
+    owner = Owner(await nats.bucket())
+    await owner.follow()
+    broker = await nats.connect()
+    assert await broker.delete_stream(f"KV_{NAME}")
+    await (await nats.bucket(broker)).write([thing("a", 7)])
+    await owner.shows({"a": 7})
+    assert owner.record.is_stale
+    await owner.follow()
+    assert owner.sizes == {"a": 7}
+
+
+async def test_racing_changes_all_land_once(site: Site) -> None:
+    owners = [Owner(await site.bucket()) for _ in range(4)]
+    for owner in owners:
+        await owner.follow()
+
+    async def add(owner: Owner) -> None:
+        for _ in range(10):
+            await owner.record.change("count", lambda before: Thing((before.size if before else 0) + 1))
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*(add(owner) for owner in owners))
+    for owner in owners:
+        await owner.shows({"count": 40})
+
+
+async def test_a_change_to_an_equal_value_writes_nothing(site: Site) -> None:
+    owner = Owner(await site.bucket())
+    await owner.record.change("a", lambda _: Thing(1))
+    bucket = await owner.record.bucket.open()
+    epoch = await bucket.epoch()
+    assert await owner.record.change("a", lambda _: Thing(1)) == Thing(1)
+    assert await bucket.epoch() == epoch
+
+
+@pytest.mark.parametrize(("drops", "left"), [(False, {"a": 1, "b": 2, "c": 3}), (True, {"a": 1, "c": 3})])
+async def test_an_entry_that_cannot_be_decoded_does_not_stop_the_rest(
+    site: Site, drops: bool, left: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged and left as it is: `change` raises instead of overwriting it."""
+    writer = await site.bucket()
+    await writer.write([thing("a", 1), thing("b", 2)])
+    owner = Owner(await site.bucket(), drops_unreadable=drops)
+    await owner.follow()
+    await writer.write([Write("b", b"\xc1"), thing("c", 3)])
+    await owner.shows(left)
+    assert f"{NAME}: key b cannot be read" in caplog.text
+    with pytest.raises(UnreadableRecord, match="key b cannot be read"):
+        await owner.record.change("b", lambda _: Thing(9))
+    entry = await writer.get("b")
+    assert entry is not None
+    assert entry.value == b"\xc1"
+    late = Owner(await site.bucket(), drops_unreadable=drops)
+    await late.follow()
+    assert late.sizes == {"a": 1, "c": 3}
+
+
+async def test_a_change_is_tried_a_bounded_number_of_times() -> None:
+    tries = 0
+
+    async def loses() -> None:
+        nonlocal tries
+        tries += 1
+        raise WrongRevision("another writer was first")
+
+    with pytest.raises(WrongRevision):
+        await retry_conflicts(loses, attempts=5)
+    assert tries == 5
+
+
+# the lease of a leader
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_a_lease_passes_on_only_after_its_holder_was_silent(site: Site) -> None:
+    one_clock, other_clock = Clock(), Clock()
+    other_clock.now_s -= 500.0  # clocks of two machines
+    one = LeaderLease(await site.bucket(), "x", clock=one_clock)
+    other = LeaderLease(await site.bucket(), "x", clock=other_clock)
+    assert await one.acquire()
+    for _ in range(10):
+        one_clock.now_s += 10.0
+        other_clock.now_s += 10.0
+        assert await one.acquire()
+        assert not await other.acquire()
+    other_clock.now_s += 29.0
+    assert not await other.acquire()
+    other_clock.now_s += 1.5
+    assert await other.acquire()
+    assert not await one.acquire()
+    await other.release()
+    assert await one.acquire(), "a lease that was released is free at once"
+
+
+async def test_of_processes_that_take_a_free_lease_at_once_one_gets_it(site: Site) -> None:
+    buckets = [await site.bucket() for _ in range(4)]
+    leases = [LeaderLease(bucket, "x") for bucket in buckets]
+    async with asyncio.timeout(WAIT_S):
+        assert sorted(await asyncio.gather(*(lease.acquire() for lease in leases))) == [False] * 3 + [True]
+
+
+async def test_a_lease_that_was_lost_with_its_broker_is_taken_again(site: Site) -> None:
+    lease = LeaderLease(await site.bucket(), "x")
+    assert await lease.acquire()
+    await site.restart()
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                held = await lease.acquire()
+            except BrokerError:
+                await asyncio.sleep(0.05)
+                continue
+            break
+    assert held
