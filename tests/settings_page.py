@@ -5,29 +5,15 @@ python tests/settings_page.py
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import re
 from pathlib import Path
 
 from sie_contracts import settings
-from sie_contracts.settings import MACHINE_PROFILE_DEFAULTS, ROWS, Row, Settings, shown
+from sie_contracts.settings import MACHINE_PROFILE_DEFAULTS, ROWS, Row, shown
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 MODES = {"queue": " Not with `--standalone`.", "standalone": " With `--standalone` alone."}
-
-
-def groups() -> dict[str, list[Row]]:
-    """The settings under the headings that they have in the code."""
-    found: dict[str, list[Row]] = {}
-    by_field = {row.field: row for row in ROWS}
-    for heading, field in re.findall(
-        r"^    (?:# (.+)|(\w+): .* = _row\(.*)$", inspect.getsource(Settings), re.MULTILINE
-    ):
-        if heading:
-            found[heading] = []
-        else:
-            found[list(found)[-1]].append(by_field[field])
-    return found
 
 
 def _row(row: Row) -> str:
@@ -41,9 +27,9 @@ def _row(row: Row) -> str:
 def tables() -> str:
     """A table for each group, in the order of the code."""
     parts = []
-    for heading, rows in groups().items():
+    for heading, rows in itertools.groupby(ROWS, key=lambda row: row.heading):
         head = "| setting | default | expected | read by | meaning |\n|---|---|---|---|---|"
-        parts.append("\n".join([f"### {heading[0].upper()}{heading[1:]}", "", head, *map(_row, rows)]))
+        parts.append("\n".join([f"### {heading}", "", head, *map(_row, rows)]))
     return "\n\n".join(parts)
 
 

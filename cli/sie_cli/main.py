@@ -22,7 +22,7 @@ from sie_cli.doctor import doctor
 from sie_cli.keys import keys
 from sie_cli.models import models
 from sie_cli.models.weights import weights
-from sie_cli.options import AnyPosition, loaded, refuse, settings_options
+from sie_cli.options import AnyPosition, ManyOptions, loaded, refuse, settings_options
 from sie_cli.serve import DRAIN, LAME_DUCK, SPARE, serve
 from sie_cli.top import top
 from sie_cli.topology import topology
@@ -94,7 +94,7 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
         refuse(error)
 
 
-@main.command()
+@main.command(cls=ManyOptions)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -122,7 +122,7 @@ def gateway(
     _run(settings.log_json, begun)
 
 
-@main.command(short_help="The config service: writes the catalogue.")
+@main.command(cls=ManyOptions, short_help="The config service: writes the catalogue.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -141,7 +141,7 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
     _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, lame_duck_s=lame_duck_s))
 
 
-@main.command()
+@main.command(cls=ManyOptions)
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address of the probes and metrics.")
 @click.option(
     "--record-trace",
@@ -166,7 +166,7 @@ def sidecar(host: str, record_trace: Path | None, **values: Any) -> None:
         recording.end()
 
 
-@main.command()
+@main.command(cls=ManyOptions)
 @click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @settings_options("adapter")
 def adapter(spare: bool, **values: Any) -> None:
@@ -181,7 +181,7 @@ def adapter(spare: bool, **values: Any) -> None:
         refuse(error)
 
 
-@main.command("settings")
+@main.command("settings", cls=ManyOptions)
 @click.option("--standalone", is_flag=True, help="As `sie serve --standalone` would read them.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter")

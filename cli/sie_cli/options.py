@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, SettingError, load, shown
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
-
-if TYPE_CHECKING:
-    pass
 
 F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
@@ -64,6 +61,44 @@ def url_option(name: str, what: str) -> Callable[[F], F]:
     )
 
 
+class SettingOption(click.Option):
+    """The option of a setting, which --help shows under the heading of its group."""
+
+    def __init__(self, *args: Any, heading: str = "", **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.heading = heading
+
+
+class ManyOptions(click.Command):
+    """A command with the options of many settings: --help shows them by their headings, each group by the alphabet.
+
+    Before them are the options of the names in `first`, under MOST_USED and in that order, and the command's own.
+    """
+
+    MOST_USED, OWN = "Most used options", "Options"
+
+    def __init__(self, *args: Any, first: Sequence[str] = (), **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._first = tuple(first)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, dict[str, tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(self._heading(param), {})[param.opts[0]] = record
+        headings = [self.MOST_USED, self.OWN, *dict.fromkeys(row.heading for row in ROWS)]
+        for heading in (each for each in headings if each in sections):
+            order = self._first if heading == self.MOST_USED else sorted(sections[heading])
+            with formatter.section(heading):
+                formatter.write_dl([sections[heading][name] for name in order])
+
+    def _heading(self, param: click.Parameter) -> str:
+        if param.opts[0] in self._first:
+            return self.MOST_USED
+        return param.heading if isinstance(param, SettingOption) else self.OWN
+
+
 class AnyPosition(click.Group):
     """A group that takes the options which say where to look before the name of a command too: `sie --url URL dlq
     list`.
@@ -95,8 +130,12 @@ def _option(row: Row) -> Callable[[F], F]:
     text = f"{row.meaning} [{row.name}; default: {shown(row, row.default)}]"
     names = [row.flag, *([ALIASES[row.name]] if row.name in ALIASES else [])]
     if isinstance(row.default, bool):
-        return click.option(f"{row.flag}/--no-{row.flag[2:]}", row.field, default=None, help=text)
-    return click.option(*names, row.field, default=None, metavar="VALUE", help=text)
+        names, metavar = [f"{row.flag}/--no-{row.flag[2:]}"], None
+    else:
+        metavar = "VALUE"
+    return click.option(
+        *names, row.field, cls=SettingOption, heading=row.heading, default=None, metavar=metavar, help=text
+    )
 
 
 def _failpoints(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

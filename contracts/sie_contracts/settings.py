@@ -17,7 +17,7 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +82,7 @@ class Row:
     mode: Mode | None = None
     secret: bool = False
     waits_for: str = ""
+    heading: str = ""  # under which documents and --help show it
 
     @property
     def is_standard(self) -> bool:
@@ -119,12 +120,13 @@ def _row(
     *,
     mode: Mode | None = None,
     waits_for: str = "",
+    heading: str = "",
 ) -> Any:
+    """A field of Settings. `heading` opens a group: the fields after it, up to the next heading, belong to it."""
     expected, parse = kind
     readers = COMPONENTS if components == "all" else tuple(components.split())
-    meta = Row(
-        name, "", default, readers, expected, parse, meaning, mode, parse in (_secret, _secrets, _password), waits_for
-    )
+    is_secret = parse in (_secret, _secrets, _password)
+    meta = Row(name, "", default, readers, expected, parse, meaning, mode, is_secret, waits_for, heading)
     return dataclasses.field(default=default, metadata={"row": meta})
 
 
@@ -338,13 +340,13 @@ class Settings:
     `str` holds a secret.
     """
 
-    # device and models
     device: str = _row(
         "auto",
         "SIE_DEVICE",
         "adapter",
         DEVICE,
         "Device of all forward passes; auto takes CUDA, then MPS, then CPU. A named device that is absent is a start error.",
+        heading="Device and models",
     )
     models_dir: str | None = _row(
         None,
@@ -377,13 +379,13 @@ class Settings:
         LABEL,
         "Overrides the detected type of the GPU, by which requests may be routed; it is the machine profile where SIE_MACHINE_PROFILE is unset.",
     )
-    # weights
     local_cache: str | None = _row(
         None,
         "SIE_LOCAL_CACHE",
         "adapter",
         PATH,
         "First place looked up for weights, and where downloads land. Default: HF_HOME.",
+        heading="Weights",
     )
     cluster_cache: str | None = _row(
         None,
@@ -402,7 +404,6 @@ class Settings:
         PATH,
         "Hugging Face's own variable, read only: default of SIE_LOCAL_CACHE.",
     )
-    # batching
     max_batch_requests: int = _row(
         64,
         "SIE_MAX_BATCH_REQUESTS",
@@ -410,6 +411,7 @@ class Settings:
         _whole(1),
         "Most requests per batch. In queue mode SIE_BATCHER_MAX_BATCH_REQUESTS applies.",
         mode="standalone",
+        heading="Batching",
     )
     max_batch_wait_ms: int = _row(
         10,
@@ -507,13 +509,13 @@ class Settings:
         _whole(0),
         "Age of the oldest item of an absent model from which a worker swaps to it. The model that goes has been there for as long, and for as long as its load took, of which 5 s count.",
     )
-    # cluster
     nats_url: str | None = _row(
         None,
         "SIE_NATS_URL",
         "gateway sidecar config",
         _url("nats", "tls"),
         "Broker, as USER@HOST:PORT where it wants SIE_NATS_PASSWORD. Credentials in it are never shown.",
+        heading="Cluster",
     )
     nats_password: Secret | None = _row(
         None,
@@ -702,13 +704,13 @@ class Settings:
         _whole(1 << 20),
         "Most bytes in one pool's work stream; beyond it the newest work is refused.",
     )
-    # worker
     pool: str = _row(
         "_default",
         "SIE_POOL",
         "sidecar gateway",
         ("1 to 63 letters, digits, _ or -", _pool),
         "Pool of the worker, part of stream and subject names.",
+        heading="Worker",
     )
     bundle: str = _row(
         "default",
@@ -807,13 +809,13 @@ class Settings:
         _whole(3),
         "Time without a lease renewal after which work goes to another worker, seconds; renewed every third of it.",
     )
-    # memory and disk
     memory_pressure_threshold_percent: float = _row(
         85.0,
         "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT",
         "adapter",
         _number(1, 99),
         "Device memory use above which the least recently used idle model is unloaded.",
+        heading="Memory and disk",
     )
     disk_cache_enabled: bool = _row(
         True,
@@ -846,8 +848,14 @@ class Settings:
         LIST,
         "Models loaded before the worker is ready. An unknown name is a start error.",
     )
-    # logs and traces
-    log_json: bool = _row(False, "SIE_LOG_JSON", "all", BOOL, "One JSON object per log line.")
+    log_json: bool = _row(
+        False,
+        "SIE_LOG_JSON",
+        "all",
+        BOOL,
+        "One JSON object per log line.",
+        heading="Logs and traces",
+    )
     tracing_enabled: bool = _row(
         False, "SIE_TRACING_ENABLED", "all", BOOL, "OpenTelemetry tracing of requests, from HTTP to the forward pass."
     )
@@ -912,13 +920,13 @@ class Settings:
         _choices("tracecontext", "baggage", "none"),
         "Whether the W3C trace context of clients is taken up: tracecontext is in it. Baggage is not read.",
     )
-    # engine
     preprocessor_workers: int = _row(
         4,
         "SIE_PREPROCESSOR_WORKERS",
         "sidecar adapter",
         _whole(1),
         "Threads that tokenise, shared by all models; in the adapter for families that tokenise themselves.",
+        heading="Engine",
     )
     image_workers: int = _row(
         4, "SIE_IMAGE_WORKERS", "adapter", _whole(1), "Threads that prepare images.", waits_for="image models"
@@ -984,9 +992,15 @@ class Settings:
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
 
 
-ROWS: tuple[Row, ...] = tuple(
-    dataclasses.replace(field.metadata["row"], field=field.name) for field in dataclasses.fields(Settings)
-)
+def _rows() -> Iterator[Row]:
+    heading = ""
+    for field in dataclasses.fields(Settings):
+        row: Row = field.metadata["row"]
+        heading = row.heading or heading
+        yield dataclasses.replace(row, field=field.name, heading=heading)
+
+
+ROWS: tuple[Row, ...] = tuple(_rows())
 BY_NAME = {row.name: row for row in ROWS}
 
 # Measured values that beat a documented default on one kind of machine. The documented default itself stays. cpu: 4,096

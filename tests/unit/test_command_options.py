@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ from sie_cli.main import main
 from sie_cli.models.add import who_reads
 from sie_cli.models.service import service_of
 from sie_cli.options import behind
-from sie_contracts.settings import load
+from sie_cli.serve import FIRST
+from sie_contracts.settings import ROWS, load
 
 ADDRESSES = {"--nats-url", "--gateway-url", "--config-service-url"}
 PROCESSES = {"serve", "gateway", "config", "sidecar", "adapter", "settings", "standalone"}
@@ -132,6 +134,30 @@ def test_a_server_without_the_part_that_is_asked_is_named(tmp_path: Path) -> Non
         cluster = Cluster.of(load(environ={}), tmp_path)
         with service_of(cluster, writes=False) as service:
             assert service.url == "http://127.0.0.1:1"
+
+
+def sections(command: click.Command) -> dict[str, list[str]]:
+    """The options that --help shows, by heading."""
+    with click.Context(command) as context:
+        lines = command.get_help(context).splitlines()
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        if re.fullmatch(r"[A-Z].*:", line):
+            found[line.removesuffix(":")] = []
+        elif line.startswith("  -") and found:
+            found[list(found)[-1]].append(line.split()[0].strip(","))
+    return found
+
+
+def test_the_help_of_serve_begins_with_what_is_needed_first_and_groups_the_rest() -> None:
+    found = sections(main.commands["serve"])
+    headings = list(dict.fromkeys(row.heading for row in ROWS))
+    assert list(found) == ["Most used options", "Options", *headings]
+    assert tuple(found["Most used options"]) == FIRST
+    for heading in headings:
+        assert found[heading] == sorted(found[heading])
+        flags = {row.flag for row in ROWS if row.heading == heading and row.name.startswith("SIE_") and not row.secret}
+        assert flags - set(FIRST) == set(found[heading]), heading
 
 
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:

@@ -16,7 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sie_cli import serve
+from sie_cli import processes
 from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.supervisor import Child, Supervisor
@@ -133,7 +133,10 @@ def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str
 
     known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = ["serve", "--standalone", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
-    with mock.patch.dict(os.environ, known | environ, clear=True), mock.patch.object(serve._Serve, "run", greeted):
+    with (
+        mock.patch.dict(os.environ, known | environ, clear=True),
+        mock.patch.object(processes.LocalCluster, "run", greeted),
+    ):
         done = CliRunner().invoke(main, argv)
     assert done.exit_code == 0, done.output
     return {line.partition(" ")[0]: line for line in lines}
@@ -157,7 +160,7 @@ def test_a_server_that_everybody_may_use_says_so(
 @pytest.mark.parametrize(
     ("environ", "example"),
     [
-        ({}, f"/v1/encode/{serve.EXAMPLE_MODEL} "),
+        ({}, f"/v1/encode/{processes.EXAMPLE_MODEL} "),
         ({"SIE_BUNDLE": "search"}, "/v1/models"),
         ({"SIE_MODEL_FILTER": "BAAI/bge-m3"}, "/v1/models"),
     ],

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from documented_examples import DEVELOPMENT, PRODUCTION, exported
 
-from sie_cli import serve
+from sie_cli import processes
 from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.options import loaded
@@ -53,7 +53,10 @@ def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
 
     known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     argv = ["serve", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
-    with mock.patch.dict(os.environ, known | environ, clear=True), mock.patch.object(serve._Serve, "run", noted):
+    with (
+        mock.patch.dict(os.environ, known | environ, clear=True),
+        mock.patch.object(processes.LocalCluster, "run", noted),
+    ):
         done = CliRunner().invoke(main, argv)
     assert done.exit_code == 0, done.output
     lines = done.stderr.splitlines()

@@ -215,7 +215,8 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
 
     Every option of `sie serve` may follow, and wins over what serve.env says. Variables do not.
     """
-    from sie_cli.serve import flag, serve
+    from sie_cli.processes import flag
+    from sie_cli.serve import serve
 
     folder = folder.absolute()
     with _refusing():

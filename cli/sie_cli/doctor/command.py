@@ -21,7 +21,7 @@ from sie_cli.doctor.finding import Check, Finding
 from sie_cli.doctor.gpu import PROBE_S
 from sie_cli.doctor.look import Absent, Blind, Look, looking
 from sie_cli.doctor.settings import check_settings, faults_of
-from sie_cli.options import flags_of, refuse, settings_options
+from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts.settings import SettingError, load
 
 CHECK_S = 30.0
@@ -46,7 +46,7 @@ class Report(msgspec.Struct, frozen=True):
     findings: list[Finding] = []
 
 
-@click.command(short_help="What is wrong with a cluster, and what mends it.")
+@click.command(cls=ManyOptions, short_help="What is wrong with a cluster, and what mends it.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")

@@ -1,0 +1,35 @@
+"""When a process of `sie serve` is ready: probes that say what is still missing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import httpx
+
+from sie_contracts.settings import Secret
+
+Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]  # why it is not ready; None once it is
+
+
+async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
+    """Why the process whose /readyz is at `url` is not ready; None once it is."""
+    try:
+        answer = await client.get(url)
+    except httpx.HTTPError as error:
+        return f"no answer ({type(error).__name__})"
+    return None if answer.status_code == 200 else answer.text.removeprefix("not ready: ")
+
+
+async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
+    """Why the gateway, asked at its /health, does not serve by that many workers yet.
+
+    A worker is ready before the gateway has heard of it, and requests of that moment would be refused.
+    """
+    try:
+        answer = await client.get(url, headers={"Authorization": f"Bearer {token.reveal()}"})
+    except httpx.HTTPError as error:
+        return f"no answer ({type(error).__name__})"
+    if answer.status_code != 200:
+        return f"{url} answers {answer.status_code}"
+    healthy = answer.json()["cluster"]["worker_count"]
+    return None if healthy >= count else f"{healthy} of {count} healthy"
