@@ -195,14 +195,20 @@ class Record(Generic[T]):
             value = None
         self._on_value(entry.key, value, entry.revision)
 
-    async def change(self, key: str, make: Callable[[T | None], T]) -> T:
-        """Write what `make` returns for the present value (None: there is none), and return it.
+    async def refresh(self, key: str) -> None:
+        """Read one value again. Raises BrokerError."""
+        entry = await self.bucket.get(key)
+        if entry is not None:
+            self.take(entry)
 
-        `make` is called again when another writer was first. Nothing is written where it returns an equal value.
-        Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and what `make` raises.
+    async def change(self, key: str, make: Callable[[T | None], T | None]) -> T | None:
+        """Write what `make` returns for the present value (None: there is none), and return the value that stands.
+
+        `make` is called again when another writer was first. Nothing is written where it returns None or an equal
+        value. Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and what `make` raises.
         """
 
-        async def attempt() -> T:
+        async def attempt() -> T | None:
             entry = await self.bucket.get(key)
             before, revision = None, 0
             if entry is not None:
@@ -212,9 +218,12 @@ class Record(Generic[T]):
                 except ValueError as error:
                     raise UnreadableRecord(f"{self.bucket.name}: key {key} cannot be read: {error}") from error
             after = make(before)
-            if after != before:
+            if after is None or after == before:
+                after = before
+            else:
                 revision = await self.bucket.write([Write(key, messages.encode(after), revision)])
-            self._on_value(key, after, revision)
+            if after is not None:
+                self._on_value(key, after, revision)
             return after
 
         return await retry_conflicts(attempt)

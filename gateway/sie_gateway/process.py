@@ -28,6 +28,8 @@ from sie_gateway.lag import Lag
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_gateway.placement import Ages, Placer
+from sie_gateway.pool_keeper import PoolKeeper
+from sie_gateway.pool_rules import not_found
 from sie_gateway.pools import Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
 from sie_gateway.scaling import Scaling
@@ -99,7 +101,7 @@ async def serve(
     )
     queue = WorkQueue(broker, settings, metrics, on_lost, offload)
     clock = BrokerClock(broker, topology.stream_name(settings.pool))
-    pools = Pools(settings, broker, fleet, queue, inbox, clock, metrics)
+    pools = Pools(settings, broker, fleet, queue, clock, metrics)
     backlog = Backlog(broker, pools)
     ages = Ages(broker, backlog, clock.now_s)
     placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, ages.of, clock.now_s)
@@ -107,8 +109,13 @@ async def serve(
     admission = Admission(settings, broker, fleet, backlog, metrics, epoch=lambda: feed.catalogue.epoch)
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
     cold = ColdStarts(fleet, demand, metrics, pools.pending_reason)
-    for part in (admission, backlog, placer, demand, cold):
-        pools.on_gone.append(part.forget)
+
+    def on_pool_gone(name: str) -> None:
+        inbox.fail_pool(name, not_found(name))
+        for part in (admission, backlog, placer, demand, cold):
+            part.forget(name)
+
+    keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
     scaling = Scaling(settings, broker, feed, fleet, backlog, admission.peers, demand, pools, clock.now_s)
     inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, cold)
     lag = Lag(broker, backlog, pools, clock.now_s)
@@ -172,7 +179,7 @@ async def serve(
         tasks.start(admission.peers.run(drained), "announcements")
         tasks.start(demand.run(drained), "demand")
         tasks.start(placer.run(drained), "placement")
-        tasks.start(pools.run(drained), "pools")
+        tasks.start(keeper.run(drained), "pools")
         tasks.start(status.run(drained), "status")
         tasks.start(status.sockets.run(drained), "status sockets")
 
@@ -240,7 +247,7 @@ async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, poo
     """
     try:
         await placer.start(storage=settings.stream_storage, replicas=settings.stream_replicas)
-        await pools.start()
+        await pools.record.follow()
         for pool in sorted(pools.own):
             await queue.ensure_pool(pool)
     except TopologyMismatch as error:

@@ -18,7 +18,7 @@ from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOp
 from sie_contracts.messages import PoolSpec
 from sie_contracts.names import did_you_mean
 from sie_gateway import assignments
-from sie_gateway.pools import not_found
+from sie_gateway.pool_rules import not_found
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway

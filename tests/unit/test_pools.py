@@ -23,7 +23,7 @@ from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbi
 from sie_contracts.messages import PoolSpec, Reservation
 from sie_contracts.settings import Settings
 from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
-from sie_gateway.pools import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
+from sie_gateway.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.queue import work_spec
 from sie_gateway.reserving import parse_spec
 

@@ -1,0 +1,153 @@
+"""What the record of reservations becomes by a change, and what a Pool object shows. Pure functions.
+
+Each change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it.
+Times are seconds of the broker's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sie_contracts import topology
+from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.messages import Heartbeat, PoolSpec, Reservation, Reservations
+
+MAX_RESERVATIONS = 64
+HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
+TOO_FEW = "not as many workers are free as it asks for"
+ON_THEIR_WAY = "its workers do not serve it yet"
+
+
+class SpecDiffers(Exception):
+    """A reservation of this name exists with another spec."""
+
+    def __init__(self, present: Reservation) -> None:
+        super().__init__(present.spec.name)
+        self.present = present
+
+
+def shown(name: str) -> str:
+    """A pool's name as Pool objects print it."""
+    return "default" if name == topology.pool_name("default") else name
+
+
+def not_found(name: str) -> PoolNotFound:
+    return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease is over", param="name")
+
+
+def exists(name: str, pool: dict[str, Any]) -> PoolConflict:
+    """The error for the name of a pool that is no reservation. `pool`: its Pool object."""
+    return PoolConflict(
+        f"name: a pool {shown(name)!r} exists and is no reservation", param="name", extras={"pool": pool}
+    )
+
+
+def exists_otherwise(name: str, pool: dict[str, Any]) -> PoolConflict:
+    """The error for a reservation with another spec. `pool`: its Pool object."""
+    return PoolConflict(f"name: a reservation {name!r} exists with another spec", param="name", extras={"pool": pool})
+
+
+# ---- changes of the record
+
+
+def created(record: Reservations, spec: PoolSpec, now_s: float, *, takes_last: bool) -> Reservations:
+    """With a reservation of this spec, new or renewed.
+
+    Raises SpecDiffers, QueueUnavailable while an earlier one of its name is being removed, PoolOperationForbidden over
+    the limit.
+    """
+    name = spec.name
+    present = record.pools.get(name)
+    if present is not None and present.spec != spec:
+        raise SpecDiffers(present)
+    if name in record.ended or (present is not None and now_s >= present.expires_s):
+        raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
+    if present is None and len(record.pools) >= MAX_RESERVATIONS:
+        raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
+    wanted = Reservation(spec, now_s, now_s) if present is None else msgspec.structs.replace(present, renewed_s=now_s)
+    return _with(record, msgspec.structs.replace(wanted, takes_last=wanted.takes_last or takes_last))
+
+
+def renewed(record: Reservations, name: str, now_s: float) -> Reservations:
+    """With the lease of a reservation begun anew. Raises PoolNotFound."""
+    present = live(record, name, now_s)
+    return _with(record, msgspec.structs.replace(present, renewed_s=max(now_s, present.renewed_s)))
+
+
+def deleted(record: Reservations, name: str, now_s: float) -> Reservations:
+    """With a reservation ended. Raises PoolNotFound."""
+    live(record, name, now_s)
+    return without(record, name, now_s)
+
+
+def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
+    """With a reservation ended if its lease was over at `over_s`; else as it is."""
+    present = record.pools.get(name)
+    return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
+
+
+def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
+    """Without a reservation. `ended_s`: what is left of it is to be removed; None: nothing is left of it."""
+    pools = {other: each for other, each in record.pools.items() if other != name}
+    return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
+
+
+def removed(record: Reservations, name: str) -> Reservations:
+    """With nothing left of a reservation that has ended: its name is free."""
+    return Reservations(record.pools, {other: at_s for other, at_s in record.ended.items() if other != name})
+
+
+def live(record: Reservations, name: str, now_s: float) -> Reservation:
+    """A reservation whose lease has not ended. Raises PoolNotFound."""
+    present = record.pools.get(name)
+    if present is None or now_s >= present.expires_s:
+        raise not_found(name)
+    return present
+
+
+def _with(record: Reservations, each: Reservation) -> Reservations:
+    return msgspec.structs.replace(record, pools={**record.pools, each.spec.name: each})
+
+
+# ---- Pool objects
+
+
+def own_pool(name: str, workers: Sequence[Heartbeat]) -> dict[str, Any]:
+    """The Pool object of a pool that is no reservation."""
+    spec: dict[str, Any] = {
+        "name": shown(name),
+        "bundle": None,
+        "gpus": {},
+        "ttl_seconds": None,
+        "minimum_worker_count": 0,
+        "gpu_caps": {},
+        "pinned_models": [],
+    }
+    times = {"created_at": None, "last_renewed": None, "expires_at": None}
+    status = {"state": "active", "assigned_workers": list(map(_worker, workers)), **times}
+    return {"name": shown(name), "spec": spec, "status": status}
+
+
+def reserved_pool(each: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> dict[str, Any]:
+    """The Pool object of a reservation. `pending_reason`: why it is not active; empty where it is."""
+    spec = {
+        **msgspec.structs.asdict(each.spec),
+        "bundle": each.spec.bundle or None,
+        "pinned_models": list(each.spec.pinned_models),
+    }
+    status = {
+        "state": "pending" if pending_reason else "active",
+        "assigned_workers": list(map(_worker, workers)),
+        "created_at": each.created_s,
+        "last_renewed": each.renewed_s,
+        "expires_at": each.expires_s,
+        **({"reason": pending_reason} if pending_reason else {}),
+    }
+    return {"name": each.spec.name, "spec": spec, "status": status}
+
+
+def _worker(beat: Heartbeat) -> dict[str, Any]:
+    return {"name": beat.worker, "url": None, "gpu": beat.machine_profile}
