@@ -234,7 +234,7 @@ def rows(size: str, arguments: argparse.Namespace, engine: Engine, batch_tokens:
         entry = ModelEntry(
             id=size, weights=Weights(path=folder), family="text-encoder", outputs={"dense": width}, max_tokens=LONGEST
         )
-        loaded = engine.residency.ensure(size, entry, "default", ())[0].describe(0.0)
+        loaded = engine.residency.ensure(size, entry).describe(0.0)
         if loaded.precision != arguments.precision:
             raise SystemExit(f"this device computes in {loaded.precision}, not in {arguments.precision}")
         default, same = stock(folder, device, "float32"), stock(folder, device, arguments.precision)

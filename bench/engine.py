@@ -118,7 +118,7 @@ def engine(precision: str, attention: str = "auto") -> Run:
     prepare_process()
     made = Engine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
     entry = parse_entry(yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text()))
-    made.residency.ensure("mini", entry, "default", ())
+    made.residency.ensure("mini", entry)
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
         replies: dict[int, Reply] = {}

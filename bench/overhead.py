@@ -70,7 +70,7 @@ class Alone:
         self.engine = Engine(settings)
         self.budget = settings.max_batch_cost
         entry = packaged_catalogue().entries[MODEL]
-        resident, _ = self.engine.residency.ensure(MODEL, entry, "default", ())
+        resident = self.engine.residency.ensure(MODEL, entry)
         self.precision = resident.describe(0.0).precision
         self.tokenizer = ModelTokenizer(resident.weights.tokenizer, entry.max_tokens)
 

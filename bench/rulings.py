@@ -155,7 +155,7 @@ def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
     made = Engine(Settings(device="cpu", default_compute_precision="bfloat16"))
     entry = parse_entry(yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text()))
     for model in models:
-        made.residency.ensure(model, entry, "default", ())
+        made.residency.ensure(model, entry)
     return made, entry
 
 

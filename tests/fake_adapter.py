@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -85,11 +86,13 @@ class FakeAdapter:
         self.lanes = lanes
         self.hold_batches = False
         self.hold_loads = False
+        self.hold_relief = False
         self.refusals: dict[str, SIEError] = {}
         self.failures: dict[str, ErrorInfo] = {}
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loads: list[str] = []
-        self.evictable: list[tuple[str, ...]] = []  # that each of these loads was offered
+        self.may_drop: list[tuple[str, ...]] = []  # that each of these loads was offered
+        self.dropped: tuple[str, ...] = ()  # what every reply names as unloaded
         self.most_loras = 10
         self.loras: dict[str, list[str]] = {}
         self.lora_loads: list[str] = []
@@ -187,6 +190,8 @@ class FakeAdapter:
                 elif isinstance(request, ipc.EnsureLora):
                     await self._send(writer, await self._load_lora(request))
                 else:
+                    if self.hold_relief and isinstance(request, ipc.Ping) and request.may_drop:
+                        await self._hold()
                     await self._send(writer, self._at_once(request))
         except (EOFError, OSError, ipc.FrameError):
             pass  # the sidecar went away
@@ -203,7 +208,7 @@ class FakeAdapter:
             case ipc.Ping():
                 self.pings.append(asyncio.get_running_loop().time())
                 self._note()
-                return ipc.Pong(os.getpid(), batches=len(self.batches))
+                return ipc.Pong(os.getpid(), batches=len(self.batches), dropped=self.dropped)
             case ipc.Describe():
                 return ipc.Description(
                     ipc.PROTOCOL,
@@ -226,13 +231,13 @@ class FakeAdapter:
 
     async def _load(self, request: ipc.EnsureReady) -> ipc.Reply:
         self.loads.append(request.model)
-        self.evictable.append(request.evictable)
+        self.may_drop.append(request.may_drop)
         self._note()
         if self.hold_loads:
             await self._hold()
         refusal = self.refusals.get(request.model)
         if refusal is not None:
-            return ipc.Refused(refusal.info())
+            return ipc.Refused(refusal.info(), dropped=self.dropped)
         entry = parse_entry(request.entry)
         resolved = Catalogue.resolve_profile(entry, request.profile, request.model)
         precision = resolved.load.precision or "float32"
@@ -270,7 +275,7 @@ class FakeAdapter:
             await self._send(writer, ipc.BatchStarted(batch.batch))
             if self.hold_batches:
                 await self._hold()
-            done = _computed(batch, self.failures)
+            done = msgspec.structs.replace(_computed(batch, self.failures), dropped=self.dropped)
         finally:
             self.running -= 1
             self._note()

@@ -121,7 +121,7 @@ class Adapter:
     def load(self, request: ipc.EnsureReady) -> ipc.Ready | ipc.Refused:
         evicted = []
         while self.slots and request.model not in self.loaded and len(self.loaded) >= self.slots:
-            victim = next((model for model in self.loaded if model in request.evictable), None)
+            victim = next((model for model in self.loaded if model in request.may_drop), None)
             if victim is None:
                 error = ModelLoadFailed("no room", extras={"error_class": "OOM"})
                 return ipc.Refused(error.info())

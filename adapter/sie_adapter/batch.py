@@ -80,7 +80,7 @@ class BatchRun:
         key: str = "",
         remedied: Callable[[Remedy], None] = lambda remedy: None,
     ) -> None:
-        """`frontier` knows under `key` how much fits; `make_room` evicts an idle model and says whether it did;
+        """`frontier` knows under `key` how much fits; `make_room` drops a model that may go and says whether it did;
         `remedied` hears.
 
         Raises InvalidInput or InternalFailure for what cannot be run.

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,12 +28,12 @@ from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
 from sie_adapter.raw import extract_options, run_raw
 from sie_adapter.remedies import Remedies
-from sie_adapter.residency import Residency
+from sie_adapter.residency import DeviceMemory, Residency
 from sie_adapter.spoilt import afresh
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
-from sie_contracts.ipc import Refused, Reply, RunBatch
+from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.load_errors import lora_failed, lora_of_entry, lora_rejected
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources, named_loras
@@ -66,9 +67,11 @@ class Engine:
         self._use = devices.Use(self.device)
         self.residency = Residency(
             self._load,
-            functools.partial(devices.memory, self.device),
-            functools.partial(devices.give_memory_back, self.device),
-            settings.memory_pressure_threshold_percent,
+            DeviceMemory(
+                functools.partial(devices.memory, self.device),
+                functools.partial(devices.give_memory_back, self.device),
+                settings.memory_pressure_threshold_percent,
+            ),
             needed_bytes=self.loader.needed_bytes,
             warm_up=self._warm_up,
             ended=self.loader.ended,
@@ -129,20 +132,27 @@ class Engine:
             return None
 
     def execute(self, message: RunBatch, preparation: Any = None) -> Reply:
-        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises.
+        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused, with the models that were
+        unloaded for it. Memory that grew above the threshold is relieved after it.
 
-        `preparation`: what the family made of its texts before."""
+        `preparation`: what the family made of its texts before.
+        """
+        permission = self.residency.permission(message.may_drop)
+        reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation)
+        self.residency.relieve(permission)
+        return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
+
+    def _run(self, message: RunBatch, make_room: Callable[[], bool], preparation: Any) -> BatchDone | Refused:
+        """Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 weights: Any = resident.weights  # one of the two protocols below
                 remedied = functools.partial(self.remedies.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.layout == "raw":
-                    return run_raw(weights, message, self.device, self.residency.make_room, remedied, preparation)
+                    return run_raw(weights, message, self.device, make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
-                return BatchRun(
-                    weights, self.device, message, self.residency.make_room, self.frontier, key, remedied
-                ).run()
+                return BatchRun(weights, self.device, message, make_room, self.frontier, key, remedied).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:

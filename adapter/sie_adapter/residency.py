@@ -1,9 +1,12 @@
-"""Which models are loaded, and which one goes when memory is short.
+"""The loaded models of this process, and how memory is made for others.
 
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
-                                          └─ before it: evict while memory would be above the threshold
-    after a batch, and once a second ──► evict while memory is above the threshold
-    out of memory ──► make_room: evict one, whatever the threshold says, or wait for a load to end
+                                          └─ before it: drop models while memory would be above the threshold
+    after a batch, and at a Ping that permits it ──► drop models while memory is above the threshold
+    out of memory ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
+
+The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
+reply names those that went. Nothing is kept between requests.
 
 State is owned by `Residency` and guarded by one lock, which is never held over a load or a forward pass.
 """
@@ -102,22 +105,51 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
     return facts(old) == facts(new)
 
 
+@dataclass
+class Permission:
+    """Which models may be unloaded for one request: those of `may_drop`, the first one first. Made when the request is
+    begun: a model that was used or asked for after that stays.
+
+    `dropped`: what was unloaded for the request so far.
+    """
+
+    may_drop: tuple[str, ...]
+    asked_s: float
+    dropped: tuple[str, ...] = ()
+
+    def used_on(self, model: str) -> None:
+        """Note that `model` was unloaded."""
+        self.dropped += (model,)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory that models share. `held` returns what the device would hold with so many bytes more; `give_back`
+    returns to it what the allocator only keeps. Models go while more than `threshold_percent` is held.
+    """
+
+    held: Callable[[int], Memory]
+    give_back: Callable[[], None]
+    threshold_percent: float
+
+    def is_short(self, more_bytes: int = 0) -> bool:
+        """Whether the device would be above the threshold with so many bytes more."""
+        return self.held(more_bytes).percent > self.threshold_percent
+
+
 class Residency:
     """The loaded models of this process. Every method may be called from any thread.
 
     `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
     take, and fetches their files if need be; `warm_up` runs them once and returns the peak of its activations, bytes.
-    `memory` is what the device would hold with so many bytes more. A model goes only while that is above
-    `threshold_percent`, or to end a shortage; only if the sidecar named it as idle and nobody used it since; and only
-    while nothing runs on it.
+    A model is dropped only while memory is above the threshold, or to end a shortage; only by a request that permits
+    it; and only while nothing runs on it.
     """
 
     def __init__(
         self,
         load: Callable[[Resolved], Weights],
-        memory: Callable[[int], Memory],
-        give_memory_back: Callable[[], None],
-        threshold_percent: float,
+        memory: DeviceMemory,
         clock: Callable[[], float] = time.monotonic,
         *,
         needed_bytes: Callable[[Resolved], int] = lambda _: 0,
@@ -125,13 +157,11 @@ class Residency:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` hears, by model, of each remedy for a load that ran out of memory; `ended` of the end of each load,
-        good or not.
+        """`count` is called, by model, for each remedy of a load that ran out of memory; `ended` at the end of each
+        load, good or not.
         """
         self._load = load
         self._memory = memory
-        self._give_memory_back = give_memory_back
-        self._threshold_percent = threshold_percent
         self._clock = clock
         self._needed_bytes = needed_bytes
         self._warm_up = warm_up
@@ -141,42 +171,42 @@ class Residency:
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
         self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
-        self._evictable: set[str] = set()
-        self._offered: set[str] = set()  # for a load that still looks for room, whatever was told of idle models since
-        self._untold: list[str] = []
         self._relieve_due_s = 0.0
 
+    def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
+        """The permission of a request that begins now."""
+        return Permission(may_drop, self._clock())
+
     def ensure(
-        self, model: str, entry: ModelEntry, profile: str, evictable: tuple[str, ...]
-    ) -> tuple[Resident, tuple[str, ...]]:
-        """The resident `model`, loaded if it is not there or needs other weights, and what was unloaded for it.
+        self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
+    ) -> Resident:
+        """The resident `model`, loaded if it is not there or needs other weights. `permission` names what was unloaded
+        for it, also when this raises.
 
         Raises ModelLoadFailed: class OOM and reason no_room if it cannot fit beside the models that have work.
         """
+        permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
         while True:
             with self._lock:
-                self._offered = set(evictable) - {model}
-                self._evictable = set(self._offered)
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    return resident, ()
+                    resident.last_used_s = self._clock()  # an older permission does not drop what is asked for now
+                    return resident
                 pending = self._loads.get(model)
                 if pending is None:
                     self._residents.pop(model, None)
                     pending = self._loads[model] = Future()
                     break
             pending.result()
-        evicted: tuple[str, ...] = ()
         try:
-            evicted = self._room_for(model, resolved)
-            resident, more = self._loaded_in_any_room(model, resolved)
+            self._room_for(model, resolved, permission)
+            resident = self._loaded_in_any_room(model, resolved, permission)
         except BaseException as error:
             with self._lock:
                 del self._loads[model]
                 self._arriving.pop(model, None)
-                self._untold.extend(evicted)  # a refusal does not name them
             pending.set_exception(error)
             raise
         finally:
@@ -185,7 +215,7 @@ class Residency:
             self._residents[model] = resident
             del self._loads[model], self._arriving[model]
         pending.set_result(None)
-        return resident, (*evicted, *more)
+        return resident
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
@@ -198,8 +228,6 @@ class Residency:
                 raise ModelLoading(f"{model} is not loaded", reason="not_resident")
             resident.running += 1
             resident.last_used_s = self._clock()
-            self._evictable.discard(model)
-            self._offered.discard(model)
         try:
             yield resident
         finally:
@@ -225,31 +253,24 @@ class Residency:
             _logger.info("unloaded %s", model)
             self._collect()
 
-    def idle(self, models: tuple[str, ...]) -> tuple[str, ...]:
-        """Note which models may go from now on, and tell which ones went unasked since the last call."""
-        with self._lock:
-            self._evictable = set(models) | self._offered
-            untold, self._untold = tuple(self._untold), []
-            return untold
-
-    def relieve(self) -> tuple[str, ...]:
-        """Evict under pressure, looking at most once a second. Returns what went.
+    def relieve(self, permission: Permission) -> None:
+        """Drop models while memory is above the threshold. Looks at most once a second, whoever asks.
 
         A load under way made its own room, and what it has taken of that is held by now: counted again, it would cost
         others their place.
         """
         with self._lock:
             now_s = self._clock()
-            if now_s < self._relieve_due_s or not self._evictable:
-                return ()
+            if now_s < self._relieve_due_s or not permission.may_drop:
+                return
             self._relieve_due_s = now_s + 1.0
-        return self._tell_later(self._evict(0))
+        self._drop_above_threshold(0, permission)
 
-    def make_room(self) -> bool:
-        """Because an allocation failed: evict the least recently used idle model, else wait for a load that takes
-        memory meanwhile to end. False if there is neither.
+    def make_room(self, permission: Permission) -> bool:
+        """Because an allocation failed: drop the next model that may go, else wait for a load that takes memory
+        meanwhile to end. False if there is neither.
         """
-        if self._tell_later(self._evict_one("an allocation failed")):
+        if self._drop_next(permission, "an allocation failed"):
             return True
         with self._lock:
             # of those whose bytes are counted: one that still fetches its files holds no memory, and may take minutes
@@ -263,48 +284,43 @@ class Residency:
         with self._lock:
             return tuple(resident.describe(self._clock()) for resident in self._residents.values())
 
-    def _room_for(self, model: str, resolved: Resolved) -> tuple[str, ...]:
+    def _room_for(self, model: str, resolved: Resolved, permission: Permission) -> None:
         needed = self._needed_bytes(resolved)
         with self._lock:
             self._arriving[model] = needed
             arriving = sum(self._arriving.values())
-        evicted = self._evict(arriving)
+        self._drop_above_threshold(arriving, permission)
         with self._lock:
-            self._offered.clear()
             beside = [name for name in self._arriving if name != model]
-        if needed and (would := self._memory(arriving)).used_bytes > would.total_bytes:
-            self._tell_later(evicted)
+        if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
                 "free and nothing that is loaded is idle",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
-        return evicted
 
-    def _loaded_in_any_room(self, model: str, resolved: Resolved) -> tuple[Resident, tuple[str, ...]]:
-        evicted: tuple[str, ...] = ()
+    def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
+        ran_out = False
         while True:
             try:
                 resident = self._loaded(model, resolved)
-                if evicted:
+                if ran_out:
                     self._count(model, "recoveries_succeeded")
-                return resident, evicted
+                return resident
             except ModelLoadFailed as error:
                 if error.extras.get("error_class") != "OOM":
                     raise
                 failure = SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
-            if not evicted:
+            if not ran_out:
                 self._count(model, "recoveries_attempted")
+            ran_out = True
             self._collect()
             self._count(model, "cache_clears")
-            gone = self._evict_one(f"there was too little memory to load {model}")
-            if not gone:
+            if not self._drop_next(permission, f"there was too little memory to load {model}"):
                 self._count(model, "terminal_failures")
-                self._tell_later(evicted)
                 raise failure
             self._count(model, "evictions_triggered")
-            evicted += gone
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
         started_s = self._clock()
@@ -322,44 +338,33 @@ class Residency:
         )
         return Resident(model, resolved, weights, now_s - started_s, now_s, peak_bytes=peak_bytes)
 
-    def _evict(self, more_bytes: int) -> tuple[str, ...]:
-        """The least recently used goes first; if that does not clear the threshold, the largest next, and so on."""
-        if self._memory(more_bytes).percent <= self._threshold_percent:
-            return ()
+    def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
+        if not self._memory.is_short(more_bytes):
+            return
         # neither what the allocator only keeps, nor a model that went while a batch ran on it, is a reason to unload
         # another
         self._collect()
-        evicted: tuple[str, ...] = ()
-        while self._memory(more_bytes).percent > self._threshold_percent:
-            gone = self._evict_one(f"device memory is above {self._threshold_percent:g} %", by_size=bool(evicted))
-            if not gone:
-                break
-            evicted += gone
-        return evicted
+        why = f"device memory is above {self._memory.threshold_percent:g} %"
+        while self._memory.is_short(more_bytes) and self._drop_next(permission, why):
+            pass
 
-    def _evict_one(self, why: str, *, by_size: bool = False) -> tuple[str, ...]:
+    def _drop_next(self, permission: Permission, why: str) -> bool:
+        """Unload the first model that may go. False if there is none."""
         with self._lock:
-            idle = [
-                self._residents[name]
-                for name in self._evictable
-                if name in self._residents and not self._residents[name].running
-            ]
-            if not idle:
-                return ()
-            size = {resident.model: -resident.weights.memory_bytes if by_size else 0 for resident in idle}
-            victim = min(idle, key=lambda resident: (size[resident.model], resident.last_used_s)).model
+            victim = next((name for name in permission.may_drop if self._may_go(name, permission)), None)
+            if victim is None:
+                return False
             del self._residents[victim]
-            self._evictable.discard(victim)
-        del idle
+            permission.used_on(victim)
         _logger.warning("unloaded %s: %s", victim, why)
         self._collect()
-        return (victim,)
+        return True
 
-    def _tell_later(self, evicted: tuple[str, ...]) -> tuple[str, ...]:
-        with self._lock:
-            self._untold.extend(evicted)
-        return evicted
+    def _may_go(self, model: str, permission: Permission) -> bool:
+        """Whether it is loaded, nothing runs on it, and nobody used it since the request began."""
+        resident = self._residents.get(model)
+        return resident is not None and not resident.running and resident.last_used_s <= permission.asked_s
 
     def _collect(self) -> None:
         gc.collect()
-        self._give_memory_back()
+        self._memory.give_back()

@@ -20,6 +20,7 @@ from typing import Any
 
 from sie_adapter.engine import Engine
 from sie_adapter.lanes import Job
+from sie_adapter.residency import Permission
 from sie_contracts import ipc
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
@@ -32,7 +33,6 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
-RELIEVE_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -51,17 +51,16 @@ class Server:
         self._connections: set[socket.socket] = set()
 
     def serve(self, wake: socket.socket) -> None:
-        """Accept connections until `wake` is readable, and look at the pressure on memory meanwhile."""
+        """Accept connections until `wake` is readable."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)
             while True:
-                ready = {key.fileobj for key, _ in selector.select(RELIEVE_S)}
+                ready = {key.fileobj for key, _ in selector.select()}
                 if wake in ready:
                     return
                 if self._listener in ready:
                     self._accept()
-                self._engine.residency.relieve()
 
     def close(self) -> None:
         """End all connections: what waits for a frame returns at once."""
@@ -140,36 +139,35 @@ class Server:
         job.finished.wait()
         if broken:
             raise broken[0]
-        self._engine.residency.relieve()
 
     def _answer(self, request: Request) -> Reply:
+        may_drop = request.may_drop if isinstance(request, (ipc.Ping, ipc.EnsureReady)) else ()
+        permission = self._engine.residency.permission(may_drop)
         try:
-            return self._answer_or_raise(request)
+            return self._answer_or_raise(request, permission)
         except SIEError as error:
             told = public(error.info())
             if told.message != error.message:
                 # the one place that says where
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
-            return Refused(told)
+            return Refused(told, dropped=permission.dropped)
         except Exception:
             _logger.exception("%s failed", type(request).__name__)
-            return Refused(InternalFailure(f"{type(request).__name__} failed, see the log of the adapter").info())
+            failure = InternalFailure(f"{type(request).__name__} failed, see the log of the adapter")
+            return Refused(failure.info(), dropped=permission.dropped)
 
-    def _answer_or_raise(self, request: Request) -> Reply:
+    def _answer_or_raise(self, request: Request, permission: Permission) -> Reply:
         lanes, residency = self._engine.lanes, self._engine.residency
         match request:
             case ipc.Ping():
-                evicted = residency.idle(request.idle) if request.idle is not None else ()
-                return ipc.Pong(
-                    os.getpid(), lanes.busy_s(), lanes.batches, evicted, self._engine.loader.sources.fetching()
-                )
+                residency.relieve(permission)
+                fetching = self._engine.loader.sources.fetching()
+                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches, permission.dropped, fetching)
             case ipc.Describe():
                 return self._engine.describe()
             case ipc.EnsureReady():
                 failpoint("adapter.before_load")
-                resident, evicted = residency.ensure(
-                    request.model, self._entry(request.entry), request.profile, request.evictable
-                )
+                resident = residency.ensure(request.model, self._entry(request.entry), request.profile, permission)
                 failpoint("adapter.loaded")
                 weights = resident.weights
                 loaded = resident.describe(time.monotonic())
@@ -179,7 +177,7 @@ class Server:
                     weights.max_tokens,
                     dict(weights.rows),
                     round(resident.load_s, 3),
-                    evicted,
+                    permission.dropped,
                 )
             case ipc.EnsureLora():
                 return ipc.Done(self._engine.ensure_lora(request.model, request.lora))

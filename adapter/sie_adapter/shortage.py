@@ -1,6 +1,6 @@
 """What is done when memory runs out: nobody's input is refused before all of it was tried.
 
-work ──out of memory──► clear the cache ──► evict an idle model, again ──► halve ──► one item: once more alone ──►
+work ──out of memory──► clear the cache ──► drop a model that may go, again ──► halve ──► one item: once more alone ──►
 refused
 """
 
@@ -37,8 +37,8 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The remedies of one device. `make_room` evicts an idle model and says whether it did; `count` hears of each
-    remedy.
+    """The remedies of one device. `make_room` drops a model that the batch may drop, and says whether it did;
+    `count` is called for each remedy.
     """
 
     device: torch.device

@@ -2,8 +2,12 @@
 
 A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the
 device takes the batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `EnsureLora`, which lasts as
-long as the load. The control connection carries the short questions, one question and one answer at a time, so that a
-health check never queues behind a large frame or a load.
+long as the load; or a `Ping` that permits to unload models. The control connection carries the short questions, one
+question and one answer at a time, so that a health check never queues behind a large frame or a load.
+
+The sidecar decides which models the adapter holds. `may_drop` of a request names the models that may be unloaded for
+it, the first one first; `dropped` of its reply names those that were. The adapter keeps neither list: a model that no
+request names stays loaded.
 
 Token ids, given vectors and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32,
 `types` is uint8.
@@ -24,7 +28,7 @@ from sie_contracts.messages import Fetched, Operation, Outcome, RunOptions
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
-PROTOCOL = 2
+PROTOCOL = 3
 
 _HEADER = struct.Struct(">I")
 
@@ -36,11 +40,10 @@ class FrameError(Exception):
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Alive? Answered by Pong from the adapter's own account of its inference threads.
 
-    `idle`: the models that may be unloaded under pressure from now on, those with nothing running and nothing pulled.
-    None: as before.
+    `may_drop`: what may be unloaded now if memory is above the threshold.
     """
 
-    idle: tuple[str, ...] | None = None
+    may_drop: tuple[str, ...] = ()
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -50,14 +53,14 @@ class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Load this model unless it is loaded. Answered by Ready, or Refused with MODEL_LOAD_FAILED. Runs beside inference.
 
-    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `evictable` are the
-    models that may be unloaded to make room: those with nothing running and nothing pulled.
+    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `may_drop`: what may
+    be unloaded to make room for it.
     """
 
     model: str
     entry: dict[str, Any]
     profile: str = "default"
-    evictable: tuple[str, ...] = ()
+    may_drop: tuple[str, ...] = ()
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -145,7 +148,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     (float32, all of one width) stand in the place of a row, which then has no ids; -1 none; both empty if no row has
     any. `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling
     and LoRA are equal. `fingerprint`: of the loaded copy that it was made for; a copy with another one refuses it as
-    not loaded. Empty: any. `traceparent` and `tracestate`: of the batch.
+    not loaded. Empty: any. `traceparent` and `tracestate`: of the batch. `may_drop`: what may be unloaded if memory
+    runs out, or is above the threshold after the batch.
     """
 
     batch: str
@@ -164,6 +168,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     vectors: bytes = b""
     fingerprint: str = ""
     tracestate: str = ""
+    may_drop: tuple[str, ...] = ()
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -182,14 +187,14 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here.
 
-    `evicted`: what was unloaded under pressure since a Ping last named the idle models; told in answer to one that
-    does. `fetching`: how far the weights are that are on their way to this node, by the id of their entry.
+    `dropped`: what was unloaded for it. `fetching`: how far the weights are that are on their way to this node, by the
+    id of their entry.
     """
 
     pid: int
     busy_s: float = 0.0
     batches: int = 0
-    evicted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     fetching: dict[str, Fetched] = {}
 
 
@@ -282,8 +287,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no
     weights folder.
 
-    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `evicted` names
-    what was unloaded to make room.
+    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`: what
+    was unloaded to make room.
     """
 
     loaded: LoadedModel
@@ -291,7 +296,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     max_tokens: int
     rows: dict[str, Rows] = {}
     load_s: float = 0.0
-    evicted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
@@ -306,6 +311,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host, `padding` the positions
     that were computed beside the tokens. `preprocess_ms`: tokenising in the adapter, of a family that does it itself.
+    `dropped`: what was unloaded for it.
     """
 
     batch: str
@@ -315,6 +321,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     postprocess_ms: float = 0.0
     padding: int = 0
     preprocess_ms: float = 0.0
+    dropped: tuple[str, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -324,10 +331,11 @@ class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The whole request failed. `batch` is set when a batch did."""
+    """The whole request failed. `batch` is set when a batch did. `dropped`: what was unloaded for it nevertheless."""
 
     error: ErrorInfo
     batch: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | ApplyConfig | Drain

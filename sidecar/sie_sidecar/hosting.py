@@ -4,8 +4,8 @@ when idle.
     available ──EnsureReady──► loading ──Ready──► loaded ──Release, eviction, adapter gone──► available
                                   └──Refused──► failed ──cool-down──► available
 
-The adapter evicts under pressure among the models that it was told are idle. It is told of them once a second, and at
-once when one of them gets work, so that a model with work is not unloaded.
+Each request to the adapter names the models that may be unloaded for it, the first one first: idle ones, those that are
+placed on other workers before all others. Memory pressure is looked at with every batch, and once a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY_USED = 0.85  # of the device, where the adapter does not tell from where 
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # of the last batch
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
-TELL_S = 1.0
+RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
 # that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
 MAX_TURN_S = 5.0
@@ -45,6 +45,10 @@ _logger = logging.getLogger("sie.sidecar.hosting")
 
 def _one() -> int:
     return 1
+
+
+def _names(models: list[Hosted]) -> tuple[str, ...]:
+    return tuple(hosted.name for hosted in models)
 
 
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
@@ -209,9 +213,8 @@ class Hosting:
         self._on_loaded = on_loaded
         self._on_failed = on_failed
         self._on_role = on_role
-        self._told: set[str] = set()  # what the adapter believes to be idle
-        self._news = asyncio.Event()
         link.listeners.append(self._on_link)
+        link.attach(lambda: _names(self.may_drop(IDLE_S)), self._dropped)
 
     def all(self) -> list[Hosted]:
         return list(self._hosted.values())
@@ -271,10 +274,8 @@ class Hosting:
         return hosted
 
     def take(self, hosted: Hosted, items: int = 1) -> None:
-        """Hold `items` more work items for `hosted`. From now on the adapter must not unload it."""
+        """Hold `items` more work items for `hosted`. From now on no request permits to unload it."""
         hosted.took(items, self._clock())
-        if hosted.name in self._told:
-            self._news.set()
 
     def let_go(self, hosted: Hosted) -> None:
         """One work item of `hosted` is settled."""
@@ -284,7 +285,6 @@ class Hosting:
 
     def _on_link(self, connected: bool) -> None:
         if not connected:
-            self._told.clear()
             for hosted in self._hosted.values():
                 hosted.unload()
             self._tell_quiet()
@@ -372,18 +372,18 @@ class Hosting:
         """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way.
         Raises AdapterGone, ModelLoadFailed.
         """
-        offered, left_over = [other for other in self.idle(0.0) if other is not hosted], self._left_over()
+        offered, left_over = [other for other in self.may_drop(0.0) if other is not hosted], self._left_over()
         beside, number, uses = self._busy(hosted), self._asked + 1, [other.uses for other in offered]
         self._asked, hosted.arriving = number, True
         try:
-            first = self._first_to_go(offered)
-            if len(first) < len(offered):
-                try:
-                    return await self._ask(hosted, resolved, first)
-                except SIEError as error:
-                    if error.extras.get("error_class") != "OOM":
-                        raise
-            return await self._ask(hosted, resolved, offered)
+            return await self._link.ensure_ready(
+                ipc.EnsureReady(
+                    hosted.name,
+                    msgspec.to_builtins(resolved.entry),
+                    resolved.profile,
+                    (*left_over, *_names(offered)),
+                )
+            )
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
             came = self._asked > number or uses != [other.uses for other in offered]
@@ -405,16 +405,21 @@ class Hosting:
             hosted.arriving = False
             self._tell_quiet()
 
-    def _first_to_go(self, idle: list[Hosted]) -> list[Hosted]:
-        """Of these models the ones that are placed elsewhere, or all where there is none."""
+    def may_drop(self, idle_s: float) -> list[Hosted]:
+        """The models that were idle for so long, in the order in which they may go: those that are placed elsewhere
+        come first. Of these, and of the others, the least recently used one, then the largest one first.
+        """
         assigned = self._assigned()
-        return [hosted for hosted in idle if assigned is not None and hosted.resolved.entry.id not in assigned] or idle
-
-    async def _ask(self, hosted: Hosted, resolved: Resolved, offered: list[Hosted]) -> ipc.Ready:
-        names = (*self._left_over(), *(other.name for other in offered))
-        return await self._link.ensure_ready(
-            ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, names)
-        )
+        elsewhere: list[Hosted] = []
+        here: list[Hosted] = []
+        for hosted in sorted(self.idle(idle_s), key=lambda each: each.used_s):
+            is_elsewhere = assigned is not None and hosted.resolved.entry.id not in assigned
+            (elsewhere if is_elsewhere else here).append(hosted)
+        return [
+            hosted
+            for group in (elsewhere, here)
+            for hosted in (*group[:1], *sorted(group[1:], key=lambda each: -each.memory_bytes))
+        ]
 
     def _left_over(self) -> list[str]:
         """What the adapter held when this process came to it, and nobody here has asked for since."""
@@ -529,7 +534,6 @@ class Hosting:
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
-        self._evicted(ready.evicted)
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
         hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
@@ -539,13 +543,13 @@ class Hosting:
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
         self._on_loaded(hosted)
 
-    def _evicted(self, names: tuple[str, ...]) -> None:
+    def _dropped(self, names: tuple[str, ...]) -> None:
+        _logger.info("the adapter unloaded %s for its memory", ", ".join(names))
         for name in names:
             if name in self._hosted:
                 self._hosted[name].unload()
                 self._on_role(self._hosted[name])
-        if names:
-            self._on_change()
+        self._on_change()
 
     async def release(self, hosted: Hosted) -> None:
         """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises
@@ -571,16 +575,10 @@ class Hosting:
         return [hosted for hosted in loaded if hosted.held == hosted.parked and hosted.used_s <= before_s]
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Until cancelled: tell the adapter what may go, hear what went, and unload what was idle for `idle_evict_s`
-        seconds.
-        """
+        """Until cancelled: let the adapter relieve its memory, and unload what was idle for `idle_evict_s` seconds."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TELL_S):
-                    await self._news.wait()
-            self._news.clear()
-            with contextlib.suppress(AdapterGone):  # nothing is loaded then, and a new adapter knows of no idle model
-                await self.tell()
+            await asyncio.sleep(RELIEVE_S)
+            await self.relieve()
             for hosted in self.idle(idle_evict_s) if idle_evict_s is not None else ():
                 _logger.info(
                     "%s was idle for %d s and is unloaded", hosted.name, idle_evict_s, extra={"model": hosted.name}
@@ -591,13 +589,14 @@ class Hosting:
                 except (AdapterGone, SIEError) as error:
                     _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})
 
-    async def tell(self) -> None:
-        """Name the idle models to the adapter, if there are or were any. Raises AdapterGone."""
-        idle = {hosted.name for hosted in self._first_to_go(self.idle(IDLE_S))}
-        if not idle and not self._told:
+    async def relieve(self) -> None:
+        """Let the adapter unload idle models if memory is above its threshold."""
+        may_drop = _names(self.may_drop(IDLE_S))
+        if not may_drop:
             return
-        self._told = idle
-        pong = await self._link.ask(ipc.Ping(tuple(sorted(idle))))
-        if isinstance(pong, ipc.Pong) and pong.evicted:
-            _logger.info("unloaded under memory pressure: %s", ", ".join(pong.evicted))
-            self._evicted(pong.evicted)
+        try:
+            await self._link.relieve(may_drop)
+        except AdapterGone:
+            pass  # nothing is loaded then
+        except SIEError as error:
+            _logger.warning("memory could not be relieved: %s", error)

@@ -9,6 +9,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge, SIEError
 from sie_contracts.messages import Fetched
@@ -90,6 +92,14 @@ class AdapterLink:
         self._last_pong_s = -1e9
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
+        self._may_drop: Callable[[], tuple[str, ...]] = tuple
+        self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
+
+    def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
+        """`may_drop` returns the models that a batch which is sent now may unload, the first one first; `dropped` is
+        called with the models that a reply names as unloaded.
+        """
+        self._may_drop, self._dropped = may_drop, dropped
 
     @property
     def connected(self) -> bool:
@@ -203,7 +213,7 @@ class AdapterLink:
                 if isinstance(error, TimeoutError):
                     raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
                 raise
-            return _unwrapped(answer)
+            return self._unwrapped(answer)
 
     @staticmethod
     async def _exchange(connection: _Connection, question: ipc.Request) -> ipc.Reply:
@@ -249,16 +259,25 @@ class AdapterLink:
         """Load a model, however long that takes. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
-        ready = _unwrapped(answer)
+        ready = self._unwrapped(answer)
         if not isinstance(ready, ipc.Ready):
             raise AdapterGone(f"{self.path}: answered EnsureReady with {type(ready).__name__}")
         return ready
+
+    async def relieve(self, may_drop: tuple[str, ...]) -> None:
+        """Let the adapter unload these models, the first one first, while memory is above its threshold. Raises
+        AdapterGone, SIEError.
+
+        Not on the control connection: giving much memory back takes longer than a short question may.
+        """
+        async with self._borrowed() as connection:
+            self._unwrapped(await self._exchange(connection, ipc.Ping(may_drop)))
 
     async def ensure_lora(self, question: ipc.EnsureLora) -> str:
         """Load a LoRA; returns the digest of its files. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
-        done = _unwrapped(answer)
+        done = self._unwrapped(answer)
         if not isinstance(done, ipc.Done):
             raise AdapterGone(f"{self.path}: answered EnsureLora with {type(done).__name__}")
         return done.digest
@@ -269,6 +288,8 @@ class AdapterLink:
 
         A batch that the adapter would not read is refused here: it would end the connection, and with it everybody's.
         """
+        if may_drop := self._may_drop():
+            batch = msgspec.structs.replace(batch, may_drop=may_drop)
         try:
             frame = ipc.frame(batch, ipc.MAX_REQUEST_BYTES)
         except ipc.FrameError as error:
@@ -281,13 +302,15 @@ class AdapterLink:
             if isinstance(answer, ipc.BatchStarted):
                 on_started()
                 answer = await connection.receive()
-        done = _unwrapped(answer)
+        done = self._unwrapped(answer)
         if not isinstance(done, ipc.BatchDone):
             raise AdapterGone(f"{self.path}: answered RunBatch with {type(done).__name__}")
         return done
 
-
-def _unwrapped(answer: ipc.Reply) -> ipc.Reply:
-    if isinstance(answer, ipc.Refused):
-        raise SIEError.from_info(answer.error)
-    return answer
+    def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
+        """The answer, once the models that it names as unloaded are known. Raises the SIEError of a refusal."""
+        if isinstance(answer, (ipc.Pong, ipc.Ready, ipc.BatchDone, ipc.Refused)) and answer.dropped:
+            self._dropped(answer.dropped)
+        if isinstance(answer, ipc.Refused):
+            raise SIEError.from_info(answer.error)
+        return answer

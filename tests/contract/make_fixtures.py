@@ -343,12 +343,12 @@ EXAMPLES: dict[str, Any] = {
     ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),
-    "ipc2-Ping": ipc.Ping(("org/model",)),
-    "ipc2-Describe": ipc.Describe(),
-    "ipc2-EnsureReady": ipc.EnsureReady("org/model:fast", _ENTRY, "fast", ("org/other",)),
-    "ipc2-EnsureLora": ipc.EnsureLora("org/model", "org/lora@abc"),
-    "ipc2-Release": ipc.Release("org/model"),
-    "ipc2-RunBatch": ipc.RunBatch(
+    "ipc3-Ping": ipc.Ping(("org/model",)),
+    "ipc3-Describe": ipc.Describe(),
+    "ipc3-EnsureReady": ipc.EnsureReady("org/model:fast", _ENTRY, "fast", ("org/other",)),
+    "ipc3-EnsureLora": ipc.EnsureLora("org/model", "org/lora@abc"),
+    "ipc3-Release": ipc.Release("org/model"),
+    "ipc3-RunBatch": ipc.RunBatch(
         "w1-7",
         "org/model",
         "extract",
@@ -361,8 +361,9 @@ EXAMPLES: dict[str, Any] = {
         "cls",
         "lora",
         "00-0a-b7-01",
+        may_drop=("org/other",),
     ),
-    "ipc2-RunBatch-given": ipc.RunBatch(
+    "ipc3-RunBatch-given": ipc.RunBatch(
         "w1-8",
         "org/model",
         "score",
@@ -372,8 +373,8 @@ EXAMPLES: dict[str, Any] = {
         given=b"\x02\x00\x00\x00\x00\x00\x00\x00",
         vectors=_VECTORS.data,
     ),
-    "ipc2-RunBatch-copy": ipc.RunBatch("w1-9", "org/model", "encode", b"", b"", (), fingerprint="0a1b2c3d4e5f6071"),
-    "ipc2-RunBatch-traced": ipc.RunBatch(
+    "ipc3-RunBatch-copy": ipc.RunBatch("w1-9", "org/model", "encode", b"", b"", (), fingerprint="0a1b2c3d4e5f6071"),
+    "ipc3-RunBatch-traced": ipc.RunBatch(
         "w1-10",
         "org/model",
         "encode",
@@ -383,13 +384,13 @@ EXAMPLES: dict[str, Any] = {
         traceparent="00-0a-b7-01",
         tracestate="a=1",
     ),
-    "ipc2-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
-    "ipc2-Drain": ipc.Drain(),
-    "ipc2-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
-    "ipc2-Pong-fetching": ipc.Pong(4711, fetching={"org/model": Fetched(1 << 20, 1 << 30, 5e6)}),
-    "ipc2-Description": ipc.Description(2, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
-    "ipc2-Description-device": ipc.Description(
-        2,
+    "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
+    "ipc3-Drain": ipc.Drain(),
+    "ipc3-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
+    "ipc3-Pong-fetching": ipc.Pong(4711, fetching={"org/model": Fetched(1 << 20, 1 << 30, 5e6)}),
+    "ipc3-Description": ipc.Description(3, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
+    "ipc3-Description-device": ipc.Description(
+        3,
         4711,
         "cpu",
         "0.1.0",
@@ -397,8 +398,8 @@ EXAMPLES: dict[str, Any] = {
         threshold_percent=85.0,
         shortages=(ipc.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
     ),
-    "ipc2-Description-batches": ipc.Description(
-        2,
+    "ipc3-Description-batches": ipc.Description(
+        3,
         4711,
         "cpu",
         "0.1.0",
@@ -406,7 +407,7 @@ EXAMPLES: dict[str, Any] = {
             ipc.RanBatch(7, 1.5e9, "org/model", "encode", 2, 2, 1, 83, 60, 4129, 0.25, True, 1, 13, 1.5, 0.5, 1 << 20),
         ),
     ),
-    "ipc2-Ready": ipc.Ready(
+    "ipc3-Ready": ipc.Ready(
         _LOADED,
         b'{"model": {}}',
         512,
@@ -414,8 +415,8 @@ EXAMPLES: dict[str, Any] = {
         1.25,
         ("org/other",),
     ),
-    "ipc2-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
-    "ipc2-Ready-precision": ipc.Ready(
+    "ipc3-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
+    "ipc3-Ready-precision": ipc.Ready(
         LoadedModel(
             "org/model",
             "abc",
@@ -428,18 +429,18 @@ EXAMPLES: dict[str, Any] = {
         b"{}",
         512,
     ),
-    "ipc2-Ready-crossover": ipc.Ready(
+    "ipc3-Ready-crossover": ipc.Ready(
         LoadedModel("org/model", "abc", "f00d", "float32", "sdpa", crossover_tokens=1152),
         b"{}",
         512,
     ),
-    "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
-    "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
-    "ipc2-BatchDone-padded": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12),
-    "ipc2-BatchDone-tokenised": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12, 1.25),
-    "ipc2-Done": ipc.Done(),
-    "ipc2-Done-lora": ipc.Done("9f86d081"),
-    "ipc2-Refused": ipc.Refused(_ERROR, "w1-7"),
+    "ipc3-BatchStarted": ipc.BatchStarted("w1-7"),
+    "ipc3-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, dropped=("org/other",)),
+    "ipc3-BatchDone-padded": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12),
+    "ipc3-BatchDone-tokenised": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12, 1.25),
+    "ipc3-Done": ipc.Done(),
+    "ipc3-Done-lora": ipc.Done("9f86d081"),
+    "ipc3-Refused": ipc.Refused(_ERROR, "w1-7", ("org/other",)),
     "export-1": ConfigExport(
         "a:7",
         (ConfigModel("org/model", _ENTRY, 7, ("default",), "id: org/model\n"),),

@@ -2,7 +2,7 @@
 
 `V1...` are the readers of version 1, declared here once and never changed: what they need must stay as it is.
 `Verbs...` are those that know scores and extraction as well, `Queue...` those of placement, fragments and dead letters.
-`P2...` read what sidecar and adapter of protocol 2 say to each other; a next protocol replaces them.
+`P3...` read what sidecar and adapter of protocol 3 say to each other; a next protocol replaces them.
 """
 
 from __future__ import annotations
@@ -245,14 +245,14 @@ class CertificateHeartbeat(msgspec.Struct, tag="heartbeat/1"):
     models: tuple[CertificateStatus, ...] = ()
 
 
-class P2Group(msgspec.Struct):
+class P3Group(msgspec.Struct):
     start: int
     stop: int
     options: VerbsOptions = msgspec.field(default_factory=VerbsOptions)
     inputs: int = -1
 
 
-class P2Loaded(msgspec.Struct):
+class P3Loaded(msgspec.Struct):
     model: str
     revision: str
     fingerprint: str
@@ -264,75 +264,76 @@ class P2Loaded(msgspec.Struct):
     certificate: dict[str, Any] = {}
 
 
-class P2Side(msgspec.Struct):
+class P3Side(msgspec.Struct):
     marker: int = -1
     limit: int = 0
     expanded: int = 0
     special: bool = True
 
 
-class P2Rows(msgspec.Struct):
+class P3Rows(msgspec.Struct):
     layout: str = "text"
-    query: P2Side = msgspec.field(default_factory=P2Side)
-    document: P2Side = msgspec.field(default_factory=P2Side)
+    query: P3Side = msgspec.field(default_factory=P3Side)
+    document: P3Side = msgspec.field(default_factory=P3Side)
 
 
-class P2Ping(msgspec.Struct, tag="Ping"):
-    idle: tuple[str, ...] | None = None
+class P3Ping(msgspec.Struct, tag="Ping"):
+    may_drop: tuple[str, ...] = ()
 
 
-class P2Describe(msgspec.Struct, tag="Describe"):
+class P3Describe(msgspec.Struct, tag="Describe"):
     pass
 
 
-class P2EnsureReady(msgspec.Struct, tag="EnsureReady"):
+class P3EnsureReady(msgspec.Struct, tag="EnsureReady"):
     model: str
     entry: dict[str, Any]
     profile: str = "default"
-    evictable: tuple[str, ...] = ()
+    may_drop: tuple[str, ...] = ()
 
 
-class P2EnsureLora(msgspec.Struct, tag="EnsureLora"):
+class P3EnsureLora(msgspec.Struct, tag="EnsureLora"):
     model: str
     lora: str
 
 
-class P2Release(msgspec.Struct, tag="Release"):
+class P3Release(msgspec.Struct, tag="Release"):
     model: str
 
 
-class P2RunBatch(msgspec.Struct, tag="RunBatch"):
+class P3RunBatch(msgspec.Struct, tag="RunBatch"):
     batch: str
     model: str
     operation: str
     lengths: bytes
     ids: bytes
-    groups: tuple[P2Group, ...]
+    groups: tuple[P3Group, ...]
     types: bytes = b""
     texts: tuple[str, ...] = ()
     offsets: bytes = b""
     pooling: str = ""
     lora: str = ""
     traceparent: str = ""
+    may_drop: tuple[str, ...] = ()
 
 
-class P2ApplyConfig(msgspec.Struct, tag="ApplyConfig"):
+class P3ApplyConfig(msgspec.Struct, tag="ApplyConfig"):
     model: str
     entry: dict[str, Any] | None = None
 
 
-class P2Drain(msgspec.Struct, tag="Drain"):
+class P3Drain(msgspec.Struct, tag="Drain"):
     pass
 
 
-class P2Pong(msgspec.Struct, tag="Pong"):
+class P3Pong(msgspec.Struct, tag="Pong"):
     pid: int
     busy_s: float = 0.0
     batches: int = 0
-    evicted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
-class P2Description(msgspec.Struct, tag="Description"):
+class P3Description(msgspec.Struct, tag="Description"):
     protocol: int
     pid: int
     device: str
@@ -341,7 +342,7 @@ class P2Description(msgspec.Struct, tag="Description"):
     gpu: str = ""
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
-    models: tuple[P2Loaded, ...] = ()
+    models: tuple[P3Loaded, ...] = ()
 
 
 class StatusShortages(msgspec.Struct):
@@ -354,7 +355,7 @@ class StatusShortages(msgspec.Struct):
     batch_splits: int = 0
 
 
-class StatusDescription(P2Description, tag="Description"):
+class StatusDescription(P3Description, tag="Description"):
     utilization_percent: float | None = None
     threshold_percent: float = 0.0
     shortages: tuple[StatusShortages, ...] = ()
@@ -384,38 +385,40 @@ class BatchesDescription(StatusDescription, tag="Description"):
     batches: tuple[BatchesRan, ...] | None = None
 
 
-class P2Ready(msgspec.Struct, tag="Ready"):
-    loaded: P2Loaded
+class P3Ready(msgspec.Struct, tag="Ready"):
+    loaded: P3Loaded
     tokenizer: bytes
     max_tokens: int
-    rows: dict[str, P2Rows] = {}
+    rows: dict[str, P3Rows] = {}
     load_s: float = 0.0
-    evicted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
-class P2BatchStarted(msgspec.Struct, tag="BatchStarted"):
+class P3BatchStarted(msgspec.Struct, tag="BatchStarted"):
     batch: str
 
 
-class P2BatchDone(msgspec.Struct, tag="BatchDone"):
+class P3BatchDone(msgspec.Struct, tag="BatchDone"):
     batch: str
     outcomes: tuple[VerbsOk | V1Failed, ...]
     block: bytes
     inference_ms: float
     postprocess_ms: float = 0.0
+    dropped: tuple[str, ...] = ()
 
 
-class P2Done(msgspec.Struct, tag="Done"):
+class P3Done(msgspec.Struct, tag="Done"):
     pass
 
 
-class P2LoraDone(msgspec.Struct, tag="Done"):
+class P3LoraDone(msgspec.Struct, tag="Done"):
     digest: str = ""
 
 
-class P2Refused(msgspec.Struct, tag="Refused"):
+class P3Refused(msgspec.Struct, tag="Refused"):
     error: V1Error
     batch: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 class QueuePayloadWork(VerbsWork, tag="work/1"):
@@ -478,20 +481,20 @@ class KindsWork(msgspec.Struct, tag="work/1"):
     query: KindsInput | None = None
 
 
-class KindsRows(P2Rows):
+class KindsRows(P3Rows):
     tokens: bool = False
     pairs: bool = False
     vectors: int = 0
 
 
 class KindsReady(msgspec.Struct, tag="Ready"):
-    loaded: P2Loaded
+    loaded: P3Loaded
     tokenizer: bytes
     max_tokens: int
     rows: dict[str, KindsRows] = {}
 
 
-class KindsRunBatch(P2RunBatch, tag="RunBatch"):
+class KindsRunBatch(P3RunBatch, tag="RunBatch"):
     given: bytes = b""
     vectors: bytes = b""
 
@@ -500,7 +503,7 @@ class CopyRunBatch(KindsRunBatch, tag="RunBatch"):
     fingerprint: str = ""
 
 
-class TracedGroup(P2Group):
+class TracedGroup(P3Group):
     traceparent: str = ""
     tracestate: str = ""
 
@@ -722,7 +725,7 @@ class PrecisionHeartbeat(V1Heartbeat, tag="heartbeat/1"):
     models: tuple[PrecisionStatus, ...] = ()
 
 
-class PrecisionLoaded(P2Loaded):
+class PrecisionLoaded(P3Loaded):
     requested_precision: str = ""
     precision_reason: str = ""
 
@@ -739,11 +742,11 @@ class CrossoverReady(KindsReady, tag="Ready"):
     loaded: CrossoverLoaded
 
 
-class FetchingPong(P2Pong, tag="Pong"):
+class FetchingPong(P3Pong, tag="Pong"):
     fetching: dict[str, OldFetched] = {}
 
 
-class PaddedBatchDone(P2BatchDone, tag="BatchDone"):
+class PaddedBatchDone(P3BatchDone, tag="BatchDone"):
     padding: int = 0
 
 
@@ -768,17 +771,17 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "cancel-1": QueueCancel,
     "work-1-kinds": KindsWork,
     "work-1-rerank": RerankWork,
-    "ipc2-RunBatch-given": KindsRunBatch,
-    "ipc2-Ready-kinds": KindsReady,
+    "ipc3-RunBatch-given": KindsRunBatch,
+    "ipc3-Ready-kinds": KindsReady,
     "work-1-traced": TracedWork,
-    "ipc2-RunBatch-traced": TracedRunBatch,
+    "ipc3-RunBatch-traced": TracedRunBatch,
     "heartbeat-1-precision": PrecisionHeartbeat,
-    "ipc2-Ready-precision": PrecisionReady,
+    "ipc3-Ready-precision": PrecisionReady,
     "heartbeat-1-crossover": CrossoverHeartbeat,
-    "ipc2-Ready-crossover": CrossoverReady,
-    "ipc2-RunBatch-copy": CopyRunBatch,
+    "ipc3-Ready-crossover": CrossoverReady,
+    "ipc3-RunBatch-copy": CopyRunBatch,
     "heartbeat-1-fetched": FetchedHeartbeat,
-    "ipc2-Pong-fetching": FetchingPong,
+    "ipc3-Pong-fetching": FetchingPong,
     "heartbeat-1-capacity": QueueHeartbeat,
     "placement-1": QueuePlacement,
     "dead-1": QueueDeadLetter,
@@ -786,8 +789,8 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "gateway-1": QueueGateway,
     "gateway-1-qps": StatusGateway,
     "work-1-endpoint": StatusWork,
-    "ipc2-Description-device": StatusDescription,
-    "ipc2-Description-batches": BatchesDescription,
+    "ipc3-Description-device": StatusDescription,
+    "ipc3-Description-batches": BatchesDescription,
     "demand-1": QueueDemand,
     "heartbeat-1-own-pool": PoolsHeartbeat,
     "reservations-1": PoolsReservations,
@@ -797,29 +800,29 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "placement-1-parts": PartsPlacement,
     "placement-part-1": PartsPart,
     "heartbeat-1-parts": PartsHeartbeat,
-    "ipc2-Ping": P2Ping,
-    "ipc2-Describe": P2Describe,
-    "ipc2-EnsureReady": P2EnsureReady,
-    "ipc2-EnsureLora": P2EnsureLora,
-    "ipc2-Release": P2Release,
-    "ipc2-RunBatch": P2RunBatch,
-    "ipc2-ApplyConfig": P2ApplyConfig,
-    "ipc2-Drain": P2Drain,
-    "ipc2-Pong": P2Pong,
-    "ipc2-Description": P2Description,
-    "ipc2-Ready": P2Ready,
-    "ipc2-BatchStarted": P2BatchStarted,
+    "ipc3-Ping": P3Ping,
+    "ipc3-Describe": P3Describe,
+    "ipc3-EnsureReady": P3EnsureReady,
+    "ipc3-EnsureLora": P3EnsureLora,
+    "ipc3-Release": P3Release,
+    "ipc3-RunBatch": P3RunBatch,
+    "ipc3-ApplyConfig": P3ApplyConfig,
+    "ipc3-Drain": P3Drain,
+    "ipc3-Pong": P3Pong,
+    "ipc3-Description": P3Description,
+    "ipc3-Ready": P3Ready,
+    "ipc3-BatchStarted": P3BatchStarted,
     "result-1-swapped": PaddedResult,
-    "ipc2-BatchDone-padded": PaddedBatchDone,
-    "ipc2-BatchDone-tokenised": TokenisedBatchDone,
+    "ipc3-BatchDone-padded": PaddedBatchDone,
+    "ipc3-BatchDone-tokenised": TokenisedBatchDone,
     "gateway-1-epoch": EpochGateway,
     "gateway-1-queued": SharingGateway,
     "delta-1-since": SinceDelta,
     "export-1-written": WrittenExport,
-    "ipc2-BatchDone": P2BatchDone,
-    "ipc2-Done": P2Done,
-    "ipc2-Done-lora": P2LoraDone,
-    "ipc2-Refused": P2Refused,
+    "ipc3-BatchDone": P3BatchDone,
+    "ipc3-Done": P3Done,
+    "ipc3-Done-lora": P3LoraDone,
+    "ipc3-Refused": P3Refused,
 }
 # what is sent today is also sent to those who know less of it
 OLDER_READERS = {
@@ -831,25 +834,25 @@ OLDER_READERS = {
     "work-1-kinds": VerbsWork,
     "work-1-rerank": VerbsWork,
     "work-1-traced": V1Work,
-    "ipc2-RunBatch-traced": CopyRunBatch,
-    "ipc2-RunBatch-copy": P2RunBatch,
+    "ipc3-RunBatch-traced": CopyRunBatch,
+    "ipc3-RunBatch-copy": P3RunBatch,
     "heartbeat-1-fetched": V1Heartbeat,
-    "ipc2-Pong-fetching": P2Pong,
+    "ipc3-Pong-fetching": P3Pong,
     "heartbeat-1-precision": V1Heartbeat,
-    "ipc2-Ready-precision": P2Ready,
+    "ipc3-Ready-precision": P3Ready,
     "heartbeat-1-crossover": PrecisionHeartbeat,
-    "ipc2-Ready-crossover": PrecisionReady,
-    "ipc2-RunBatch-given": P2RunBatch,
-    "ipc2-Ready-kinds": P2Ready,
+    "ipc3-Ready-crossover": PrecisionReady,
+    "ipc3-RunBatch-given": P3RunBatch,
+    "ipc3-Ready-kinds": P3Ready,
     "gateway-1-qps": QueueGateway,
     "work-1-endpoint": V1Work,
-    "ipc2-Description-device": P2Description,
-    "ipc2-Description-batches": StatusDescription,
+    "ipc3-Description-device": P3Description,
+    "ipc3-Description-batches": StatusDescription,
     "result-1-payload": V1Result,
     "heartbeat-1-items": QueueHeartbeat,
     "result-1-swapped": V1Result,
-    "ipc2-BatchDone-padded": P2BatchDone,
-    "ipc2-BatchDone-tokenised": PaddedBatchDone,
+    "ipc3-BatchDone-padded": P3BatchDone,
+    "ipc3-BatchDone-tokenised": PaddedBatchDone,
     "placement-1-parts": QueuePlacement,
     "heartbeat-1-parts": ClockHeartbeat,
     "heartbeat-1-clock": PoolsHeartbeat,
@@ -1056,9 +1059,9 @@ def test_a_message_of_another_kind_or_version_is_refused_and_not_guessed(tag: st
 
 def test_a_reply_is_no_request() -> None:
     with pytest.raises(ipc.FrameError):
-        ipc.request(path_of("ipc2-Pong").read_bytes())
+        ipc.request(path_of("ipc3-Pong").read_bytes())
     with pytest.raises(ipc.FrameError):
-        ipc.reply(path_of("ipc2-Ping").read_bytes())
+        ipc.reply(path_of("ipc3-Ping").read_bytes())
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, -1])

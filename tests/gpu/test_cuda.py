@@ -160,7 +160,7 @@ def test_the_documented_default_precision_runs_on_cuda(folder: Callable[[str], P
         before = engine.describe().memory_used_bytes
         path = folder("bert")
         entry = toys.entry(path, outputs={"dense": ARCHITECTURES["bert"].width}, max_tokens=MAX_TOKENS)
-        resident, _ = engine.residency.ensure("toy", entry, "default", ())
+        resident = engine.residency.ensure("toy", entry)
         description = resident.describe(0.0)
         assert (description.precision, len(engine.lanes)) == ("float16", 1)
         assert description.certificate["packed"]["dense"] >= 0.999

@@ -82,7 +82,7 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
     engine = Engine(settings)
     now_s = time.time()
     engine.frontier = Frontier(tmp_path / "sie" / "frontier.json", lambda: now_s)
-    engine.residency.ensure("m", entry, "default", ())
+    engine.residency.ensure("m", entry)
     generator = np.random.default_rng(0)
     batches = [adversarial(generator) for _ in range(60)]
     expected = [encode(engine, lengths, number) for number, lengths in enumerate(batches)]
@@ -97,7 +97,7 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
     del engine
 
     second = Engine(settings)
-    second.residency.ensure("m", entry, "default", ())
+    second.residency.ensure("m", entry)
     begun = failures()
     with limited(HEADROOM_BYTES):
         for number, lengths in enumerate(batches):
@@ -111,10 +111,11 @@ def test_a_model_that_does_not_fit_beside_an_idle_one_takes_its_place(tmp_path: 
     folder = toys.save(tmp_path / "bert", "bert", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2)
     large = toys.entry(folder, outputs={"dense": 1024}, load=LoadOptions(precision="float32"))
     engine = Engine(Settings(device="cuda", local_cache=str(tmp_path)))
-    resident, _ = engine.residency.ensure("first", large, "default", ())
+    resident = engine.residency.ensure("first", large)
     size = resident.weights.memory_bytes
     del resident
     with limited(size // 2 + (64 << 20)):  # half of its weights, and activations
-        _, evicted = engine.residency.ensure("second", large, "default", ("first",))
-    assert evicted == ("first",)
+        permission = engine.residency.permission(("first",))
+        engine.residency.ensure("second", large, "default", permission)
+    assert permission.dropped == ("first",)
     engine.stop(5)

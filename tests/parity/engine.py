@@ -114,7 +114,7 @@ class ParityEngine:
                 "load": {"precision": precision, "causal": causal},
             }
         )
-        resident, _ = self._engine.residency.ensure(model, entry, "default", ())
+        resident = self._engine.residency.ensure(model, entry)
         if padded:
             force_padded(resident)
         return Served(self._engine, resident, ModelTokenizer(resident.weights.tokenizer, max_tokens))

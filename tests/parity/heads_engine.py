@@ -126,7 +126,7 @@ class HeadsEngine:
                 **entry,
             }
         )
-        resident, _ = self._engine.residency.ensure(name, parsed, "default", ())
+        resident = self._engine.residency.ensure(name, parsed)
         assert isinstance(resident.weights, TextEncoder)
         if padded:
             force_padded(resident)

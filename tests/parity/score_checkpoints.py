@@ -153,7 +153,7 @@ class ScoringEngine:
                 **entry,
             }
         )
-        resident, _ = self._engine.residency.ensure(model, parsed, "default", ())
+        resident = self._engine.residency.ensure(model, parsed)
         return Scoring(self._engine, resident, parsed, ModelTokenizer(resident.weights.tokenizer, parsed.max_tokens))
 
     def stop(self) -> None:

@@ -125,7 +125,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
                 **made,
             }
         )
-        resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
+        resident = engine.residency.ensure(entry.id, entry)
         return Loaded(engine, entry, resident.weights, ModelTokenizer(resident.weights.tokenizer, entry.max_tokens))
 
     yield loaded

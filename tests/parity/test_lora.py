@@ -151,7 +151,7 @@ def serve(engine: Engine, folder: Path, precision: str = "float32", **changes: A
             **fields,
         }
     )
-    engine.residency.ensure(entry.id, entry, "default", ())
+    engine.residency.ensure(entry.id, entry)
     return Served(engine, entry)
 
 

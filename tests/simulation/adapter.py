@@ -194,7 +194,7 @@ class Adapter:
         evicted: tuple[str, ...] = ()
         if name not in self.loaded:
             free = self.room - len(self.loaded) - len(self._loading)
-            going = [other for other in request.evictable if other in self.loaded][: max(0, 1 - free)]
+            going = [other for other in request.may_drop if other in self.loaded][: max(0, 1 - free)]
             if free + len(going) < 1:
                 return _refused("no room beside the others", "OOM", arriving=list(self._loading))
             for other in going:

@@ -1,4 +1,6 @@
-"""What the adapter is told of idle models, what it tells back, and how failures of a load cool down."""
+"""Which models a request to the adapter may drop, what is known of those that it dropped, and how failures of a load
+cool down.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Link:
         self.questions: list[ipc.Request] = []
         self.loads: list[ipc.EnsureReady] = []
         self.failure: SIEError | None = None
-        self.evicted: tuple[str, ...] = ()
+        self.dropped: Callable[[tuple[str, ...]], None] = lambda names: None
+        self.reliefs: list[tuple[str, ...]] = []
         self.memory_bytes = 0  # of each model
         self.gone = False
         self.loading = asyncio.Event()
@@ -36,6 +39,15 @@ class Link:
         self.answers = asyncio.Event()
         self.answers.set()
         self.asked = asyncio.Event()
+
+    def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
+        self.may_drop, self.dropped = may_drop, dropped
+
+    async def relieve(self, may_drop: tuple[str, ...]) -> None:
+        self.reliefs.append(may_drop)
+        self.asked.set()
+        if self.gone:
+            raise AdapterGone("gone")
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         self.loads.append(question)
@@ -54,7 +66,7 @@ class Link:
         await self.answers.wait()
         if self.gone:
             raise AdapterGone("gone")
-        return ipc.Pong(1, evicted=self.evicted) if isinstance(question, ipc.Ping) else ipc.Done()
+        return ipc.Done()
 
 
 class Sidecar:
@@ -64,7 +76,8 @@ class Sidecar:
         self.now_s = 100.0
         self.link = Link()
         link: Any = self.link
-        self.hosting = Hosting(link, lambda: self.now_s, lambda: None)
+        self.assigned: frozenset[str] | None = None
+        self.hosting = Hosting(link, lambda: self.now_s, lambda: None, assigned=lambda: self.assigned)
         entries = {name: toy_entry(name) for name in ("toy/a", "toy/b", "toy/c")}
         catalogue = Catalogue(entries)
         self.a, self.b, self.c = (self.hosting.of(catalogue.resolve(name)) for name in entries)
@@ -74,57 +87,58 @@ class Sidecar:
             await self.hosting.ensure(hosted)
 
 
-async def test_only_models_without_work_that_were_not_used_lately_are_named() -> None:
+async def test_only_models_without_work_that_were_not_used_lately_may_go() -> None:
     sidecar = Sidecar()
     await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
     sidecar.hosting.take(sidecar.b)
     sidecar.now_s += 5
     sidecar.hosting.take(sidecar.c)
     sidecar.hosting.let_go(sidecar.c)
-    await sidecar.hosting.tell()
-    assert sidecar.link.questions == [ipc.Ping(("toy/a",))]
+    assert sidecar.link.may_drop() == ("toy/a",)
     sidecar.hosting.let_go(sidecar.b)
+    assert sidecar.link.may_drop() == ("toy/a",)
     sidecar.now_s += 5
-    await sidecar.hosting.tell()
-    assert sidecar.link.questions[1:] == [ipc.Ping(("toy/a", "toy/b", "toy/c"))]
+    assert sidecar.link.may_drop() == ("toy/a", "toy/b", "toy/c")
+    sidecar.hosting.take(sidecar.a)
+    assert sidecar.link.may_drop() == ("toy/b", "toy/c")
 
 
-async def test_nothing_is_asked_while_no_model_is_idle_and_none_was() -> None:
+async def test_the_least_recently_used_goes_first_then_the_largest() -> None:
+    sidecar = Sidecar()
+    for hosted, memory_bytes in ((sidecar.a, 1), (sidecar.b, 2), (sidecar.c, 3)):
+        sidecar.link.memory_bytes = memory_bytes
+        await sidecar.load(hosted)
+        sidecar.now_s += 5
+    assert sidecar.link.may_drop() == ("toy/a", "toy/c", "toy/b")
+    sidecar.a.used(sidecar.now_s)
+    sidecar.now_s += 5
+    assert sidecar.link.may_drop() == ("toy/b", "toy/c", "toy/a")
+
+
+async def test_models_that_are_placed_elsewhere_go_before_all_others() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
+    sidecar.now_s += 5
+    sidecar.assigned = frozenset({"toy/a"})
+    assert sidecar.link.may_drop() == ("toy/b", "toy/c", "toy/a")
+
+
+async def test_memory_is_relieved_only_while_a_model_may_go() -> None:
     sidecar = Sidecar()
     await sidecar.load(sidecar.a)
-    await sidecar.hosting.tell()
-    assert sidecar.link.questions == []
+    await sidecar.hosting.relieve()
+    assert sidecar.link.reliefs == []
     sidecar.now_s += 5
-    await sidecar.hosting.tell()
+    await sidecar.hosting.relieve()
     sidecar.hosting.take(sidecar.a)
-    await sidecar.hosting.tell()
-    await sidecar.hosting.tell()
-    assert sidecar.link.questions == [ipc.Ping(("toy/a",)), ipc.Ping(())]
-
-
-async def test_a_named_model_that_gets_work_is_taken_back_at_once() -> None:
-    """Long before the next round: the loop is woken."""
-    sidecar = Sidecar()
-    await sidecar.load(sidecar.a, sidecar.b)
-    sidecar.now_s += 5
-    await sidecar.hosting.tell()
-    sidecar.link.asked.clear()
-    running = asyncio.create_task(sidecar.hosting.run(None))
-    await asyncio.sleep(0)
-    sidecar.hosting.take(sidecar.a)
-    async with asyncio.timeout(0.5):
-        await sidecar.link.asked.wait()
-    assert sidecar.link.questions[-1] == ipc.Ping(("toy/b",))
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await sidecar.hosting.relieve()
+    assert sidecar.link.reliefs == [("toy/a",)]
 
 
 async def test_what_the_adapter_unloaded_is_loaded_again_for_its_next_work() -> None:
     sidecar = Sidecar()
     await sidecar.load(sidecar.a, sidecar.b)
-    sidecar.now_s += 5
-    sidecar.link.evicted = ("toy/a", "unknown")
-    await sidecar.hosting.tell()
+    sidecar.link.dropped(("toy/a", "unknown"))
     assert (sidecar.a.state, sidecar.b.state) == ("available", "loaded")
     await sidecar.load(sidecar.a)
     assert [question.model for question in sidecar.link.loads] == ["toy/a", "toy/b", "toy/a"]
@@ -153,7 +167,7 @@ async def test_an_adapter_that_is_gone_ends_neither_the_loop_nor_what_was_known(
     sidecar.link.gone = True
     running = asyncio.create_task(sidecar.hosting.run(1))
     async with asyncio.timeout(30):
-        while len(sidecar.link.questions) < 2:
+        while not (sidecar.link.reliefs and sidecar.link.questions):
             sidecar.link.asked.clear()
             await sidecar.link.asked.wait()
     assert not running.done()

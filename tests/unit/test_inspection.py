@@ -68,7 +68,7 @@ def run(
     """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
     gateway merges them.
     """
-    weights = engine.residency.ensure(entry.id, entry, "default", ())[0].weights
+    weights = engine.residency.ensure(entry.id, entry).weights
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
     work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
@@ -311,7 +311,7 @@ def test_a_changed_file_is_refused_by_what_was_inspected(tmp_path: Path, engine:
     tensors["encoder.layer.0.output.LayerNorm.weight"] += 0.5
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadFailed, match=r"model\.safetensors") as refused:
-        engine.residency.ensure(entry.id, entry, "default", ())
+        engine.residency.ensure(entry.id, entry)
     assert refused.value.extras["error_class"] == "CERTIFICATE"
 
 

@@ -17,7 +17,7 @@ from inprocess import until
 
 import sie_sidecar.link as links
 from sie_contracts import ipc
-from sie_contracts.errors import PayloadTooLarge
+from sie_contracts.errors import ModelLoadFailed, PayloadTooLarge
 from sie_runtime.process import Stop
 from sie_sidecar.link import AdapterGone, AdapterLink
 
@@ -148,3 +148,34 @@ def test_a_connection_that_was_reset_is_an_adapter_that_is_gone(tmp_path: Path) 
             connection.close()
 
     uvloop.run(run())
+
+
+async def test_a_batch_names_what_may_go_and_every_reply_what_went(linked: Linked) -> None:
+    """A batch, a relief, and a load that is refused."""
+    link, adapter = linked
+    gone: list[tuple[str, ...]] = []
+    link.attach(lambda: ("toy/idle", "toy/other"), gone.append)
+    await answered(link)
+    assert (adapter.batches[-1].may_drop, gone) == (("toy/idle", "toy/other"), [])
+    adapter.dropped = ("toy/idle",)
+    await answered(link)
+    await link.relieve(("toy/idle",))
+    adapter.refusals["toy/large"] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
+    with pytest.raises(ModelLoadFailed):
+        await link.ensure_ready(ipc.EnsureReady("toy/large", {}))
+    assert gone == [("toy/idle",)] * 3
+
+
+async def test_a_relief_may_take_longer_than_a_short_question(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter gives much memory back: it is not taken for dead, and health checks pass."""
+    link, adapter = linked
+    monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 0.05)
+    adapter.hold_relief = True
+    relieving = asyncio.create_task(link.relieve(("toy/idle",)))
+    done, _ = await asyncio.wait([relieving], timeout=0.2)
+    assert not done
+    monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 30.0)
+    assert isinstance(await link.ask(ipc.Ping()), ipc.Pong)
+    adapter.let_go(1)
+    await relieving
+    assert link.connected

@@ -31,7 +31,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
-from sie_adapter.residency import Residency
+from sie_adapter.residency import DeviceMemory, Residency
 from sie_adapter.server import Server
 from sie_contracts import ipc
 from sie_contracts.catalogue import ModelEntry, parse_entry
@@ -226,7 +226,7 @@ def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(
     """SIE_MAX_LORAS_PER_MODEL."""
     entry = toys.entry(toys.save(tmp_path / "base", "bert"))
     with engine_of(SIE_MODELS_DIR=str(tmp_path), SIE_DEFAULT_COMPUTE_PRECISION="float32", **variable) as engine:
-        resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
+        resident = engine.residency.ensure(entry.id, entry)
         names = [lora(tmp_path / f"lora{seed}", seed) for seed in range(kept + 1)]
 
         def vectors(name: str) -> bytes | str:
@@ -275,7 +275,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
 
     with engine_of(SIE_INSTRUMENTATION="true") as engine:
         assert engine.describe().batches == ()
-        engine.residency.ensure(entry.id, entry, "default", ())
+        engine.residency.ensure(entry.id, entry)
         done = ran(engine)
         assert isinstance(done, BatchDone)
         told(engine, 1)
@@ -345,16 +345,16 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
         return Memory(round(1000 * (level if len(residency.describe()) == len(idle) else 10.0)) + more_bytes, 100_000)
 
     load: Any = lambda resolved: Toy()  # noqa: E731
-    residency = Residency(
-        load, memory, lambda: None, settings_of(**variable).memory_pressure_threshold_percent, lambda: now_s
-    )
+    threshold_percent = settings_of(**variable).memory_pressure_threshold_percent
+    residency = Residency(load, DeviceMemory(memory, lambda: None, threshold_percent), lambda: now_s)
     idle = ("toy/a", "toy/b")
     for model in idle:
         now_s += 1
-        residency.ensure(model, toy_entry(model), "default", ())
+        residency.ensure(model, toy_entry(model))
     level = percent
-    _, gone = residency.ensure("toy/c", toy_entry("toy/c"), "default", idle)
-    assert gone == evicted
+    permission = residency.permission(idle)
+    residency.ensure("toy/c", toy_entry("toy/c"), "default", permission)
+    assert permission.dropped == evicted
     assert [loaded.model for loaded in residency.describe()] == [
         model for model in (*idle, "toy/c") if model not in evicted
     ]

@@ -495,6 +495,9 @@ class LoadsAtOnce:
         self.listeners: list[Callable[[bool], None]] = []
         self.description: ipc.Description | None = None
 
+    def attach(self, may_drop: object, dropped: object) -> None:
+        """Nothing is dropped."""
+
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         return ipc.Ready(
             ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512, {"encode": ipc.Rows()}

@@ -75,6 +75,9 @@ class _Refusing:
         self.description: ipc.Description | None = None
         self.loads = 0
 
+    def attach(self, may_drop: object, dropped: object) -> None:
+        """Nothing is dropped."""
+
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         self.loads += 1
         raise ModelLoadFailed("no such weights", extras={"error_class": "NOT_FOUND", "permanent": True})

@@ -31,18 +31,20 @@ class OneModel:
         self.loaded = ""
         self.evictions = 0
 
+    def attach(self, may_drop: Any, dropped: Any) -> None:
+        self.dropped = dropped
+
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        evicted: tuple[str, ...] = ()
         if self.loaded and self.loaded != question.model:
-            if self.loaded not in question.evictable:
+            if self.loaded not in question.may_drop:
                 raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
-            evicted = (self.loaded,)
             self.evictions += 1
+            self.dropped((self.loaded,))
         self.loaded = question.model
         if self.load_s:
             await asyncio.sleep(self.load_s)
         loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
-        return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}, evicted=evicted)
+        return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()})
 
     async def ask(self, question: ipc.Request) -> ipc.Reply:
         """Describe, the only question that a load asks."""
@@ -217,7 +219,7 @@ async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> Non
         asked += 1
         if asked > 1:
             return await ensure_ready(question)
-        assert question.evictable == ("toy/a",)
+        assert question.may_drop == ("toy/a",)
         await worker.run(worker.a, 0.0)  # and it is idle again before the answer comes
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
 

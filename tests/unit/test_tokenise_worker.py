@@ -97,6 +97,9 @@ class _NoLink:
     def __init__(self) -> None:
         self.listeners: list[object] = []
 
+    def attach(self, may_drop: object, dropped: object) -> None:
+        """Nothing is dropped."""
+
 
 def test_a_changed_entry_is_another_tokenizer() -> None:
     hosting = Hosting(_NoLink(), lambda: 0.0, lambda: None)  # type: ignore[arg-type]

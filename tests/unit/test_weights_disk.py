@@ -359,7 +359,7 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
             return found
 
         engine.residency._needed_bytes = looked_at
-        engine.residency.ensure("org/toy", entry, "default", ())
+        engine.residency.ensure("org/toy", entry)
         assert seen == [[]]
         assert cache.candidates() == []
         engine.residency.release("org/toy")

@@ -48,15 +48,21 @@ class SlowLink:
     def __init__(self) -> None:
         self.listeners: list[Any] = []
         self.description: ipc.Description | None = None
+        self.dropped: Any = None
         self.world = World(sizes={f"toy/{number}": 170 for number in range(MODELS)}, known=True)
+
+    def attach(self, may_drop: Any, dropped: Any) -> None:
+        self.dropped = dropped
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         before = len(self.world.loads)
-        evicted = self.world.ensure(question.model, question.evictable)
+        dropped = self.world.ensure(question.model, question.may_drop)
         if len(self.world.loads) > before:
             await asyncio.sleep(LOAD_S)
         loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
-        return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}, evicted=evicted)
+        if dropped:
+            self.dropped(dropped)
+        return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()})
 
 
 def traffic(seed: int) -> list[tuple[float, str]]:

@@ -185,7 +185,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
     engine = Engine(dataclasses.replace(settings, device="cpu"))
     try:
-        resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
+        resident = engine.residency.ensure(entry.id, entry)
         weights = resident.weights
         tokenizer = ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens))
         why = (

@@ -91,7 +91,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     )
     now_s = time.time()
     engine.frontier = Frontier(Path(cache) / "sie" / "frontier.json", lambda: now_s)
-    engine.residency.ensure("m", entry, "default", ())
+    engine.residency.ensure("m", entry)
     expected = [run(engine, [length], 7)[1] for length in (8, LONGEST)]
     held = 1024 * int(
         next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")).split()[

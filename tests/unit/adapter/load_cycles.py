@@ -34,7 +34,7 @@ def main(small: str, large: str, cycles: str) -> None:
             max_tokens=64,
             load=LoadOptions(precision="float32"),
         )
-        weights = engine.residency.ensure("m", entry, "default", ())[0].weights.memory_bytes
+        weights = engine.residency.ensure("m", entry).weights.memory_bytes
         engine.residency.release("m")
         resident.append(process.memory_info().rss)
     engine.stop(5)

@@ -43,15 +43,37 @@ def engine(lost: list[str]) -> Any:
     assert made.stop(5)
 
 
-def reply_of(engine: Engine, encoder: Any, **changes: Any) -> Reply:
+def reply_of(engine: Engine, encoder: Any, sequences: Sequence[Sequence[int]] = ((1, 2),), **changes: Any) -> Reply:
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "m")
     resident = Resident("m", resolved, encoder, 0.0, 0.0)
     engine.residency._residents["m"] = resident
     with torch.inference_mode():
-        reply = engine.execute(message([[1, 2]], **changes))
+        reply = engine.execute(message(list(map(list, sequences)), **changes))
     assert resident.running == 0
     return reply
+
+
+@pytest.mark.parametrize(("may_drop", "dropped"), [(("absent", "other"), ("other",)), ((), ())])
+def test_a_batch_drops_only_what_it_may_and_its_reply_says_what(
+    engine: Engine, may_drop: tuple[str, ...], dropped: tuple[str, ...]
+) -> None:
+    """The batch does not fit beside the other model. It drops that model, or it is split."""
+
+    class Crowded(FakeEncoder):
+        def forward(self, packed: Packed) -> torch.Tensor:
+            self.limit = 1 if "other" in engine.residency._residents else 3
+            return super().forward(packed)
+
+    other = ModelEntry(id="o", weights=Weights(path="/o"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
+    resolved = Catalogue.resolve_profile(other, "default", "other")
+    engine.residency._residents["other"] = Resident("other", resolved, FakeEncoder(), 0.0, 0.0)
+    encoder = Crowded()
+    reply = reply_of(engine, encoder, [[1], [2], [3]], may_drop=may_drop)
+    assert isinstance(reply, BatchDone)
+    assert np.frombuffer(reply.block, "<f4").reshape(3, 4)[:, 0].tolist() == [1, 2, 3]
+    assert reply.dropped == dropped
+    assert (encoder.passes == [3, 3]) == bool(dropped)
 
 
 class Reader:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sie_adapter.device import Memory
-from sie_adapter.residency import Residency
+from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.catalogue import HeadOptions, LoadOptions, ModelEntry, Resolved, RunDefaults
 from sie_contracts.catalogue import Weights as Source
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
@@ -48,9 +48,7 @@ class World:
     def __post_init__(self) -> None:
         self.residency = Residency(
             self._load,
-            self._memory,
-            self._give_back,
-            self.threshold,
+            DeviceMemory(self._memory, self._give_back, self.threshold),
             lambda: self.now_s,
             needed_bytes=lambda resolved: self.sizes.get(resolved.entry.id, 0) if self.known else 0,
             warm_up=lambda weights: 2 * weights.memory_bytes,
@@ -69,9 +67,18 @@ class World:
         held = sum(model.memory_bytes for model in self.residency.describe())
         return Memory(held + self.other_bytes + self.kept_bytes + more_bytes, 1000)
 
-    def ensure(self, model: str, evictable: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
+    def ensure(self, model: str, may_drop: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
+        """What was dropped for the load."""
         self.now_s += 1
-        return self.residency.ensure(model, entry(model, **changes), "default", evictable)[1]
+        permission = self.residency.permission(may_drop)
+        self.residency.ensure(model, entry(model, **changes), "default", permission)
+        return permission.dropped
+
+    def relieve(self, *may_drop: str) -> tuple[str, ...]:
+        """What a request with this permission drops because of pressure."""
+        permission = self.residency.permission(may_drop)
+        self.residency.relieve(permission)
+        return permission.dropped
 
     def use(self, model: str) -> None:
         self.now_s += 1
@@ -93,63 +100,87 @@ def test_a_model_goes_above_the_threshold_and_not_below(other: int, evicted: tup
     """84.9 % stays, 85.1 % evicts."""
     world = World(sizes={"a": 300}, other_bytes=other)
     world.ensure("a")
-    assert world.ensure("b", evictable=("a",)) == evicted
+    assert world.ensure("b", may_drop=("a",)) == evicted
     assert world.loaded() == [name for name in ("a", "b") if name not in evicted]
 
 
-def test_the_least_recently_used_goes_first_by_dispatch_and_not_by_load() -> None:
-    world = World(sizes=dict.fromkeys("abc", 300))
-    for model in "abc":
-        world.ensure(model)
-    world.use("a")
-    assert world.ensure("d", evictable=("a", "b", "c")) == ("b",)
-
-
-def test_if_one_is_not_enough_the_largest_idle_goes_next() -> None:
+def test_models_go_in_the_order_that_the_sidecar_names_and_no_more_than_are_needed() -> None:
     world = World(sizes={"a": 100, "b": 100, "c": 700, "d": 100})
     for model in "abcd":
         world.ensure(model)
     world.other_bytes = 200
-    assert world.ensure("e", evictable=("a", "b", "c", "d")) == ("a", "c")
+    assert world.ensure("e", may_drop=("b", "c", "a", "d")) == ("b", "c")
 
 
 def test_only_what_the_sidecar_named_goes() -> None:
     world = World(sizes={"a": 500, "b": 500})
     world.ensure("a")
     world.ensure("b")
-    assert world.ensure("c", evictable=()) == ()
-    assert world.ensure("d", evictable=("b", "unknown")) == ("b",)
+    assert world.ensure("c", may_drop=()) == ()
+    assert world.ensure("d", may_drop=("unknown", "b")) == ("b",)
     assert world.loaded() == ["a", "c", "d"]
+
+
+def test_no_permission_outlives_its_request() -> None:
+    world = World(sizes={"a": 500, "b": 500})
+    world.ensure("a")
+    world.ensure("b", may_drop=())
+    assert world.relieve("a") == ("a",)
+    world.ensure("a")
+    world.now_s += 2
+    assert world.relieve() == ()
+    assert not world.residency.make_room(world.residency.permission())
+
+
+@pytest.mark.parametrize("again", ["used", "asked for"])
+def test_a_model_that_is_used_or_asked_for_after_the_request_began_stays(again: str) -> None:
+    """1. A load fetches its files, which may take minutes. 2. A model that it may drop gets work. 3. Another goes."""
+    world = World(sizes={"a": 400, "b": 400, "c": 400}, known=True)
+    world.ensure("a")
+    world.ensure("b")
+    needed = world.residency._needed_bytes
+
+    def fetch(resolved: Resolved) -> int:
+        world.use("a") if again == "used" else world.ensure("a")
+        return needed(resolved)
+
+    world.residency._needed_bytes = fetch
+    assert world.ensure("c", may_drop=("a", "b")) == ("b",)
 
 
 def test_a_model_that_runs_stays_even_if_named() -> None:
     world = World(sizes={"a": 900})
     world.ensure("a")
     with world.residency.use("a"):
-        assert world.ensure("b", evictable=("a",)) == ()
-    assert world.ensure("c", evictable=("a",)) == ("a",)
+        assert world.ensure("b", may_drop=("a",)) == ()
+    assert world.ensure("c", may_drop=("a",)) == ("a",)
 
 
-def test_pressure_after_a_batch_evicts_what_was_not_used_since() -> None:
+def test_pressure_drops_what_was_not_used_since_and_is_looked_at_once_a_second() -> None:
     world = World(sizes={"a": 300, "b": 300})
     world.ensure("a")
     world.ensure("b")
-    world.ensure("c", evictable=("a", "b"))
+    world.ensure("c")
+    permission = world.residency.permission(("a", "b"))
     world.use("a")
     world.other_bytes = 500
-    assert world.residency.relieve() == ("b",)
+    world.residency.relieve(permission)
+    assert permission.dropped == ("b",)
     world.other_bytes = 900
-    assert world.residency.relieve() == ()  # within a second of the last look
+    assert world.relieve("c") == ()  # within a second of the last look
     world.now_s += 1.1
-    assert world.residency.relieve() == ()  # b is gone, a was used since
+    world.residency.relieve(permission)
+    assert permission.dropped == ("b",)  # a was used since
+    world.now_s += 1.1
+    assert world.relieve("c", "a") == ("c", "a")
 
 
 def test_the_weights_to_come_count_before_they_are_loaded() -> None:
     """O15: what would not fit evicts first, and what fits does not."""
     world = World(sizes={"a": 400, "b": 400, "c": 100}, known=True)
     world.ensure("a")
-    assert world.ensure("b", evictable=("a",)) == ()
-    assert world.ensure("c", evictable=("a", "b")) == ("a",)
+    assert world.ensure("b", may_drop=("a",)) == ()
+    assert world.ensure("c", may_drop=("a", "b")) == ("a",)
     world.use("b")
     assert world.loaded() == ["b", "c"]
 
@@ -161,10 +192,10 @@ def test_loads_at_the_same_time_count_each_other() -> None:
 
     def load_another(model: str) -> None:
         if model == "b":
-            evicted.append(world.ensure("c", evictable=("a",)))
+            evicted.append(world.ensure("c", may_drop=("a",)))
 
     world.during_load = load_another
-    evicted.append(world.ensure("b", evictable=("a",)))
+    evicted.append(world.ensure("b", may_drop=("a",)))
     assert evicted == [("a",), ()]
     assert world.loaded() == ["c", "b"]
 
@@ -177,7 +208,7 @@ def test_weights_that_a_load_has_read_by_now_count_once() -> None:
 
     def half_way(model: str) -> None:
         world.other_bytes, world.now_s = 400, world.now_s + 2
-        gone.append(world.residency.relieve())
+        gone.append(world.relieve("a", "b"))
         world.other_bytes = 0
 
     world.during_load = half_way
@@ -195,7 +226,7 @@ def test_what_cannot_fit_beside_models_with_work_is_refused_before_it_is_loaded(
     assert (raised.value.reason, raised.value.extras) == ("no_room", {"error_class": "OOM"})
     assert world.loads == ["a"]
     world.ensure("c")
-    assert world.ensure("b", evictable=("a", "c")) == ("a",)
+    assert world.ensure("b", may_drop=("a", "c")) == ("a",)
     assert world.loaded() == ["c", "b"]
 
 
@@ -209,7 +240,7 @@ def test_a_load_that_runs_out_of_memory_is_tried_again_with_one_idle_model_less(
             raise load_failed("OOM", "too little memory")
 
     world.during_load = fail_while_more_than_one_is_loaded
-    assert world.ensure("d", evictable=("a", "b")) == ("a", "b")
+    assert world.ensure("d", may_drop=("a", "b")) == ("a", "b")
     assert world.loads == ["a", "b", "c", "d", "d", "d"]
     with pytest.raises(ModelLoadFailed) as raised:
         world.ensure("e")
@@ -221,7 +252,7 @@ def test_what_the_allocator_keeps_is_given_back_before_anything_is_unloaded() ->
     world = World(sizes={"a": 300})
     world.ensure("a")
     world.kept_bytes = 600
-    assert world.ensure("b", evictable=("a",)) == ()
+    assert world.ensure("b", may_drop=("a",)) == ()
     assert world.given_back == 1
 
 
@@ -230,47 +261,24 @@ def test_room_is_made_whatever_the_pressure_and_only_from_idle_models() -> None:
     world = World(sizes={"a": 1, "b": 1, "c": 1})
     for model in "abc":
         world.ensure(model)
-    assert not world.residency.make_room()  # nothing was called idle
-    world.residency.idle(("a", "b", "unknown"))
+    assert not world.residency.make_room(world.residency.permission())  # no model may go
+    permission = world.residency.permission(("a", "b", "c", "unknown"))
     world.use("a")
     with world.residency.use("c"):
-        assert world.residency.make_room()
-        assert not world.residency.make_room()
+        assert world.residency.make_room(permission)
+        assert not world.residency.make_room(permission)
+    assert permission.dropped == ("b",)
     assert world.loaded() == ["a", "c"]
 
 
-def test_the_sidecar_hears_once_what_went_unasked() -> None:
-    world = World(sizes={"a": 300, "b": 300})
-    world.ensure("a")
-    world.ensure("b")
-    assert world.residency.idle(("a", "b")) == ()
-    assert world.residency.make_room()
-    world.other_bytes = 900
-    assert world.residency.relieve() == ("b",)
-    assert world.residency.idle(()) == ("a", "b")
-    assert world.residency.idle(()) == ()
-
-
-def test_the_sidecar_hears_of_what_went_for_a_load_that_was_refused() -> None:
+def test_a_load_that_is_refused_names_what_went_for_it() -> None:
     world = World(sizes={"a": 400, "b": 1200}, known=True)
     world.ensure("a")
+    permission = world.residency.permission(("a",))
     with pytest.raises(ModelLoadFailed):
-        world.ensure("b", evictable=("a",))
+        world.residency.ensure("b", entry("b"), "default", permission)
     assert world.loaded() == []
-    assert world.residency.idle(()) == ("a",)
-
-
-def test_what_was_offered_for_a_load_stays_so_whatever_is_told_before_it_found_room() -> None:
-    world = World(sizes={"a": 500, "b": 500}, known=True)
-    world.ensure("a")
-    needed = world.residency._needed_bytes
-
-    def told_meanwhile(resolved: Resolved) -> int:
-        world.residency.idle(())
-        return needed(resolved)
-
-    world.residency._needed_bytes = told_meanwhile
-    assert world.ensure("b", evictable=("a",)) == ("a",)
+    assert permission.dropped == ("a",)
 
 
 @pytest.mark.timeout(20)
@@ -293,7 +301,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     loading.start()
     begun.wait(10)
     answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(world.residency.make_room()))
+    waiting = threading.Thread(target=lambda: answers.append(world.residency.make_room(world.residency.permission())))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
@@ -301,17 +309,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     waiting.join()
     loading.join()
     assert answers == [True]
-    assert not world.residency.make_room()
-
-
-def test_the_latest_word_on_what_is_idle_counts() -> None:
-    world = World(sizes={"a": 500, "b": 500})
-    world.ensure("a")
-    world.ensure("b", evictable=("a",))
-    world.residency.idle(())
-    assert world.residency.relieve() == ()
-    world.residency.idle(("b",))
-    assert world.residency.relieve() == ("b",)
+    assert not world.residency.make_room(world.residency.permission())
 
 
 def test_weights_and_the_peak_of_the_warm_up_are_reported() -> None:
@@ -330,6 +328,11 @@ def test_a_model_that_cannot_be_warmed_up_is_not_loaded() -> None:
     assert world.loaded() == []
 
 
+def least_recent(world: World) -> tuple[str, ...]:
+    """The loaded models, the least recently used one first."""
+    return tuple(model.model for model in sorted(world.residency.describe(), key=lambda model: -model.idle_s))
+
+
 def lru_loads(traffic: list[str], capacity: int) -> int:
     """Loads of a plain least-recently-used cache of `capacity` models."""
     held: list[str] = []
@@ -344,17 +347,18 @@ def lru_loads(traffic: list[str], capacity: int) -> int:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("known", [True, False])
 def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, known: bool) -> None:
-    """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work idle."""
+    """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work may go, the
+    least recently used first.
+    """
     weights = 1 / np.arange(1, 21)
     ranks = np.random.default_rng(seed).choice(20, 4000, p=weights / weights.sum())
     traffic = [f"m{rank}" for rank in ranks]
     world = World(sizes={f"m{number}": 170 for number in range(20)}, known=known)
     for model in traffic:
         if model not in world.loaded():
-            world.ensure(model, evictable=tuple(world.loaded()))
+            world.ensure(model, may_drop=least_recent(world))
         world.use(model)
-        world.residency.idle(tuple(world.loaded()))
-        world.residency.relieve()
+        world.relieve(*least_recent(world))
         assert len(world.loaded()) <= (5 if known else 6)
     assert len(world.loads) <= lru_loads(traffic, 5)
     assert world._memory(0).percent <= world.threshold
@@ -368,7 +372,7 @@ def test_eight_askers_make_one_load() -> None:
 
     def ask(results: list[str]) -> None:
         barrier.wait()
-        resident, _ = world.residency.ensure("a", entry("a"), "default", ())
+        resident = world.residency.ensure("a", entry("a"))
         results.append(resident.model)
 
     results: list[str] = []
@@ -385,9 +389,7 @@ def test_eight_askers_make_one_load() -> None:
 def test_different_models_load_at_the_same_time() -> None:
     both = threading.Barrier(2)
     world = World(during_load=lambda _: (both.wait(5) and None) or None)
-    threads = [
-        threading.Thread(target=world.residency.ensure, args=(name, entry(name), "default", ())) for name in "ab"
-    ]
+    threads = [threading.Thread(target=world.residency.ensure, args=(name, entry(name))) for name in "ab"]
     for thread in threads:
         thread.start()
     for thread in threads:
