@@ -81,7 +81,7 @@ class BatchRun:
         remedied: Callable[[Remedy], None] = lambda remedy: None,
     ) -> None:
         """`frontier` knows under `key` how much fits; `make_room` drops a model that may go and says whether it did;
-        `remedied` hears.
+        `remedied` is called for each remedy.
 
         Raises InvalidInput or InternalFailure for what cannot be run.
         """
