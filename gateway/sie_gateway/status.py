@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -94,10 +94,13 @@ class ClusterInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Seen:
-    """A worker as it is shown, and the state and queue depth of each model that it reports."""
+    """A worker as it is shown, and the state and queue depth of each model that it reports. `failures`: why it could
+    not load a model, by model.
+    """
 
     info: WorkerInfo
     models: Mapping[str, tuple[str, int]]
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
@@ -116,7 +119,12 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
         bundle_config_hash=beat.config_epoch,
         device=beat.device,
     )
-    return Seen(info, {status.model: (status.state, status.queued) for status in beat.models})
+    failures = {
+        status.model: status.error.message
+        for status in beat.models
+        if status.state == "failed" and status.error is not None
+    }
+    return Seen(info, {status.model: (status.state, status.queued) for status in beat.models}, failures)
 
 
 def of_socket(url: str, status: WorkerStatus | None) -> Seen:
@@ -152,6 +160,16 @@ def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSumma
         for name, (state, queued) in seen.models.items():
             reports.get(name.partition(":")[0], []).append((seen.info, state, queued))
     return [_summary(model, found) for model, found in reports.items()]
+
+
+def failures(workers: Iterable[Seen]) -> dict[str, str]:
+    """Why healthy workers could not load a model, the first reason of each model."""
+    found: dict[str, str] = {}
+    for seen in workers:
+        if seen.info.healthy:
+            for name, why in seen.failures.items():
+                found.setdefault(name.partition(":")[0], why)
+    return found
 
 
 def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSummary:
@@ -268,6 +286,7 @@ class Status:
                 "models": models,
                 "queues": queues,
                 "model_queues": model_queues,
+                "failures": failures(workers),
             }
         ).decode()
 

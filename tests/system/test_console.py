@@ -169,6 +169,10 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     waiting.join(30)
     page.wait(figure.format("'in hand'"), lambda count: count == 0)
 
+    failed = "show({...last, models: [{...last.models[0], state: 'failed'}], failures: {[last.models[0].name]: 'why'}})"
+    shown = page.evaluate(f"({failed}, {ROWS.format('models')})")
+    assert [each.split() for each in shown[0][:2]] == [[ENCODER], ["failed", "why"]]
+
     filtered = "(text => { const box = document.getElementById('filter'); box.value = text; box.oninput(); })"
     page.evaluate(f"{filtered}('no such')")
     assert page.evaluate(ROWS.format("models")) == []

@@ -24,14 +24,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import sie_contracts
 from sie_contracts import messages, topology
-from sie_contracts.errors import ModelLoadFailed, ResourceExhausted
+from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.ipc import RanBatch
 from sie_contracts.messages import GatewayBeat, Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_gateway import status as statuses
 from sie_gateway import workers
 from sie_gateway.peers import Peers
-from sie_gateway.status import CONSOLE, of_heartbeat, of_socket, summaries
+from sie_gateway.status import CONSOLE, Seen, failures, of_heartbeat, of_socket, summaries
 from sie_gateway.workers import Endpoints, Workers, WorkerStatus
 from sie_runtime.http import HttpServer, Receive, Scope, Send
 from sie_runtime.process import Stop
@@ -229,7 +229,7 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
         for _ in range(2):  # the present one, and one that was made before
             await frame(socket)
         told, health = await frame(socket), (await gateway.client.get("/health")).json()
-    assert set(told) == {"timestamp", "version", "cluster", "workers", "models", "queues", "model_queues"}
+    assert set(told) == {"timestamp", "version", "cluster", "workers", "models", "queues", "model_queues", "failures"}
     assert told["version"] == health["version"] == sie_contracts.__version__
     (worker,) = told["workers"]
     assert worker == health["workers"][0]
@@ -678,6 +678,22 @@ def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
     }
     loading = of_heartbeat(worker("c", "l4", m=("loading", 0)), healthy=True)
     assert [each.state for each in summaries(["m", "nobody"], [*seen, loading])] == ["loading", "available"]
+
+
+def test_the_reason_of_a_failed_load_is_told_of_healthy_workers() -> None:
+    def worker(name: str, *models: ModelStatus, healthy: bool = True) -> Seen:
+        beat = Heartbeat(name, "_default", "l4", "default", True, "test", models=models)
+        return of_heartbeat(beat, healthy=healthy)
+
+    def failed(model: str, why: str) -> ModelStatus:
+        return ModelStatus(model, "failed", error=ErrorInfo("MODEL_LOAD_FAILED", why))
+
+    seen = [
+        worker("a", failed("m:half", "no such file"), ModelStatus("n", "loaded")),
+        worker("b", failed("m", "another reason")),
+        worker("c", failed("gone", "not seen any more"), healthy=False),
+    ]
+    assert failures(seen) == {"m": "no such file"}
 
 
 async def test_the_rate_of_requests_is_that_of_all_gateways(cluster: InProcess) -> None:

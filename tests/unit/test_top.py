@@ -31,7 +31,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.embedded import free_port
 from sie_cli.main import main
-from sie_cli.top import Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
+from sie_cli.picture import MAX_REASONS, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -164,6 +164,21 @@ def test_names_are_no_markup_and_no_control_of_the_terminal() -> None:
 
 def told(**more: Any) -> Frame:
     return msgspec.convert({**frame(workers=0, models=0), "queues": [], "model_queues": [], **more}, Frame)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_reason_of_a_failed_model_stands_below_the_models(width: int) -> None:
+    models = [
+        {"name": f"m{number}", "state": "failed", "worker_count": 0, "gpu_types": ["l4"], "total_queue_depth": 0}
+        for number in range(5)
+    ]
+    why = {f"m{number}": "no such\n\x1b[31mfile" for number in range(5)}
+    lines = drawn(width, 40, {**frame(), "models": models, "failures": why})
+    assert [line for line in lines if "failed:" in line] == [
+        f"  m{number} failed: no such [31mfile" for number in range(MAX_REASONS)
+    ]
+    short = drawn(width, 24, {**frame(), "models": models, "failures": why})
+    assert len(short) <= 24
 
 
 def queue(profile: str, messages: int, oldest_s: float = 1.0, priority: str = "interactive") -> dict[str, Any]:
