@@ -3,7 +3,7 @@
     models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
     models--org--name/COMMIT/sie-manifest.json   written last: without it the others do not count
 
-    fetch: manifest ──► its files, in ranged reads ──► digests
+    fetch: manifest ──► its files, in parts, by download.py ──► digests
     push:  files that are not there yet ──► all listed again ──► manifest
 
 A store writes an object whole or not at all, and for one commit everybody writes the same bytes, so pushers need no
@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,13 +25,13 @@ import msgspec
 
 from sie_store import object_stores
 from sie_store.cache import Fetch
+from sie_store.download import PIECE_BYTES, Digests, Download, Limits, Piece, Reader, RemoteFile, each_file
 from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode
-from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, StoreError
+from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, RangeMissing, StoreError
 from sie_store.progress import Progress
-from sie_store.ranged import Checking, Filling, Limits, Reading
 
 if TYPE_CHECKING:
-    from obstore import PutMode, UpdateVersion
+    from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
     from sie_store.push import Pushed
@@ -171,6 +171,62 @@ class Bucket:
         return gone
 
 
+class _Source:
+    """The files of a manifest, as a source of the download engine."""
+
+    def __init__(self, bucket: Bucket, manifest: Manifest, what: str) -> None:
+        self._bucket, self._manifest, self.what = bucket, manifest, what
+        self.limits = bucket.limits
+        self._prefix = place(manifest.repository, manifest.revision)
+
+    def files(self) -> list[RemoteFile]:
+        return [RemoteFile(name, fact.bytes, fact.sha256) for name, fact in self._manifest.files.items()]
+
+    async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
+        import obstore
+
+        wanted: GetOptions = {"range": (start, end)}
+        get = obstore.get_async(self._bucket.store, f"{self._prefix}/{file.path}", options=wanted)
+        try:
+            answer = await object_stores.within(self.limits.stall_s, get)
+            if (size := answer.meta["size"]) != file.size:
+                raise self._broken(f"{file.path} has {size} bytes, the manifest says {file.size}")
+            stream = answer.stream(min_chunk_size=PIECE_BYTES)
+            while (chunk := await object_stores.within(self.limits.stall_s, anext(stream, None))) is not None:
+                yield bytes(chunk)
+        except (ObjectMissing, RangeMissing) as error:
+            raise self._broken(f"{file.path}: {error}") from error
+
+    def damaged(self, file: RemoteFile) -> FetchFailed:
+        return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
+
+    def _broken(self, wrong: str) -> FetchFailed:
+        """What the bucket holds is not what the manifest there says. A push repairs it, so the load is tried again."""
+        return FetchFailed(
+            "NETWORK", f"{self.what} is damaged there, {wrong}: `sie weights push --force` writes it again"
+        )
+
+
+async def _wrong(source: _Source, files: list[RemoteFile], progress: Progress) -> list[str]:
+    """Which files have another digest than the manifest says, a line for each. Nothing of them is kept. Raises
+    FetchFailed, StoreError.
+    """
+    reader = Reader(source, progress)
+
+    async def digested(file: RemoteFile) -> str:
+        digests = Digests(file)
+        async with contextlib.aclosing(reader.read(file)) as pieces:
+            async for piece in pieces:
+                await asyncio.to_thread(digests.add, piece)
+        return digests.sha256
+
+    return [
+        f"{file.path} has the SHA-256 {found[:16]}.., the manifest says {file.sha256[:16]}.."
+        for file, found in zip(files, (await each_file(digested, files)).values(), strict=True)
+        if found != file.sha256
+    ]
+
+
 class ClusterCache:
     """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread, and ends within
     bounds of time.
@@ -189,7 +245,8 @@ class ClusterCache:
         return None if manifest is None else functools.partial(self._fetch, manifest)
 
     def _fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> Manifest:
-        self._run(Filling(self._reading(manifest, progress), folder).all())
+        source = _Source(self._bucket, manifest, progress.what)
+        self._run(Download(source, folder, progress).all(source.files()))
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: Progress, *, force: bool = False) -> Pushed:
@@ -216,19 +273,15 @@ class ClusterCache:
         """What is wrong with the files of a snapshot: each is read and digested, and not kept. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())
-        names = [name for name in stored.manifest.files if name not in stored.wrong]
-        progress.expect(sum(stored.manifest.files[name].bytes for name in names))
-        return [*stored.wrong.values(), *self._run(Checking(self._reading(stored.manifest, progress)).wrong(names))]
+        source = _Source(self._bucket, stored.manifest, progress.what)
+        files = [file for file in source.files() if file.path not in stored.wrong]
+        progress.expect(sum(file.size for file in files))
+        return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]
 
     def remove(self, repository: str, revision: str) -> int:
         """Remove a snapshot, its manifest first. Returns the bytes that are gone. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.removed(repository, revision))
-
-    def _reading(self, manifest: Manifest, progress: Progress) -> Reading:
-        return Reading(
-            self._bucket.store, place(manifest.repository, manifest.revision), manifest, progress, self._bucket.limits
-        )
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The outcome of `work`, in a loop of its own; what the store refused becomes FetchFailed, with what to do."""

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
+MAX_PAUSE_S = 30.0
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
@@ -59,7 +60,13 @@ _INSTANCE = (
 
 
 class StoreError(Exception):
-    """The store refused, or did not answer in time. Trying again may help, unless it is one of the kinds below."""
+    """The store refused, or did not answer in time. Trying again may help, unless it is one of the kinds below.
+    `after_s`: how long it asked to wait before that.
+    """
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
 
 
 class ObjectMissing(StoreError):
@@ -113,7 +120,7 @@ def opened(url: str, setting: str) -> ObjectStore:
         raise SettingError(setting, _first_line(error)) from error
 
 
-async def within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
+async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
     """What `work` returns, which talks to a store. Raises StoreError."""
     from obstore.exceptions import BaseError
 
@@ -129,7 +136,8 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 @dataclass(frozen=True)
 class Patience:
     """How long to wait for a store, and how often to ask it. The pause before the second try is `pause_s`, before the
-    next ones twice that of the one before, with jitter: many nodes may ask at once.
+    next ones twice that of the one before, or what the store asked for, MAX_PAUSE_S at most. It has jitter: many nodes
+    may ask at once.
     """
 
     stall_s: float = 30.0
@@ -140,7 +148,7 @@ class Patience:
         """What `call` returns, asked again where that may help, each time for `timeout_s` (stall_s).
         Raises StoreError.
         """
-        return await self.repeated(lambda: within(timeout_s or self.stall_s, _coroutine(call)))
+        return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """The same of what is bounded in time by itself and raises StoreError."""
@@ -150,18 +158,17 @@ class Patience:
                 return await call()
             except StoreError as error:
                 tries += 1
-                await self.pause(error, tries)
+                await self.pause(error, tries, "a store")
 
-    async def pause(self, error: StoreError, tries: int) -> None:
-        """Wait before the next try; raises `error` after the last one, and where another one cannot help."""
+    async def pause(self, error: StoreError, tries: int, what: str, at: int | None = None) -> None:
+        """Wait before the next try, which asks for `what` from byte `at` on. Raises `error` after the last try, and
+        where another one cannot help.
+        """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
-        _logger.info("a store is asked again: %s", error)
-        await asyncio.sleep(self.pause_s * 2.0 ** (tries - 1) * random.uniform(0.75, 1.25))  # noqa: S311
-
-
-async def _coroutine(call: Callable[[], Awaitable[_T]]) -> _T:
-    return await call()
+        _logger.info("%s is asked for again%s: %s", what, "" if at is None else f" from byte {at}", error)
+        pause_s = min(MAX_PAUSE_S, max(error.after_s, self.pause_s * 2.0 ** (tries - 1)))
+        await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311
 
 
 def failure(error: Exception) -> StoreError:

@@ -64,3 +64,16 @@ def test_what_cannot_be_opened_names_the_setting(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/no/such/file.json")
     with pytest.raises(SettingError, match=r"^SIE_CLUSTER_CACHE: .*/no/such/file\.json"):
         opened("gs://bucket", "SIE_CLUSTER_CACHE")
+
+
+async def test_a_store_is_asked_again_no_sooner_than_it_asked_for() -> None:
+    tries = []
+
+    async def refused_once() -> str:
+        tries.append(time.monotonic())
+        if len(tries) == 1:
+            raise StoreError("status 429", after_s=0.4)
+        return "it"
+
+    assert await Patience(tries=2, pause_s=0.001).repeated(refused_once) == "it"
+    assert tries[1] - tries[0] > 0.4 * 0.7  # the pause has jitter

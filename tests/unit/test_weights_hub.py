@@ -23,10 +23,10 @@ from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 from sie_runtime.process import configure_logging
 from sie_store.cache import LocalCache
 from sie_store.cluster import ClusterCache
+from sie_store.download import Limits
 from sie_store.hub import commit_of
 from sie_store.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
 from sie_store.progress import Progress
-from sie_store.ranged import Limits
 from sie_store.sources import WeightSources
 
 BIG = "model.safetensors"

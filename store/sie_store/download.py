@@ -1,0 +1,302 @@
+"""The one download engine: the files of a snapshot into a folder, each resumed where an earlier try ended.
+
+    files ──► those that are there already, checked ──► the others, read on from the length of their part ──► appended
+    and digested ──► renamed when the digest is right
+
+A file grows only at its end, under its name + PART, so its length says how far it is. The next try continues there,
+whichever process made the first one. A `Source` answers ranges of one file: the hub (`hub.py`) or a bucket
+(`cluster.py`). What failed and may pass is asked for again from the byte where the answer ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from sie_store.durable import PART
+from sie_store.manifest import FetchFailed, FileFact
+from sie_store.object_stores import Patience, StoreError
+from sie_store.progress import Progress
+
+_logger = logging.getLogger("sie.store")
+_T = TypeVar("_T")
+Piece = bytes | bytearray
+
+FILES_AT_ONCE = 8
+PIECE_BYTES = 1 << 18
+MAX_WAITING_BYTES = 1 << 20  # of one file, that came while others of its bytes are written
+ROUNDS = 2  # a file with a wrong digest is read once more from its start: its part on the disk may be damaged
+
+
+@dataclass(frozen=True)
+class Limits(Patience):
+    """What one download may use. `stall_s` is the longest wait for the next bytes; `tries` counts answers that brought
+    no byte. One answer brings `part_bytes`, and `parts_at_once` of all files are read ahead, and are in memory; with 0,
+    one answer brings the rest of a file, which is written as it comes.
+    """
+
+    part_bytes: int = 8 << 20
+    parts_at_once: int = 8
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (the digest that git gives a file) are in hex, and
+    empty where the source does not tell them.
+    """
+
+    path: str
+    size: int
+    sha256: str = ""
+    blob: str = ""
+
+
+class Source(Protocol):
+    """Where the files of one snapshot are. `what` names the snapshot in logs and errors."""
+
+    what: str
+    limits: Limits
+
+    def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
+        """The bytes from `start` to before `end`, or the first of them. Raises StoreError for what may pass, and
+        FetchFailed.
+        """
+        ...
+
+    def damaged(self, file: RemoteFile) -> FetchFailed:
+        """The failure of a file that has the wrong digest in every round."""
+        ...
+
+
+class Reader:
+    """Reads the files of a source. `progress` is told of every byte that comes."""
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        self._source, self._limits, self._progress = source, source.limits, progress
+        self._turns = asyncio.Semaphore(source.limits.parts_at_once)
+
+    async def read(self, file: RemoteFile, start: int = 0) -> AsyncGenerator[Piece, None]:
+        """The bytes of a file from `start` on, in order. Raises FetchFailed, StoreError."""
+        pieces = self._parts(file, start) if self._limits.part_bytes else self._resumed(file, start, file.size)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
+        """Parts of a file, of which some are read ahead. A part has its turn until it is taken."""
+        step = self._limits.part_bytes
+        starts = iter(range(start, file.size, step))
+        ahead = deque[asyncio.Task[bytearray]]()
+        try:
+            while True:
+                while len(ahead) < self._limits.parts_at_once and (at := next(starts, None)) is not None:
+                    ahead.append(asyncio.create_task(self._part(file, at, min(file.size, at + step))))
+                if not ahead:
+                    return
+                yield await ahead.popleft()
+                self._turns.release()
+        finally:
+            await _cancelled(ahead)
+
+    async def _part(self, file: RemoteFile, start: int, end: int) -> bytearray:
+        await self._turns.acquire()
+        data = bytearray()
+        async for piece in self._resumed(file, start, end):
+            data += piece
+        return data
+
+    async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
+        """The bytes from `start` to before `end`, asked for again from where an answer ended."""
+        at, tries = start, 0
+        while at < end:
+            before = at
+            try:
+                async with contextlib.aclosing(self._source.answer(file, at, end)) as answer:
+                    async for piece in answer:
+                        at += len(piece)
+                        self._progress.add(len(piece))
+                        yield piece
+                if at < end:
+                    raise StoreError(f"the answer ended at byte {at} of {end}")
+            except StoreError as error:
+                tries = 1 if at > before else tries + 1
+                await self._limits.pause(error, tries, f"{self._source.what}: {file.path}", at)
+
+
+class Digests:
+    """The digests of the bytes of a file that were added so far."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._bytes = file, 0
+        self._sha256 = hashlib.sha256()
+        self._blob = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+    def add(self, data: Piece) -> None:
+        self._bytes += len(data)
+        self._sha256.update(data)
+        if self._file.blob:
+            self._blob.update(data)
+
+    def add_file(self, path: Path, progress: Progress) -> int:
+        """Add what a file holds. Returns its bytes. Raises OSError."""
+        with path.open("rb") as opened:
+            while piece := opened.read(PIECE_BYTES):
+                self.add(piece)
+                progress.touch()
+        return self._bytes
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    def fact(self) -> FileFact | None:
+        """What the file is; None if that is not what its source says."""
+        is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
+        return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
+
+
+class Download:
+    """The files of one snapshot into `folder`, a partial one of the local cache."""
+
+    def __init__(self, source: Source, folder: Path, progress: Progress) -> None:
+        self._source, self._folder, self._progress = source, folder, progress
+        self._reader = Reader(source, progress)
+
+    async def all(self, files: Sequence[RemoteFile]) -> dict[str, FileFact]:
+        """Bring every file. Returns what each is, by its path. Raises FetchFailed, StoreError, OSError."""
+        present = await each_file(lambda file: asyncio.to_thread(self._present, file), files)
+        missing = [file for file in files if present[file.path] is None]
+        total, lacking = (sum(file.size for file in some) for some in (files, missing))
+        had = total - lacking + sum(_size(self._part(file)) for file in missing)
+        await asyncio.to_thread(self._progress.expect, total, had)
+        fetched = await each_file(self._fetched, missing)
+        return {path: fact or fetched[path] for path, fact in present.items()}
+
+    def _present(self, file: RemoteFile) -> FileFact | None:
+        """A file that is there under its final name and right. One that is wrong is removed, and so is a part that is
+        too long. Neither is written into: the file may be a hard link to somebody's file.
+        """
+        path, part = self._folder / file.path, self._part(file)
+        if path.exists():
+            digests = Digests(file)
+            if _size(path) == file.size:
+                digests.add_file(path, self._progress)
+                if (fact := digests.fact()) is not None:
+                    part.unlink(missing_ok=True)
+                    return fact
+            path.unlink()
+        if _size(part) > file.size:
+            part.unlink()
+        return None
+
+    async def _fetched(self, file: RemoteFile) -> FileFact:
+        part = self._part(file)
+        for _ in range(ROUNDS):
+            digests = Digests(file)
+            start = await asyncio.to_thread(self._begun, part, digests)
+            appending = _Appending(part, digests)
+            try:
+                async with contextlib.aclosing(self._reader.read(file, start)) as pieces:
+                    async for piece in pieces:
+                        await appending.add(piece)
+            finally:
+                await appending.end()
+            if (fact := digests.fact()) is not None:
+                await asyncio.to_thread(_complete, part, self._folder / file.path)
+                return fact
+            _logger.warning(
+                "%s: %s does not have the digest that its source names, it is fetched again",
+                self._source.what,
+                file.path,
+            )
+            part.unlink()
+            self._progress.add(-file.size)
+        raise self._source.damaged(file)
+
+    def _begun(self, part: Path, digests: Digests) -> int:
+        """The bytes that are there of a file, which `digests` get."""
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        return digests.add_file(part, self._progress)
+
+    def _part(self, file: RemoteFile) -> Path:
+        return self._folder / f"{file.path}{PART}"
+
+
+class _Appending:
+    """Appends pieces to the part of a file, in a thread. Pieces that come during one write are written together."""
+
+    def __init__(self, part: Path, digests: Digests) -> None:
+        self._part, self._digests = part, digests
+        self._waiting = bytearray()
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, piece: Piece) -> None:
+        """Returns when the pieces that wait are few. Raises OSError, of an earlier piece too."""
+        self._waiting += piece
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+            self._writing = None
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+        if max(len(piece), len(self._waiting)) >= MAX_WAITING_BYTES:
+            await self._writing
+
+    async def end(self) -> None:
+        """Returns when all is written. Raises OSError."""
+        if self._writing is not None:
+            await self._writing
+
+    async def _write(self) -> None:
+        while self._waiting:
+            data, self._waiting = self._waiting, bytearray()
+            await asyncio.to_thread(self._append, data)
+
+    def _append(self, data: bytearray) -> None:
+        with self._part.open("ab", buffering=0) as growing:
+            view = memoryview(data)
+            while view:
+                view = view[growing.write(view) :]
+        self._digests.add(data)
+
+
+async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
+    """What `call` returns for each file, by its path; some files at a time. The first failure ends the others."""
+    turns = asyncio.Semaphore(FILES_AT_ONCE)
+
+    async def one(file: RemoteFile) -> _T:
+        async with turns:
+            return await call(file)
+
+    tasks = [asyncio.create_task(one(file)) for file in files]
+    try:
+        return dict(zip([file.path for file in files], await asyncio.gather(*tasks), strict=True))
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[_T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _complete(part: Path, path: Path) -> None:
+    with part.open("rb") as whole:
+        os.fsync(whole.fileno())
+    os.replace(part, path)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
