@@ -18,8 +18,6 @@ from cluster import MODEL, Cluster, running, until
 
 from sie_cli.models import models
 
-pytestmark = pytest.mark.serial
-
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 CONFIGS = "/v1/configs/models"
@@ -118,7 +116,7 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
     assert "search is at revision 1" in sie(cluster, "alias", "search", MODEL).output
     until(
         lambda: all(encode(cluster, "search", number).status_code == 200 for number in range(2)),
-        20,
+        30,
         "the alias at both gateways",
     )
     loads = [Load(cluster, number % 2) for number in range(4)]
@@ -148,7 +146,7 @@ def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: 
     assert [each["operation"] for each in told] == [*("patch" for _ in range(FLIPS)), "create"]
     back = sie(cluster, "rollback", "search", str(FLIPS))  # as before the last flip
     assert f"revision {FLIPS + 2}" in back.output
-    until(lambda: encode(cluster, "search").headers["x-sie-model"] == OTHER, 20, "the rollback")
+    until(lambda: encode(cluster, "search").headers["x-sie-model"] == OTHER, 30, "the rollback")
 
 
 def test_a_shadow_that_cannot_load_changes_no_answer(cluster: Cluster) -> None:

@@ -32,6 +32,8 @@ from sie_contracts import messages, topology
 from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
 
+pytestmark = pytest.mark.serial
+
 OFFSET_S = 30
 LANE = Lane("_default", "cpu", "default")
 MODEL = "toy/one"

@@ -47,15 +47,15 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     before = {role: cluster.pids(role) for role in ("gateway", "config", "sidecar", "adapter")}
     assert encode(cluster, model).status_code == 404
     file.write_text(entry % "true")
-    until(lambda: encode(cluster, model).status_code == 200, 20, "the new model")
+    until(lambda: encode(cluster, model).status_code == 200, 30, "the new model")
     unit = encode(cluster, model)
     file.write_text(entry % "perhaps")
-    until(lambda: cluster.said("mini.yaml: $.run.normalize (line 7): "), 20, "what is broken")
+    until(lambda: cluster.said("mini.yaml: $.run.normalize (line 7): "), 30, "what is broken")
     assert encode(cluster, model).headers["x-sie-fingerprint"] == unit.headers["x-sie-fingerprint"]
     file.write_text(entry % "false")
     until(
         lambda: encode(cluster, model).headers.get("x-sie-fingerprint") != unit.headers["x-sie-fingerprint"],
-        20,
+        30,
         "the changed model",
     )
     changed = encode(cluster, model)
@@ -64,7 +64,7 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     told = f"{model} is at revision 2, as in mini.yaml; every gateway and worker has it"
     until(lambda: cluster.said(told), 30, "the acknowledgement of all")
     file.unlink()
-    until(lambda: encode(cluster, model).status_code == 404, 20, "the removed model")
+    until(lambda: encode(cluster, model).status_code == 404, 30, "the removed model")
     assert {role: cluster.pids(role) for role in before} == before
     assert cluster.gateway_metric("sie_gateway_config_deltas_total", result="applied") >= 3
     assert cluster.metric("sie_config_deltas_total", result="applied") >= 3

@@ -18,6 +18,8 @@ import pytest
 from stack import Plan, Stack
 from unit.adapter import toys
 
+pytestmark = pytest.mark.serial
+
 ADMIN = {"Authorization": "Bearer admin-token-of-a-test"}
 MODELS = "/v1/configs/models"
 MODEL = "live/bert"

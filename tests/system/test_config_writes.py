@@ -23,6 +23,8 @@ from stack import Part
 from sie_cli.embedded import free_port
 from sie_runtime.failpoints import CRASHED
 
+pytestmark = pytest.mark.serial
+
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"

@@ -15,6 +15,8 @@ import pytest
 from cluster import MODEL, Cluster, running, until
 from load import Load
 
+pytestmark = pytest.mark.serial
+
 CLIENTS = 20
 BACK_S = 5.0  # the promise for a killed adapter; 3x is the test's margin
 

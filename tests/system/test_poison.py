@@ -20,6 +20,8 @@ import pytest
 from cluster import Cluster, running
 from fake_adapter import TOKENIZER
 
+pytestmark = pytest.mark.serial
+
 MODEL = "mortal/one"
 DEADLY = "the text that ends its process"
 CLIENTS = 32

@@ -209,7 +209,7 @@ async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(
         client.post, "/v1/embeddings", json={"model": MODEL, "input": ["a"] * (AT_ONCE + 1)}
     )
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "too_many_items")
-    assert time.monotonic() - began_s < 3 * 0.1
+    assert time.monotonic() - began_s < bulk_s / 2, "it is refused before anything of it runs"
 
 
 def test_raw_bytes_say_what_they_cannot_carry(client: httpx.Client) -> None:

@@ -303,10 +303,11 @@ def cluster_call(cluster: Cluster, path: str, token: str) -> httpx.Response:
 
 
 def raw(cluster: Cluster, sent: bytes) -> bytes:
-    """All that comes back until the server closes, or is quiet for a second."""
-    with socket.create_connection(("127.0.0.1", cluster.port), timeout=1) as connection:
+    """All that comes back until the server closes, or is quiet for a second after it began to answer."""
+    with socket.create_connection(("127.0.0.1", cluster.port), timeout=30) as connection:
         connection.sendall(sent)
-        arrived = b""
+        arrived = connection.recv(65536)
+        connection.settimeout(1)
         with contextlib.suppress(TimeoutError, ConnectionError):
             while piece := connection.recv(65536):
                 arrived += piece

@@ -21,6 +21,8 @@ from local_models import LocalModels
 from transformers import AutoModel, AutoTokenizer
 from unit.adapter import toys
 
+pytestmark = pytest.mark.serial
+
 WIDTH, LAYERS, CLIENTS = 768, 8, 16
 MODELS = ("test/left", "test/right")
 TEXTS = [" ".join(f"w{(3 * start + step) % 119}" for step in range(4 + start)) for start in range(8)]

@@ -1,0 +1,35 @@
+"""How tests are put into lanes: a lane of one marker collects only the files that name it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lanes
+import pytest
+
+TESTS = Path(__file__).parents[1]
+MARKED = [lane for lane in lanes.LANES if lane.marker]
+
+
+@pytest.mark.parametrize("lane", MARKED, ids=lambda lane: lane.name)
+def test_a_marker_is_given_in_the_file_of_its_tests(lane: lanes.Lane) -> None:
+    """Elsewhere the lane would not find them."""
+    own = Path(__file__)
+    elsewhere = [
+        path.name
+        for path in TESTS.rglob("*.py")
+        if path != own and not path.name.startswith("test_") and f"mark.{lane.marker}" in path.read_text("utf-8")
+    ]
+    assert elsewhere == []
+    assert len(lane.files()) > 1
+
+
+def test_no_marker_is_added_while_tests_are_collected() -> None:
+    own = Path(__file__)
+    assert [path.name for path in TESTS.rglob("*.py") if path != own and "add_marker" in path.read_text("utf-8")] == []
+
+
+def test_what_is_asked_for_takes_the_place_of_the_files() -> None:
+    (lane, *_) = MARKED
+    assert lanes.command(lane, ["-k", "name"])[-2:] == ["-k", "name"]
+    assert lanes.command(lane, [])[-1] == lane.files()[-1]
