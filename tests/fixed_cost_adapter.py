@@ -34,7 +34,7 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, fingerprint, parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.messages import ArraySlice, Ok
-from sie_sidecar.hosting import MEMORY_USED
+from sie_sidecar.models import MEMORY_USED
 
 BESIDE_BYTES = 64 << 20  # held by the device beside models
 POISONED = 86  # exit status of the process that met its deadly text

@@ -15,8 +15,8 @@ from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEError
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.batch import Job
-from sie_sidecar.hosting import Hosted
 from sie_sidecar.lease import Lease
+from sie_sidecar.models import Hosted
 from sie_sidecar.poison import Mark
 from sie_sidecar.rows import Row
 

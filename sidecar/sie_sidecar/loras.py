@@ -11,8 +11,8 @@ from collections.abc import Callable
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, LoraLoading, SIEError
-from sie_sidecar.hosting import Hosted
 from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.models import Hosted
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0

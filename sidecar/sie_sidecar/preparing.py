@@ -28,11 +28,12 @@ from sie_sidecar import tokenise
 from sie_sidecar.batch import Limits
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.held import Held, changed
-from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.hosting import Hosting
 from sie_sidecar.inventory import Inventory
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
+from sie_sidecar.models import Hosted
 from sie_sidecar.pulling import Pulling
 from sie_sidecar.quantum import quantum_of
 from sie_sidecar.rows import Work, effort_of

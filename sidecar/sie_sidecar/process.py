@@ -27,9 +27,9 @@ from sie_runtime.websocket import WebSocketProtocol
 from sie_sidecar.admission import Admission
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
-from sie_sidecar.hosting import MAX_ATTEMPTS
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Live, Metrics
+from sie_sidecar.models import MAX_ATTEMPTS
 from sie_sidecar.status import Status, worker_app
 from sie_sidecar.worker import Worker
 from sie_store.payloads import open_store

@@ -26,8 +26,8 @@ from sie_runtime.http import probes
 from sie_runtime.websocket import Frames, Seats
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
-from sie_sidecar.hosting import Hosted
 from sie_sidecar.metrics import Metrics, of_models
+from sie_sidecar.models import Hosted
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2

@@ -23,8 +23,8 @@ from sie_contracts.errors import GatewayTimeout, InternalFailure, LoraLoading, M
 from sie_contracts.messages import BatchNote, Failed, Outcome
 from sie_runtime.failpoints import failpoint
 from sie_sidecar.held import Held, joined, merge, only, runnable
-from sie_sidecar.hosting import Hosted
 from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.models import Hosted
 from sie_sidecar.poison import Marks, content_keys, refusal
 
 if TYPE_CHECKING:

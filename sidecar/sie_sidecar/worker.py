@@ -44,13 +44,14 @@ from sie_sidecar.assignment import Assignment, Role
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting
 from sie_sidecar.deadletter import DeadLetters
 from sie_sidecar.held import Held, changed, cut, merge, runnable, stages_of
-from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.hosting import Hosting
 from sie_sidecar.inventory import Inventory
 from sie_sidecar.lease import Lease, Leases
 from sie_sidecar.ledger import open_ledger
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
+from sie_sidecar.models import Hosted
 from sie_sidecar.poison import Marks, content_keys, refusal
 from sie_sidecar.preparing import Preparing, wanted
 from sie_sidecar.pulling import Pulling

@@ -14,8 +14,9 @@ from fake_adapter import TOKENIZER, toy_entry
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.hosting import Hosting
 from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.models import Hosted
 
 
 class Link:
@@ -76,8 +77,7 @@ class Sidecar:
         self.now_s = 100.0
         self.link = Link()
         link: Any = self.link
-        self.assigned: frozenset[str] | None = None
-        self.hosting = Hosting(link, lambda: self.now_s, lambda: None, assigned=lambda: self.assigned)
+        self.hosting = Hosting(link, lambda: self.now_s, lambda: None)
         entries = {name: toy_entry(name) for name in ("toy/a", "toy/b", "toy/c")}
         catalogue = Catalogue(entries)
         self.a, self.b, self.c = (self.hosting.of(catalogue.resolve(name)) for name in entries)
@@ -87,40 +87,13 @@ class Sidecar:
             await self.hosting.ensure(hosted)
 
 
-async def test_only_models_without_work_that_were_not_used_lately_may_go() -> None:
+async def test_a_batch_may_drop_the_models_that_are_idle() -> None:
     sidecar = Sidecar()
-    await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
+    await sidecar.load(sidecar.a, sidecar.b)
+    assert sidecar.link.may_drop() == ()
+    sidecar.now_s += 5
     sidecar.hosting.take(sidecar.b)
-    sidecar.now_s += 5
-    sidecar.hosting.take(sidecar.c)
-    sidecar.hosting.let_go(sidecar.c)
     assert sidecar.link.may_drop() == ("toy/a",)
-    sidecar.hosting.let_go(sidecar.b)
-    assert sidecar.link.may_drop() == ("toy/a",)
-    sidecar.now_s += 5
-    assert sidecar.link.may_drop() == ("toy/a", "toy/b", "toy/c")
-    sidecar.hosting.take(sidecar.a)
-    assert sidecar.link.may_drop() == ("toy/b", "toy/c")
-
-
-async def test_the_least_recently_used_goes_first_then_the_largest() -> None:
-    sidecar = Sidecar()
-    for hosted, memory_bytes in ((sidecar.a, 1), (sidecar.b, 2), (sidecar.c, 3)):
-        sidecar.link.memory_bytes = memory_bytes
-        await sidecar.load(hosted)
-        sidecar.now_s += 5
-    assert sidecar.link.may_drop() == ("toy/a", "toy/c", "toy/b")
-    sidecar.a.used(sidecar.now_s)
-    sidecar.now_s += 5
-    assert sidecar.link.may_drop() == ("toy/b", "toy/c", "toy/a")
-
-
-async def test_models_that_are_placed_elsewhere_go_before_all_others() -> None:
-    sidecar = Sidecar()
-    await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
-    sidecar.now_s += 5
-    sidecar.assigned = frozenset({"toy/a"})
-    assert sidecar.link.may_drop() == ("toy/b", "toy/c", "toy/a")
 
 
 async def test_memory_is_relieved_only_while_a_model_may_go() -> None:

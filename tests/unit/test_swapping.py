@@ -15,8 +15,9 @@ import sie_sidecar.hosting
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
-from sie_sidecar.hosting import MAX_TURN_S, Hosted, Hosting
+from sie_sidecar.hosting import Hosting
 from sie_sidecar.link import AdapterLink
+from sie_sidecar.models import MAX_TURN_S, Hosted
 
 
 class OneModel:
@@ -117,8 +118,8 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
         await asyncio.gather(*(client(hosted) for hosted in (worker.a, worker.b) for _ in range(4)))
     assert ran == {"toy/a": 240, "toy/b": 240}
     assert worker.link.evictions >= 3
-    assert worker.a.gate.is_set()
-    assert worker.b.gate.is_set()
+    assert not worker.a.makes_room
+    assert not worker.b.makes_room
 
 
 @pytest.mark.parametrize("swap_after_s", [0.2, 1.0])
@@ -272,7 +273,7 @@ async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() ->
     """
     worker = Worker(1000.0)
     await worker.run(worker.a)
-    worker.a.gate.clear()
+    worker.hosting._close(worker.a)
     left = 3
     worker.hosting.take(worker.a, left)
     waiting = asyncio.create_task(worker.hosting.ensure(worker.a, lambda: left))
@@ -283,14 +284,14 @@ async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() ->
     assert worker.hosting.idle(0.0) == [worker.a]
     worker.hosting.take(worker.a)
     assert worker.hosting.idle(0.0) == [], "one that is past the gate"
-    worker.a.gate.set()
+    worker.hosting._open(worker.a)
     await waiting
 
 
 async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gate() -> None:
     worker = Worker(1000.0)
     await worker.run(worker.a)
-    worker.a.gate.clear()
+    worker.hosting._close(worker.a)
     async with asyncio.timeout(30):
         await worker.hosting.ensure(worker.a, past_gate=True)
     assert worker.a.parked == 0
