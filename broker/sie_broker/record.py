@@ -183,8 +183,10 @@ class Record(Generic[T]):
         self._last = entry.revision
         self.take(entry)
 
-    def take(self, entry: Entry) -> None:
-        """Decode an entry that was read and give it to the owner. One that cannot be decoded is logged."""
+    def take(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
+        """Decode an entry that was read and give it to the owner, or to another `on_value`. One that cannot be decoded
+        is logged.
+        """
         try:
             value = None if entry.value is None else self._decode(entry)
         except ValueError as error:
@@ -193,7 +195,7 @@ class Record(Generic[T]):
             if not self._drops_unreadable:
                 return
             value = None
-        self._on_value(entry.key, value, entry.revision)
+        (on_value or self._on_value)(entry.key, value, entry.revision)
 
     async def refresh(self, key: str) -> None:
         """Read one value again. Raises BrokerError."""

@@ -39,48 +39,75 @@ class Change:
     sizes: dict[int, int]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a key of the bucket has. `size`: as it is stored, bytes."""
+
+    value: Placement | PlacementPart
+    size: int
+
+
+def decode(entry: Entry) -> Stored:
+    """Raises ValueError for what is no table and no part of one."""
+    value = entry.value or b""
+    is_part = topology.lane_key_of(entry.key) != entry.key
+    return Stored(messages.decode_placement_part(value) if is_part else messages.decode_placement(value), len(value))
+
+
+async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
+    """What the bucket has of one lane, its own key last, and a revision from which on a watch brings what this lacks.
+    Raises BrokerError.
+    """
+    head = await bucket.get(lane_key)
+    if head is None:
+        return [], 0
+    try:
+        has_parts = head.value is not None and bool(messages.decode_placement(head.value).parts)
+    except ValueError:
+        has_parts = False
+    if not has_parts:
+        return [head], head.revision
+    parts = await bucket.entries(lane_key)  # perhaps of a replica that is behind
+    return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
+
+
 class StoredTable:
     """The table of one lane as its bucket has it. `table` is None where there is none."""
 
     def __init__(self, lane_key: str) -> None:
-        self._key = lane_key
+        self.key = lane_key
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of the bucket."""
         self.table: Placement | None = None
         self.revision = 0  # of the lane's key
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
         self._sizes: dict[int, int] = {}
 
-    async def read(self, bucket: KeyValue) -> None:
-        """Read all of it anew. Raises BrokerError, msgspec.DecodeError."""
-        entry = await bucket.get(self._key)
-        is_whole = entry is None or entry.value is None or not messages.decode_placement(entry.value).parts
-        parts = [] if is_whole else await bucket.entries(self._key)
-        self.table, self._head, self.revision = None, None, 0
-        self._parts, self._sizes = {}, {}
-        for each in [*parts, *([] if entry is None else [entry])]:
-            self.take(each)
-
     def take(self, entry: Entry) -> bool:
-        """What a key has now. Returns whether the table is another one now. Raises msgspec.DecodeError: then it stays
-        as it was.
-        """
-        number = topology.part_number(self._key, entry.key)
-        if entry.key == self._key:
-            if entry.revision == self.revision:
+        """As `put`, of an entry that was read. Raises ValueError: then the table stays as it was."""
+        return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
+
+    def put(self, key: str, stored: Stored | None, revision: int) -> bool:
+        """What a key has now; None: it was removed, or cannot be read. Returns whether the table is another one now."""
+        number = topology.part_number(self.key, key)
+        value = None if stored is None else stored.value
+        if key == self.key:
+            if revision == self.revision:
                 return False
-            head = None if entry.value is None else messages.decode_placement(entry.value)
-            self._head, self.revision = head, 0 if head is None else entry.revision
+            self._head, self.revision = value if isinstance(value, Placement) else None, revision
         elif number is None:
             return False
-        elif entry.value is None:
+        elif stored is None or not isinstance(value, PlacementPart):
             self._parts.pop(number, None)
             self._sizes.pop(number, None)
             return False
         else:
-            part = messages.decode_placement_part(entry.value)
-            if number in self._parts and self._parts[number].stamp == part.stamp:
+            if number in self._parts and self._parts[number].stamp == value.stamp:
                 return False
-            self._parts[number], self._sizes[number] = part, len(entry.value)
+            self._parts[number], self._sizes[number] = value, stored.size
             if self._head is None or not self._head.parts:
                 return False
         return self._join()
@@ -121,7 +148,7 @@ class StoredTable:
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
         if size > max_payload - SPARE_BYTES:
             raise PayloadTooBig(
-                f"the placement table of {self._key} needs a message of {size} bytes ({key}), max_payload is "
+                f"the placement table of {self.key} needs a message of {size} bytes ({key}), max_payload is "
                 f"{max_payload}"
             )
         return change
@@ -131,8 +158,8 @@ class StoredTable:
         if not self._sizes or sum(self._sizes.values()) <= WHOLE_BYTES // 2:
             whole = messages.encode(table)
             if len(whole) <= min(WHOLE_BYTES, limit):
-                gone = [Write(topology.part_key(self._key, number), None) for number in sorted(self._parts)]
-                return Change([*gone, Write(self._key, whole, self.revision)], table, table, {}, {})
+                gone = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
+                return Change([*gone, Write(self.key, whole, self.revision)], table, table, {}, {})
         parts, encoded = self._split(table, min(PART_BYTES, limit))
         rows = (
             {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)}
@@ -141,14 +168,14 @@ class StoredTable:
         )
         raised_s = {model: at_s for model, at_s in table.raised_s.items() if model in rows}
         head = Placement(table.at_s, rows, raised_s, tuple(parts[number].stamp for number in range(len(parts))))
-        writes = [Write(topology.part_key(self._key, number), data) for number, data in encoded.items()]
+        writes = [Write(topology.part_key(self.key, number), data) for number, data in encoded.items()]
         writes += [
-            Write(topology.part_key(self._key, number), None) for number in sorted(self._parts.keys() - parts.keys())
+            Write(topology.part_key(self.key, number), None) for number in sorted(self._parts.keys() - parts.keys())
         ]
         sizes = {number: self._sizes.get(number, 0) for number in parts} | {
             number: len(data) for number, data in encoded.items()
         }
-        return Change([*writes, Write(self._key, messages.encode(head), self.revision)], table, head, parts, sizes)
+        return Change([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
     def written(self, change: Change, revision: int) -> None:
         """The change is in the bucket."""

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, KeyValue, Write
+from sie_broker import Broker, BrokerError, Write
+from sie_broker.record import Bucket
 from sie_contracts import messages, topology
 from sie_contracts.messages import Demand
 from sie_contracts.topology import Lane
@@ -37,11 +38,10 @@ class DemandRecords:
     """`now_s` is the broker's time. One task runs `run`, the only writer of this gateway; `note` never waits."""
 
     def __init__(self, broker: Broker, now_s: Callable[[], float], *, storage: str, replicas: int) -> None:
-        self._broker = broker
         self._now_s = now_s
-        self._storage = storage
-        self._replicas = replicas
-        self._bucket: KeyValue | None = None
+        self._bucket = Bucket(
+            broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
+        )
         self._noted: dict[Lane, float] = {}  # lanes are those of the catalogue and the machine profiles
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
@@ -78,16 +78,15 @@ class DemandRecords:
         """Write all that is noted. Raises BrokerError."""
         while self._noted:
             lane, at_s = next(iter(self._noted.items()))
-            bucket = await self._open()
             failpoint("gateway.before_demand")
-            await bucket.write([Write(topology.lane_key(lane), messages.encode(Demand(at_s)))])
+            await self._bucket.write([Write(topology.lane_key(lane), messages.encode(Demand(at_s)))])
             self._written[lane] = at_s
             if self._noted.get(lane) == at_s:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
         """Whether any gateway recorded demand that still counts. Raises BrokerError."""
-        entry = await (await self._open()).get(topology.lane_key(lane))
+        entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
         try:
@@ -95,10 +94,3 @@ class DemandRecords:
         except msgspec.DecodeError as error:
             _logger.warning("the demand of %s could not be read: %s", lane, error)
             return False
-
-    async def _open(self) -> KeyValue:
-        if self._bucket is None:
-            self._bucket = await self._broker.key_value(
-                topology.DEMAND_BUCKET, storage=self._storage, replicas=self._replicas, max_age_s=2 * DEMAND_LIFE_S
-            )
-        return self._bucket

@@ -10,15 +10,14 @@ Tables are computed in a thread, which gives way to the event loop each millisec
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
-import msgspec
-
-from sie_broker import Broker, BrokerError, Entry, KeyValue, WrongRevision
-from sie_broker.tables import Change, StoredTable
+from sie_broker import Broker, BrokerError, WrongRevision
+from sie_broker import tables as stored_tables
+from sie_broker.record import Bucket, Record
+from sie_broker.tables import Change, Stored, StoredTable
 from sie_contracts import topology
 from sie_contracts.messages import Heartbeat, ModelStatus, Placement, WorkItem
 from sie_contracts.topology import Lane
@@ -60,46 +59,54 @@ class Placer:
         fleet: Fleet,
         waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, Waiting]]],
         now_s: Callable[[], float],
+        *,
+        storage: str = "file",
+        replicas: int = 1,
     ) -> None:
-        """`waiting(lane, models)`: what waits, by model, of these alone. `now_s`: the broker's time."""
+        """`waiting(lane, models)`: what waits, by model, of these alone. `now_s`: the broker's time. `storage`,
+        `replicas`: of the bucket, where it is made.
+        """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
         self._fleet = fleet
         self._waiting = waiting
         self._now_s = now_s
-        self._bucket: KeyValue | None = None
-        self._kept = ("file", 1)
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that may host, as of the last look
         self._tables: dict[str, StoredTable] = {}  # by the key of the lane
-        self._held: list[Entry] | None = None  # news that wait for the end of a look
+        self._held: list[Callable[[], None]] | None = None  # news that wait for the end of a look
         self._planners: dict[Lane, Planner] = {}
         self._cold = asyncio.Event()
         self.serves: Callable[[str], bool] = lambda pool: True  # whether a pool is there
+        # a table that cannot be read counts as removed: it is computed and written anew
+        self._record = Record(
+            Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
+            stored_tables.decode,
+            self._on_value,
+            on_lost=self._on_lost,
+            drops_unreadable=True,
+        )
+        broker.on_reconnect(self._record.reconnected)
 
-    async def start(self, *, storage: str, replicas: int) -> None:
-        """Open the bucket, making it if it is not there, and learn what it holds. May be called again. Raises
-        BrokerError.
-        """
-        self._kept = (storage, replicas)
-        bucket = await self._broker.key_value(topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
-        if self._bucket is None:
-            for entry in await bucket.entries():
-                self._take(entry)
-            await bucket.watch(self._on_entry)
-        self._bucket = bucket
+    async def start(self) -> None:
+        """Read the bucket and follow it; made if it is not there. May be called again. Raises BrokerError."""
+        await self._record.follow()
 
-    async def _on_entry(self, entry: Entry) -> None:
+    def _on_value(self, key: str, value: Stored | None, revision: int) -> None:
+        self._when_looked(lambda: self._put(key, value, revision))
+
+    def _put(self, key: str, value: Stored | None, revision: int) -> None:
+        self._stored(topology.lane_key_of(key)).put(key, value, revision)
+
+    def _on_lost(self) -> None:
+        self._when_looked(self._tables.clear)
+
+    def _when_looked(self, take: Callable[[], None]) -> None:
+        """At once, or at the end of the look that runs."""
         if self._held is not None:
-            self._held.append(entry)
+            self._held.append(take)
         else:
-            self._take(entry)
-
-    def _take(self, entry: Entry) -> None:
-        with contextlib.suppress(
-            msgspec.DecodeError
-        ):  # then it is written anew: its revision is not known here, and read again
-            self._stored(topology.lane_key_of(entry.key)).take(entry)
+            take()
 
     def _stored(self, key: str) -> StoredTable:
         stored = self._tables.get(key)
@@ -136,8 +143,8 @@ class Placer:
         trouble = Trouble(_logger, "the placement tables stand still")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
             try:
-                if trouble.lasting:  # the bucket may have been lost with its broker
-                    await self.start(storage=self._kept[0], replicas=self._kept[1])
+                if trouble.lasting or self._record.is_stale:  # the bucket may have been lost with its broker
+                    await self.start()
                 await self.step()
                 trouble.passed()
             except BrokerError as error:
@@ -150,8 +157,8 @@ class Placer:
             await self._look()
         finally:
             held, self._held = self._held, None
-            for entry in held:
-                self._take(entry)
+            for take in held:
+                take()
 
     async def _look(self) -> None:
         live, silent, heard = self._fleet.lanes(), self._fleet.silent(), set(self._fleet.known())
@@ -186,12 +193,15 @@ class Placer:
         """Write a changed table unless another gateway was first; then its table is read, and the next look goes on
         from there.
         """
-        assert self._bucket is not None
+        bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:
-            revision = await self._bucket.write(change.writes)
+            revision = await bucket.write(change.writes)
         except WrongRevision:
-            await stored.read(self._bucket)
+            entries, _ = await bucket.use(functools.partial(stored_tables.read_lane, lane_key=stored.key))
+            stored.forget()
+            for entry in entries:
+                self._record.take(entry, stored.put)
             return
         failpoint("gateway.placement_written")
         stored.written(change, revision)

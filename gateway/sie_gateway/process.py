@@ -104,7 +104,15 @@ async def serve(
     pools = Pools(settings, broker, fleet, queue, clock, metrics)
     backlog = Backlog(broker, pools)
     ages = Ages(broker, backlog, clock.now_s)
-    placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, ages.of, clock.now_s)
+    placer = Placer(
+        broker,
+        settings.adopt_after_ms / 1000,
+        fleet,
+        ages.of,
+        clock.now_s,
+        storage=settings.stream_storage,
+        replicas=settings.stream_replicas,
+    )
     queue.on_publish = placer.note
     admission = Admission(settings, broker, fleet, backlog, metrics, epoch=lambda: feed.catalogue.epoch)
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
@@ -246,7 +254,7 @@ async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, poo
     A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError.
     """
     try:
-        await placer.start(storage=settings.stream_storage, replicas=settings.stream_replicas)
+        await placer.start()
         await pools.record.follow()
         for pool in sorted(pools.own):
             await queue.ensure_pool(pool)

@@ -12,14 +12,15 @@ gateway is there: hosts stay hosts, and a worker that has a model loaded also ta
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
-import msgspec
-
-from sie_broker import Broker, Entry, Subscription
-from sie_broker.tables import StoredTable
+from sie_broker import Broker
+from sie_broker import tables as stored_tables
+from sie_broker.record import Bucket, Record
+from sie_broker.tables import Stored, StoredTable
 from sie_contracts import messages, topology
 from sie_contracts.messages import Placement
 from sie_contracts.topology import Lane
@@ -78,7 +79,6 @@ class Assignment:
         self._on_change = on_change
         self._is_up = is_up
         self._was_up = False  # when the wait for the first table began
-        self._watch: Subscription | None = None
         self._first: asyncio.TimerHandle | None = None  # while the first table is waited for
         self._waiting: frozenset[str] = frozenset()  # models with work at two looks in a row while the table was old
         self._seen: frozenset[str] = frozenset()
@@ -87,17 +87,17 @@ class Assignment:
         self.table: Placement | None = None
         self._stored = StoredTable(topology.lane_key(lane))
         self._mine: frozenset[str] | None = None
+        self._record = Record(
+            Bucket(broker, topology.PLACEMENT_BUCKET),
+            stored_tables.decode,
+            self._on_value,
+            on_lost=self._stored.forget,  # the last table counts until the new bucket has one
+            read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
+        )
 
     async def start(self) -> None:
         """Read the table, and learn of each change. Raises BrokerError."""
-        bucket = await self._broker.key_value(topology.PLACEMENT_BUCKET)
-        try:
-            await self._stored.read(bucket)
-        except msgspec.DecodeError as error:
-            _logger.error("the placement table could not be read: %s", error)
-        if self._stored.table is not None:
-            self._changed()
-        self._watch = await bucket.watch(self._on_entry, self._stored.revision)
+        await self._record.follow()
         if self.table is None:
             self._await_table()
 
@@ -115,21 +115,16 @@ class Assignment:
 
     async def stop(self) -> None:
         self._end_wait()
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            await watch.stop()
+        await self._record.close()
 
     def _end_wait(self) -> None:
         if self._first is not None:
             self._first.cancel()
             self._first = None
 
-    async def _on_entry(self, entry: Entry) -> None:
-        try:
-            if self._stored.take(entry):
-                self._changed()
-        except msgspec.DecodeError as error:
-            _logger.error("the placement table could not be read, the one before stays: %s", error)
+    def _on_value(self, key: str, value: Stored | None, revision: int) -> None:
+        if self._stored.put(key, value, revision):
+            self._changed()
 
     def _changed(self) -> None:
         self._end_wait()
@@ -179,7 +174,11 @@ class Assignment:
         if self.table is None or self.is_old():
             return []
         now_s = self._now_s()
-        due = (model for model in self._mine or () if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S)
+        due = (
+            model
+            for model in sorted(self._mine or ())
+            if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S
+        )
         found = [model for model in due if self._of(model) == "ahead"]
         self._ahead_s.update(dict.fromkeys(found, now_s))
         return found
@@ -188,6 +187,8 @@ class Assignment:
         """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises
         BrokerError.
         """
+        if self._record.is_stale:
+            await self._record.follow()
         before, self._seen = self._seen, frozenset()
         if self.is_old():
             others = set(loaded) - (self.models() or frozenset())

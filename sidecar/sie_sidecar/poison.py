@@ -4,8 +4,8 @@ text.
     an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
                                                            └──► one dies again, alone: poison, refused before it runs
 
-The marks are in a bucket whose keys end after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
-goes by its own marks.
+The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
+uses the marks that it has. When the bucket was lost they stay too, and count as marks that the broker does not have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, Entry, KeyValue, Subscription, Write, WrongRevision
-from sie_contracts import topology
+from sie_broker import Broker, BrokerError, Entry, Write, WrongRevision
+from sie_broker.record import Bucket, Record
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.messages import WorkItem
 from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
@@ -47,7 +47,11 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.deaths >= POISON_DEATHS
 
 
-_decode = msgspec.msgpack.Decoder(Mark).decode
+_decoder = msgspec.msgpack.Decoder(Mark)
+
+
+def _decode(entry: Entry) -> Mark:
+    return _decoder.decode(entry.value or b"")
 
 
 def content_keys(item: WorkItem) -> list[str]:
@@ -79,35 +83,31 @@ class Marks:
     """All marks that this worker knows. `now_s` is broker time."""
 
     def __init__(self, broker: Broker, worker: str, now_s: Callable[[], float]) -> None:
-        self._broker = broker
         self._worker = worker
         self._now_s = now_s
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()  # with the revision, 0 until the broker has it
         self._models: Counter[str] = Counter()
-        self._bucket: KeyValue | None = None
-        self._watch: Subscription | None = None
+        self._is_open = False
+        self._bucket = Bucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
+        self._record = Record(self._bucket, _decode, self._on_mark, on_lost=self._on_lost)
 
     async def open(self) -> None:
         """Read all marks and follow the bucket. Raises BrokerError."""
-        bucket = await self._broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
-        entries = await bucket.entries()
-        for entry in entries:
-            await self._on_entry(entry)
-        self._watch = await bucket.watch(self._on_entry, max((entry.revision for entry in entries), default=0))
-        self._bucket = bucket
+        await self._record.follow()
+        self._is_open = True
 
     async def run(self) -> None:
-        """Open, and try again until it works."""
-        while self._bucket is None:
-            try:
-                await self.open()
-            except BrokerError as error:
-                _logger.warning("the marks of poison cannot be read yet: %s", error)
-                await asyncio.sleep(REOPEN_S)  # the gateway makes the bucket when it is back
+        """Open, try again until it works, and again when the bucket was lost."""
+        while True:
+            if self._record.is_stale:
+                try:
+                    await self.open()
+                except BrokerError as error:
+                    _logger.warning("the marks of poison cannot be read yet: %s", error)
+            await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:
-        if self._watch is not None:
-            await self._watch.stop()
+        await self._record.close()
 
     def any_of(self, model: str) -> bool:
         """Whether a content of this model is marked: what decides that contents are looked at, at no cost to all
@@ -152,25 +152,25 @@ class Marks:
         await self._write([Write(key, None, revision) for key, (_, revision) in found if revision])
 
     async def _write(self, writes: list[Write]) -> None:
-        if self._bucket is None or not writes:
+        if not self._is_open or not writes:
             return
         try:
             async with asyncio.timeout(PATIENCE_S):
                 for start in range(0, len(writes), WRITES_AT_ONCE):
-                    await self._write_some(self._bucket, writes[start : start + WRITES_AT_ONCE])
+                    await self._write_some(writes[start : start + WRITES_AT_ONCE])
         except (BrokerError, TimeoutError) as error:
             _logger.warning(
                 "marks of poison were not written, other workers do not know of %d contents: %r", len(writes), error
             )
 
-    async def _write_some(self, bucket: KeyValue, writes: list[Write]) -> None:
+    async def _write_some(self, writes: list[Write]) -> None:
         """All at once; one by one where somebody else wrote some of them, who then knows as much as we do."""
         try:
-            last = await bucket.write(writes)
+            last = await self._bucket.write(writes)
         except WrongRevision:
             for write in writes:
                 try:
-                    self._written(write, await bucket.write([write]))
+                    self._written(write, await self._bucket.write([write]))
                 except WrongRevision:
                     _logger.info("a mark was written by another worker meanwhile")
         else:
@@ -182,21 +182,18 @@ class Marks:
         if found is not None and write.value is not None and found[1] < revision:
             self._known[write.key] = (found[0], revision)
 
-    async def _on_entry(self, entry: Entry) -> None:
-        found = self._known.get(entry.key)
-        if found is not None and found[1] >= entry.revision:
+    def _on_lost(self) -> None:
+        self._known = OrderedDict((key, (mark, 0)) for key, (mark, _) in self._known.items())
+
+    def _on_mark(self, key: str, mark: Mark | None, revision: int) -> None:
+        found = self._known.get(key)
+        if found is not None and found[1] >= revision:
             return
-        if entry.value is None:
+        if mark is None:
             if found is not None and found[1]:
-                self._forget(entry.key)
-            return
-        try:
-            mark = _decode(entry.value)
-        except msgspec.DecodeError as error:
-            _logger.error("%s: key %s is no mark of poison: %s", topology.POISON_BUCKET, entry.key, error)
-            return
-        if found is None or found[0].deaths <= mark.deaths:
-            self._keep(entry.key, mark, entry.revision)
+                self._forget(key)
+        elif found is None or found[0].deaths <= mark.deaths:
+            self._keep(key, mark, revision)
 
     def _keep(self, key: str, mark: Mark, revision: int) -> None:
         self._forget(key)

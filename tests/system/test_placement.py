@@ -234,12 +234,14 @@ async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
     )
     await clock.measure()
     await fleet.start()
-    placer = Placer(broker, 2.0, fleet, Ages(broker, Backlog(broker, [LANE.pool]), clock.now_s).of, clock.now_s)
+    placer = Placer(
+        broker, 2.0, fleet, Ages(broker, Backlog(broker, [LANE.pool]), clock.now_s).of, clock.now_s, storage="memory"
+    )
     bucket = await broker.key_value(topology.PLACEMENT_BUCKET, storage="memory")
     # of a lane that had workers before: without any table all would pull all
     empty = messages.encode(Placement(clock.now_s()))
     await bucket.write([Write(topology.lane_key(LANE), empty, 0)])
-    await placer.start(storage="memory", replicas=1)
+    await placer.start()
     task = asyncio.create_task(placer.run(stop))
     try:
         yield placer, fleet

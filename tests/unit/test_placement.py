@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from layouts import place
 from placement_simulation import Case, Simulation, cases, large
 
+from sie_broker import Write
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo
@@ -269,8 +270,8 @@ async def gateway(broker: MemoryBroker, waiting: dict[str, Waiting], clock: Cloc
     async def read(lane: Lane, models: object) -> dict[str, Waiting]:
         return waiting
 
-    placer = Placer(broker, 2.0, fleet, read, clock)
-    await placer.start(storage="memory", replicas=1)
+    placer = Placer(broker, 2.0, fleet, read, clock, storage="memory")
+    await placer.start()
     return placer, fleet
 
 
@@ -302,6 +303,26 @@ async def test_of_two_gateways_the_first_writes_and_the_other_goes_on_from_there
         for placer, _ in placers:
             await placer.step()
     assert await bucket.epoch() == epoch, "an idle system writes nothing"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_table_that_cannot_be_read_is_computed_and_written_anew(reads: bool) -> None:
+    """Whether the gateway reads it at its start, or when its own write is refused for it."""
+    server, clock = MemoryServer(), Clock()
+    bucket = await server.connect("other").key_value(topology.PLACEMENT_BUCKET)
+    if reads:
+        await bucket.write([Write(topology.lane_key(LANE), b"\xc1")])
+    placer, fleet = await gateway(server.connect("g"), {}, clock)
+    fleet.note(beat("w1"))
+    placer.note(LANE, [item("m")])
+    if not reads:
+        await bucket.write([Write(topology.lane_key(LANE), b"\xc1")])
+    for _ in range(2):
+        await placer.step()
+    entry = await bucket.get(topology.lane_key(LANE))
+    assert entry is not None
+    assert entry.value is not None
+    assert decode_placement(entry.value).hosts == {"m": ("w1",)}
 
 
 async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places_elsewhere() -> None:

@@ -98,8 +98,8 @@ async def test_the_event_loop_takes_its_turns_while_the_first_table_is_made() ->
     async def waiting(lane: Lane, models: object) -> dict[str, Waiting]:
         return {}
 
-    placer = Placer(server.connect("g"), 2.0, fleet, waiting, time.monotonic)
-    await placer.start(storage="memory", replicas=1)
+    placer = Placer(server.connect("g"), 2.0, fleet, waiting, time.monotonic, storage="memory")
+    await placer.start()
     rng = random.Random(1)
     for number in range(WORKERS):
         fleet.note(beat(number, {}, rng))

@@ -175,8 +175,8 @@ async def _exercise(brokers: list[Broker]) -> None:
                     f"w{number:03}", LANE.pool, LANE.machine_profile, LANE.bundle, True, "", reads_parts=number > 0
                 )
             )
-        placer = Placer(broker, 2.0, fleet, waiting, clock)
-        await placer.start(storage="memory", replicas=1)
+        placer = Placer(broker, 2.0, fleet, waiting, clock, storage="memory")
+        await placer.start()
         placers.append(placer)
     item = messages.decode_work(Path(__file__).parents[1].joinpath("contract/fixtures/work-1.msgpack").read_bytes())
     for number in range(MODELS):
