@@ -28,7 +28,8 @@ from typing import Any
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, KeyValue, Write, WrongRevision
+from sie_broker import Broker, BrokerError, KeyValue, Write
+from sie_broker.record import retry_conflicts
 from sie_config.aliases import INDEX_KEY, Index, index_of
 from sie_config.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
 from sie_contracts import messages, topology
@@ -309,47 +310,47 @@ class CatalogueStore:
         return sent, wanted
 
     async def seed_bundles(self, wanted: Mapping[str, Bundle]) -> bool:
-        """Make the bucket hold these bundles and no other. Returns whether it held anything else."""
-        for _ in range(SEED_ATTEMPTS):
+        """Make the bucket hold these bundles and no other. Returns whether it held anything else. Raises WrongRevision
+        where others kept changing them during SEED_ATTEMPTS attempts.
+        """
+        values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in wanted.items()}
+
+        async def attempt() -> bool:
             present = {entry.key: entry for entry in await self._bucket.entries("bundle")}
-            values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in wanted.items()}
             writes = [
                 Write(key, value, present[key].revision if key in present else 0)
                 for key, value in values.items()
                 if key not in present or present[key].value != value
             ]
             writes += [Write(key, None, entry.revision) for key, entry in present.items() if key not in values]
-            try:
-                if writes:
-                    await self._bucket.write(writes)
-            except WrongRevision:
-                continue
+            if writes:
+                await self._bucket.write(writes)
             return bool(writes)
-        raise WrongRevision(f"the bundles kept changing during {SEED_ATTEMPTS} attempts to seed them")
+
+        return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
     async def seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
         """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was
-        changed.
+        changed. Raises WrongRevision where others kept changing the catalogue during SEED_ATTEMPTS attempts.
         """
         done: list[Change] = []
-        for _ in range(SEED_ATTEMPTS):
+
+        async def attempt() -> None:
             changes = self._to_seed((await self.snapshot()).held, wanted)
-            try:
-                for start in range(0, len(changes), SEED_BATCH):
-                    batch = changes[start : start + SEED_BATCH]
-                    aliases = {
-                        change.model: change.entry
-                        for change in batch
-                        if is_alias(change.entry) or is_alias(change.held.entry)
-                    }
-                    index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                    # one look at the end is enough
-                    await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
-                    done += batch
-            except WrongRevision:
-                continue  # another replica seeds at the same time: look again
-            return done
-        raise WrongRevision(f"the catalogue kept changing during {SEED_ATTEMPTS} attempts to seed it")
+            for start in range(0, len(changes), SEED_BATCH):
+                batch = changes[start : start + SEED_BATCH]
+                aliases = {
+                    change.model: change.entry
+                    for change in batch
+                    if is_alias(change.entry) or is_alias(change.held.entry)
+                }
+                index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
+                # gateways and workers need to look once, at the end
+                await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
+                done.extend(batch)
+
+        await retry_conflicts(attempt, SEED_ATTEMPTS)
+        return done
 
     @staticmethod
     def _to_seed(present: Mapping[str, Held], wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sie_broker import WrongRevision
+from sie_broker.record import retry_conflicts
 from sie_config.aliases import Guarded, guard
 from sie_config.documents import Document, checked, difference, invalid, merged
 from sie_config.mirror import Held, bundles_of
@@ -31,7 +30,6 @@ from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotF
 from sie_contracts.trust import Trust
 
 WRITE_S = 10.0  # for one write, others of this replica before it included
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # before another attempt, between replicas
 _FROM_NOTHING = ("create", "rollback")  # the others say that there is no such model
 _logger = logging.getLogger("sie.config")
 
@@ -78,15 +76,9 @@ class Writer:
         """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
         QueueUnavailable, BrokerError.
         """
-        pause_s = FIRST_PAUSE_S
         try:
             async with asyncio.timeout(WRITE_S), self._lock:
-                while True:
-                    try:
-                        return await self._attempt(asked)
-                    except WrongRevision:
-                        await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311  spreads replicas
-                        pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+                return await retry_conflicts(lambda: self._attempt(asked), attempts=None)
         except TimeoutError:
             message = (
                 f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same "
