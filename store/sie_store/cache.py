@@ -101,28 +101,28 @@ class LocalCache:
 
     def find(self, repository: str, revision: str, wanted: Wanted | None = None) -> Path | None:
         """The folder of a snapshot that is known to have all files that are `wanted`, by its manifest or by the listing
-        of the hub's own client. Without `wanted`: all that whoever fetched it wanted. None if it has not, or if nothing
-        tells. Raises ManifestError.
+        of the hub's own client. Without `wanted`: all files that were wanted when it was fetched. None if it lacks one,
+        or if neither manifest nor listing is there. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
         if manifest is None:
-            is_whole = folder.is_dir() and found.told(self.hub, repository, revision, wanted or common)
+            is_whole = folder.is_dir() and found.is_listed_whole(self.hub, repository, revision, wanted or common)
         else:
             lacks = wanted is not None and any(wanted(name) for name in manifest.left_out)
             is_whole = not lacks and not verify(folder, manifest, digests=False)
         return folder if is_whole else None
 
-    def why_not(self, repository: str, revision: str) -> str:
-        """What shows that a snapshot that nothing tells of is not complete; empty if nothing does. Raises
-        ManifestError.
+    def flaw(self, repository: str, revision: str) -> str:
+        """What shows that a snapshot is not complete, where neither a manifest nor a listing says that it is; empty if
+        nothing shows it. Raises ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
-            return found.judged(self.hub, repository, revision)
+            return found.contradiction(self.hub, repository, revision)
         return "; ".join(verify(folder, manifest, digests=False))
 
-    def told(self, repository: str, revision: str) -> str:
+    def log_name(self, repository: str, revision: str) -> str:
         """What logs call a snapshot. The name of a LoRA may be a client's."""
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
@@ -135,7 +135,7 @@ class LocalCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ManifestError as error:
-            _logger.warning("%s in the local cache: %s", self.told(repository, revision), error)
+            _logger.warning("%s in the local cache: %s", self.log_name(repository, revision), error)
             return None
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
@@ -321,21 +321,21 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, what: str, progress: Progress) -> Iterator[Lock]:
-        """Be the one who fetches. Follows meanwhile what the other one tells, and gives up if that is nothing for too
-        long.
+        """The lock of the one process that fetches. While another process fetches, it waits and follows its progress.
+        Raises FetchFailed when that stands still for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
-        told, told_s, said = b"", time.monotonic(), False
+        last, last_s, is_logged = b"", time.monotonic(), False
         while (lock := taken(path, shared=False)) is None:
-            if (note := path.read_bytes()) != told:
-                told, told_s = note, time.monotonic()
+            if (note := path.read_bytes()) != last:
+                last, last_s = note, time.monotonic()
                 progress.follow(_noted(note))
-            if time.monotonic() - told_s > STALLED_S:
+            if time.monotonic() - last_s > STALLED_S:
                 raise FetchFailed(
                     "NETWORK", f"{what} is fetched by another process, which has done nothing for {STALLED_S:g} s"
                 )
-            if not said:
-                said = True
+            if not is_logged:
+                is_logged = True
                 _logger.info("waiting for another process, which fetches %s", what)
             time.sleep(POLL_S)
         with lock:
@@ -407,7 +407,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """What the one who fetches told; nothing while the note is being written."""
+    """The progress that the fetching process noted; nothing while the note is being written."""
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))

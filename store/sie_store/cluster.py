@@ -1,7 +1,4 @@
-"""Snapshots of weights in a bucket that all nodes share (SIE_CLUSTER_CACHE).
-
-    models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
-    models--org--name/COMMIT/sie-manifest.json   written last: without it the others do not count
+"""The bucket of snapshots that all nodes share (SIE_CLUSTER_CACHE), for callers that block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
     push:  files that are not there yet ──► all listed again ──► manifest
@@ -15,199 +12,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import re
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from sie_store import object_stores
+from sie_store.bucket import Bucket, BucketSource, Stored
 from sie_store.cache import Fetch
-from sie_store.download import PIECE_BYTES, Digests, Download, Limits, Piece, Reader, RemoteFile, each_file
-from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode
-from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, RangeMissing, StoreError
+from sie_store.download import Digests, Download, Limits, Reader, RemoteFile, each_file
+from sie_store.manifest import FetchFailed, Manifest, check_names, encode
+from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 from sie_store.progress import Progress
-
-if TYPE_CHECKING:
-    from obstore import GetOptions, PutMode, UpdateVersion
-    from obstore.store import ObjectStore
-
-    from sie_store.push import Pushed
+from sie_store.push import Push, Pushed
 
 _T = TypeVar("_T")
 
 SETTING = "SIE_CLUSTER_CACHE"
-MAX_OBJECTS = 100_000  # of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # for a manifest
-_FOLDER = re.compile(r"models--(.+)")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What the bucket has of one commit. `wrong`: what is wrong with it, a line each; without a manifest it does not
-    count.
-
-    `sizes`: bytes of every object by its name, the manifest aside.
-    """
-
-    repository: str
-    revision: str
-    manifest: Manifest | None
-    sizes: dict[str, int]
-    wrong: dict[str, str]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes.values())
-
-
-class Bucket:
-    """The store, asked within bounds: coroutines that raise StoreError and FetchFailed."""
-
-    def __init__(self, url: str, store: ObjectStore, limits: Limits) -> None:
-        self.url, self.store, self.limits = url, store, limits
-        # what every load of a model that is not on the disk waits for, before it goes on to the next source
-        self._glance = Patience(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
-
-    async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """The manifest of a snapshot, which is all there if it has one, and how to write another one unless somebody
-        else does first.
-        """
-        import obstore
-
-        key, what = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
-
-        async def read() -> tuple[bytes, PutMode]:
-            found = await obstore.get_async(self.store, key)
-            version: UpdateVersion = {}
-            if found.meta["e_tag"]:
-                version["e_tag"] = found.meta["e_tag"]
-            if found.meta["version"]:
-                version["version"] = found.meta["version"]
-            return bytes(await found.bytes_async()), version or "overwrite"
-
-        try:
-            data, version = await self._glance.asked(read)
-            manifest = decode(data)
-        except ObjectMissing:
-            return None, "create"
-        except ManifestError as error:
-            raise FetchFailed(
-                "INCOMPATIBLE", f"{what}: {error}; `sie weights push --force` writes another one"
-            ) from error
-        if (manifest.repository, manifest.revision) != (repository, revision):
-            other = f"{manifest.repository}@{manifest.revision}"
-            raise FetchFailed(
-                "INCOMPATIBLE", f"{what} has the manifest of {other}: `sie weights push --force` writes its own"
-            )
-        return manifest, version
-
-    async def sizes(self, repository: str, revision: str) -> dict[str, int]:
-        """The bytes of every object of a snapshot, by its name, the manifest aside."""
-        import obstore
-
-        prefix = place(repository, revision)
-
-        async def listed() -> dict[str, int]:
-            found: dict[str, int] = {}
-            async for page in obstore.list(self.store, prefix=prefix):
-                found |= {entry["path"].removeprefix(prefix + "/"): entry["size"] for entry in page}
-                if len(found) > MAX_OBJECTS:
-                    raise StoreError(f"more than {MAX_OBJECTS} objects below {prefix}")
-            found.pop(MANIFEST, None)
-            return found
-
-        return await self.limits.asked(listed)
-
-    async def below(self, prefix: str | None) -> list[str]:
-        """The names below `prefix` that have something below them."""
-        import obstore
-
-        found = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
-        return sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
-
-    async def stored(self, repository: str, revision: str) -> Stored:
-        sizes, manifest = await self.sizes(repository, revision), None
-        wrong: dict[str, str] = {}
-        try:
-            manifest, _ = await self.manifest(repository, revision)
-            if manifest is None:
-                wrong[MANIFEST] = "it has no manifest: a push is under way, or did not end"
-        except FetchFailed as error:
-            wrong[MANIFEST] = error.message
-        for name, fact in manifest.files.items() if manifest is not None else ():
-            if (size := sizes.get(name)) != fact.bytes:
-                wrong[name] = (
-                    f"{name} is missing" if size is None else f"{name} has {size} bytes, the manifest says {fact.bytes}"
-                )
-        return Stored(repository, revision, manifest, sizes, wrong)
-
-    async def listed(self) -> list[Stored]:
-        turns = asyncio.Semaphore(self.limits.parts_at_once)
-
-        async def of(folder: str) -> list[Stored]:
-            repository = folder.removeprefix("models--").replace("--", "/")
-            async with turns:
-                return [await self.stored(repository, revision) for revision in await self.below(folder)]
-
-        folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
-        found = [stored for each in await asyncio.gather(*map(of, folders)) for stored in each]
-        # some stores keep empty folders
-        return [stored for stored in found if stored.sizes or stored.manifest is not None]
-
-    async def removed(self, repository: str, revision: str) -> int:
-        import obstore
-
-        prefix = place(repository, revision)
-        gone = 0
-        with contextlib.suppress(ObjectMissing):
-            await self.limits.asked(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
-        for name, size in (await self.sizes(repository, revision)).items():
-            with contextlib.suppress(ObjectMissing):  # somebody else removes it as well
-                await self.limits.asked(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
-            gone += size
-        return gone
-
-
-class _Source:
-    """The files of a manifest, as a source of the download engine."""
-
-    def __init__(self, bucket: Bucket, manifest: Manifest, what: str) -> None:
-        self._bucket, self._manifest, self.what = bucket, manifest, what
-        self.limits = bucket.limits
-        self._prefix = place(manifest.repository, manifest.revision)
-
-    def files(self) -> list[RemoteFile]:
-        return [RemoteFile(name, fact.bytes, fact.sha256) for name, fact in self._manifest.files.items()]
-
-    async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        import obstore
-
-        wanted: GetOptions = {"range": (start, end)}
-        get = obstore.get_async(self._bucket.store, f"{self._prefix}/{file.path}", options=wanted)
-        try:
-            answer = await object_stores.within(self.limits.stall_s, get)
-            if (size := answer.meta["size"]) != file.size:
-                raise self._broken(f"{file.path} has {size} bytes, the manifest says {file.size}")
-            stream = answer.stream(min_chunk_size=PIECE_BYTES)
-            while (chunk := await object_stores.within(self.limits.stall_s, anext(stream, None))) is not None:
-                yield bytes(chunk)
-        except (ObjectMissing, RangeMissing) as error:
-            raise self._broken(f"{file.path}: {error}") from error
-
-    def damaged(self, file: RemoteFile) -> FetchFailed:
-        return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
-
-    def _broken(self, wrong: str) -> FetchFailed:
-        """What the bucket holds is not what the manifest there says. A push repairs it, so the load is tried again."""
-        return FetchFailed(
-            "NETWORK", f"{self.what} is damaged there, {wrong}: `sie weights push --force` writes it again"
-        )
-
-
-async def _wrong(source: _Source, files: list[RemoteFile], progress: Progress) -> list[str]:
+async def _wrong(source: BucketSource, files: list[RemoteFile], progress: Progress) -> list[str]:
     """Which files have another digest than the manifest says, a line for each. Nothing of them is kept. Raises
     FetchFailed, StoreError.
     """
@@ -245,7 +70,7 @@ class ClusterCache:
         return None if manifest is None else functools.partial(self._fetch, manifest)
 
     def _fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> Manifest:
-        source = _Source(self._bucket, manifest, progress.what)
+        source = BucketSource(self._bucket, manifest, progress.what)
         self._run(Download(source, folder, progress).all(source.files()))
         return msgspec.structs.replace(manifest, origin="cluster")
 
@@ -255,8 +80,6 @@ class ClusterCache:
 
         Files that a snapshot has beside these stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
         """
-        from sie_store.push import Push
-
         encode(manifest)
         return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))
 
@@ -273,7 +96,7 @@ class ClusterCache:
         """What is wrong with the files of a snapshot: each is read and digested, and not kept. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())
-        source = _Source(self._bucket, stored.manifest, progress.what)
+        source = BucketSource(self._bucket, stored.manifest, progress.what)
         files = [file for file in source.files() if file.path not in stored.wrong]
         progress.expect(sum(file.size for file in files))
         return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]
@@ -302,8 +125,3 @@ class ClusterCache:
             raise FetchFailed(
                 "NETWORK", f"the store gave no answer that helps ({error}): is its endpoint right, and is it up?"
             ) from error
-
-
-def place(repository: str, revision: str) -> str:
-    """Where the objects of a snapshot are."""
-    return f"models--{repository.replace('/', '--')}/{revision}"

@@ -118,8 +118,8 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 
 class Watch:
-    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; that it is not is
-    told once.
+    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; a warning is
+    logged when it is not any more.
     """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:
@@ -152,19 +152,19 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
     for candidate in going:
         if not is_above():
             return
-        told = cache.told(candidate.repository, candidate.revision)
+        name = cache.log_name(candidate.repository, candidate.revision)
         if _removed(cache, candidate):
             minutes = (time.time() - candidate.used_s) / 60
-            _logger.warning("removed %s from the local cache, last used %.0f min ago: %s", told, minutes, why)
+            _logger.warning("removed %s from the local cache, last used %.0f min ago: %s", name, minutes, why)
 
 
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
     except OSError as error:  # another user's: the next one may go
-        told = cache.told(candidate.repository, candidate.revision)
+        name = cache.log_name(candidate.repository, candidate.revision)
         why = error.strerror or type(error).__name__  # without the path, which has its name
-        _logger.warning("%s could not be removed from the local cache: %s", told, why)
+        _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 
 

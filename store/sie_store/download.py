@@ -5,7 +5,7 @@
 
 A file grows only at its end, under its name + PART, so its length says how far it is. The next try continues there,
 whichever process made the first one. A `Source` answers ranges of one file: the hub (`hub.py`) or a bucket
-(`cluster.py`). What failed and may pass is asked for again from the byte where the answer ended.
+(`bucket.py`). What failed and may pass is asked for again from the byte where the answer ended.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Source(Protocol):
 
 
 class Reader:
-    """Reads the files of a source. `progress` is told of every byte that comes."""
+    """Reads the files of a source. `progress` counts every byte that comes."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         self._source, self._limits, self._progress = source, source.limits, progress

@@ -1,9 +1,9 @@
 """Whether a snapshot that somebody else put into the cache is complete: the hub's own client, an older one, or a copy
 by hand.
 
-    told     by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there, of its
-             size
-    judged   by what the files say of each other, where there is no listing
+    is_listed_whole   by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there,
+                      with its size
+    contradiction     where there is no listing: what the files say of each other
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_JSON = (
 _NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no folder in a repository
 
 
-def told(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
+def is_listed_whole(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
     """Whether the listing of the hub's client says that the snapshot has all files that are `wanted`. `cache`: the
     folder `hub`.
     """
@@ -41,7 +41,7 @@ def told(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
     return bool(files) and all(_size(folder / file.path) == file.size for file in files)
 
 
-def judged(cache: Path, repository: str, revision: str) -> str:
+def contradiction(cache: Path, repository: str, revision: str) -> str:
     """What shows that a snapshot without a listing is not complete; empty if nothing does."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():

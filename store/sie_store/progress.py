@@ -1,4 +1,4 @@
-"""How far a fetch of weights is: told by the threads that fetch, read by whoever asks, logged every few seconds."""
+"""The progress of a fetch of weights: reported while it runs, read by any thread, logged every few seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Progress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # by the clock: the first step is told
+        self._stepped_s = -STEP_EVERY_S  # by the clock: the first step is reported
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
@@ -71,17 +71,17 @@ class Progress:
                 return
             self._stepped_s = now_s if steps else self._stepped_s
             self._logged_s = now_s if logs else self._logged_s
-            told, state = self._told(now_s), self._state(now_s)
+            summary, state = self._summary(now_s), self._state(now_s)
         if steps:
             self.on_step(state)
         if logs:
-            _logger.info("fetching %s: %s", self.what, told)
+            _logger.info("fetching %s: %s", self.what, summary)
 
     def end(self) -> None:
         """It is all there."""
         with self._lock:
-            told = self._told(self._clock())
-        _logger.info("fetched %s: %s", self.what, told)
+            summary = self._summary(self._clock())
+        _logger.info("fetched %s: %s", self.what, summary)
 
     def state(self) -> Fetched:
         """As it is now."""
@@ -96,7 +96,7 @@ class Progress:
         passed_s = now_s - self._started_s
         return self._arrived_bytes / passed_s if passed_s > 0 else 0.0
 
-    def _told(self, now_s: float) -> str:
+    def _summary(self, now_s: float) -> str:
         done, total = self._had_bytes + self._arrived_bytes, self._total_bytes
         share = f"{100 * done / total:.0f} %, " if total else ""
         return f"{share}{done / 2**20:.1f} of {total / 2**20:.1f} MiB, {self._rate(now_s) / 2**20:.1f} MiB/s"

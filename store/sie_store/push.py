@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from sie_store import object_stores
+from sie_store.bucket import Bucket, place
 from sie_store.manifest import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
 from sie_store.object_stores import ObjectMissing, StoreError, WrittenMeanwhile
 from sie_store.progress import Progress
@@ -27,7 +28,6 @@ from sie_store.progress import Progress
 if TYPE_CHECKING:
     from obstore import PutMode
 
-    from sie_store.cluster import Bucket
 
 _logger = logging.getLogger("sie.store")
 
@@ -55,8 +55,6 @@ class Push:
     """One push of the files of `manifest`, which lie in `folder`."""
 
     def __init__(self, bucket: Bucket, folder: Path, manifest: Manifest, progress: Progress) -> None:
-        from sie_store.cluster import place
-
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
         self._place = place(manifest.repository, manifest.revision)
         self._what = f"{manifest.repository}@{manifest.revision}"
@@ -119,8 +117,8 @@ class Push:
         sizes = await self._bucket.sizes(self._manifest.repository, self._manifest.revision)
         lacking = []
         for name, fact in self._manifest.files.items():
-            is_told = there is not None and name in there.files
-            if sizes.get(name) != fact.bytes or not (is_told or await self._is_ours(name, fact)):
+            is_in_manifest = there is not None and name in there.files
+            if sizes.get(name) != fact.bytes or not (is_in_manifest or await self._is_ours(name, fact)):
                 lacking.append(name)
         return lacking
 

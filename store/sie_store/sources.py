@@ -143,7 +143,7 @@ class WeightSources:
             try:
                 fetch = self.cluster.fetch(weights.hub, revision)
                 if fetch is not None:
-                    with self._told(entry.id, what) as progress:
+                    with self._reported(entry.id, what) as progress:
                         self.cache.obtain(
                             weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress
                         )
@@ -158,9 +158,9 @@ class WeightSources:
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
                 # the next source may have it
                 _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)
-        untold = self.cache.place(weights.hub, revision)
-        unfit = self.cache.why_not(weights.hub, revision)
-        if not unfit and self._has_all(untold, entry):
+        unverified = self.cache.place(weights.hub, revision)
+        unfit = self.cache.flaw(weights.hub, revision)
+        if not unfit and self._has_all(unverified, entry):
             if self.may_download and not weights.unpinned:
                 try:
                     return self._fetched(entry, lease), None
@@ -168,7 +168,7 @@ class WeightSources:
                     _logger.warning(
                         "%s is used as it was found in the local cache, where its files agree: %s", what, error.message
                     )
-            return Located(untold, lease), None
+            return Located(unverified, lease), None
         looked.append(self._missing(entry, revision, unfit))
         return None, failed
 
@@ -195,8 +195,7 @@ class WeightSources:
         found = [
             folder.name
             for folder in snapshots
-            if is_model(folder, entry)
-            and (self.cache.find(hub, folder.name) or not self.cache.why_not(hub, folder.name))
+            if is_model(folder, entry) and (self.cache.find(hub, folder.name) or not self.cache.flaw(hub, folder.name))
         ]
         if len(found) > 1:
             message = (
@@ -219,7 +218,7 @@ class WeightSources:
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
         """From the hub. Raises FetchFailed."""
         weights, wanted, what = entry.weights, wanted_by(entry), _named(entry.weights)
-        with self._told(entry.id, what) as progress:
+        with self._reported(entry.id, what) as progress:
             fetch = hub_fetch(weights.hub, weights.revision, wanted)
             return Located(
                 self.cache.obtain(weights.hub, weights.revision, fetch, what, wanted=wanted, progress=progress), lease
@@ -232,8 +231,8 @@ class WeightSources:
             raise load_failed(error.error_class, error.message) from error
 
     @contextlib.contextmanager
-    def _told(self, name: str, what: str) -> Iterator[Progress]:
-        """The progress of a fetch, which `fetching` tells of meanwhile."""
+    def _reported(self, name: str, what: str) -> Iterator[Progress]:
+        """The progress of a fetch, which `fetching` shows while it runs."""
         progress = Progress(what)
         with self._lock:
             self._fetching[name] = progress
@@ -297,11 +296,11 @@ class WeightSources:
                 why = error.error_class if private else error.message
                 # the next source may have it
                 _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)
-        untold = self.cache.place(repository, commit)
-        fits = _has_lora(untold) and not self.cache.why_not(repository, commit)
+        unverified = self.cache.place(repository, commit)
+        fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
         if not self.may_download:
             if fits:
-                return Located(untold, lease)
+                return Located(unverified, lease)
             raise failed or FetchFailed("NOT_FOUND", f"{what} is nowhere")
         try:
             fetched = self.cache.obtain(
@@ -309,7 +308,7 @@ class WeightSources:
             )
         except FetchFailed:
             if fits:
-                return Located(untold, lease)
+                return Located(unverified, lease)
             raise
         if not _has_lora(fetched):
             raise FetchFailed("INCOMPATIBLE", f"{what} has not {' and '.join(LORA_FILES)}")

@@ -446,7 +446,7 @@ def test_the_name_of_a_client_s_lora_is_in_no_log(
     with pytest.raises(LoraLoadFailed):
         sources.locate_lora("canary/nothing", entry(), None)
     cache = LocalCache(tmp_path)
-    assert cache.told("canary/lora", COMMIT) == "a LoRA"
+    assert cache.log_name("canary/lora", COMMIT) == "a LoRA"
     (cache.place("canary/lora", COMMIT) / MANIFEST).write_bytes(b"no manifest")
     cache.manifest("canary/lora", COMMIT)
     assert "fetched a LoRA of a client (" in caplog.text

@@ -21,8 +21,9 @@ from sie_contracts.settings import SettingError, Settings
 from sie_store.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
 
 if TYPE_CHECKING:
+    from sie_store.bucket import Stored
     from sie_store.cache import LocalCache
-    from sie_store.cluster import ClusterCache, Stored
+    from sie_store.cluster import ClusterCache
     from sie_store.locks import Lock
     from sie_store.progress import Progress
 
@@ -368,7 +369,7 @@ def _stored_here(settings: Settings) -> list[Stored]:
     """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
     be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
     """
-    from sie_store.cluster import Stored
+    from sie_store.bucket import Stored
 
     cache, found = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
