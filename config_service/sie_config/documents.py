@@ -25,6 +25,8 @@ MAX_DEPTH = 64
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where it is there
+_GOT = re.compile(r", got (a string|a whole number|a number)$")
+MAX_SHOWN = 60  # characters of a value in a message
 _ANY_KEY = "[...]"  # what msgspec says for whichever key of a map
 
 
@@ -136,7 +138,27 @@ def _parsed(raw: Any, document: Document, parse: Callable[[Any], T], kind: type)
     except ValidationFailed as error:
         (fault,) = error.extras["errors"]
         loc, message = said(kind, _narrowed(raw, fault["loc"], parse), fault["message"])
-        raise invalid(loc, message, document.line(loc)) from None
+        raise invalid(loc, message + _given(raw, loc.removeprefix("$"), message), document.line(loc)) from None
+
+
+def _given(value: Any, path: str, message: str) -> str:
+    """What a message about a wrong type ends with: the text or number that stands at the path."""
+    if not _GOT.search(message):
+        return ""
+    while path:
+        index = re.match(r"\[(\d+)\]", path)
+        if index and isinstance(value, list) and int(index[1]) < len(value):
+            value, path = value[int(index[1])], path[index.end() :]
+            continue
+        step = next(_steps(value, path), None) if isinstance(value, dict) else None
+        if step is None:
+            return ""
+        value, path = value[step[0]], step[1]
+    if isinstance(value, str):
+        return f": {value[:MAX_SHOWN]!r}"
+    # an integer may have more digits than Python makes a text of
+    is_short = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+    return f": {value!r}" if is_short else ""
 
 
 def _narrowed(raw: Any, told: str, parse: Callable[[Any], object]) -> str:

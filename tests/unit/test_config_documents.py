@@ -93,7 +93,7 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "loc", "line", "says"),
     [
-        ("dense: 384", "dense: many", "$.outputs.dense", 5, "expected a whole number, got a string"),
+        ("dense: 384", "dense: many", "$.outputs.dense", 5, "expected a whole number, got a string: 'many'"),
         ("pooling: mean", "pooling: max", "$.run.pooling", 8, "max"),
         ("pooling: mean", "poling: mean", "$.run.poling", 8, "unknown field"),
         ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13, "unknown field"),
@@ -102,8 +102,10 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
             "normalize: maybe",
             "$.profiles.v1.5.run.normalize",
             13,
-            "expected true, false or null, got a string",
+            "expected true, false or null, got a string: 'maybe'",
         ),
+        ("id: org/name", "id: 7", "$.id", 1, "expected a string, got a whole number: 7"),
+        ("id: org/name", f"id: 0x{'f' * 9000}", "$.id", 1, "expected a string, got a whole number"),
         ("max_tokens: 128", "max_tokens: 0", "$.max_tokens", 6, "at least 1"),
         ("  dense: 384", "  dens: 384", "$.outputs.dens", 5, "no such output"),
         ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "unknown profile"),
