@@ -198,6 +198,25 @@ async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
     assert mark.is_poison
 
 
+async def test_marks_of_a_bucket_that_was_made_anew_count_beside_those_of_before() -> None:
+    """The revisions of the new bucket begin again, below those that the worker knows."""
+    server, now_s = MemoryServer(), Times()
+    one = await marks_of(server, "one", now_s)
+    await one.suspected("m", [f"other{number}" for number in range(5)])
+    await one.suspected("m", ["k"])
+    del server.buckets[POISON_BUCKET]
+    await one.open()
+    mark = one.of("k")
+    assert mark is not None
+    assert mark.deaths == 1, "what this worker knew stays"
+    two = await marks_of(server, "two", now_s)
+    await two.died("m", ["k"])
+    await two.died("m", ["k"])
+    await until(lambda: (mark := one.of("k")) and mark.is_poison, "the verdict of the other worker")
+    for marks in (one, two):
+        await marks.close()
+
+
 @given(st.lists(st.sampled_from(["one", "two", "three"]), min_size=1, max_size=5))
 def test_the_second_death_is_the_verdict(workers: list[str]) -> None:
     mark = None

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
 
+from sie_broker import Write
 from sie_contracts import topology
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
@@ -569,6 +570,23 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
     assert (await town.gateways[1].client.post("/v1/pools", json=SPEC)).status_code == 201
     await town.state("active")
     assert (await town.gateways[0].encode("x", X_SIE_Pool="team")).status_code == 200
+
+
+async def test_reservations_that_cannot_be_read_are_left_as_they_are_until_somebody_repairs_them(town: Town) -> None:
+    """1. a reservation is there; 2. its record is damaged: the last known one stays, and no change is written over the
+    damage; 3. the record is removed, and reservations can be made again.
+    """
+    client = town.gateways[0].client
+    assert (await client.post("/v1/pools", json=SPEC)).status_code == 201
+    bucket = await town.server.connect("operator").key_value(topology.POOLS_BUCKET)
+    await bucket.write([Write("reservations", b"\xc1")])
+    assert code(await client.post("/v1/pools", json={**SPEC, "name": "more"})) == (503, "QUEUE_UNAVAILABLE")
+    assert (await client.get("/v1/pools/team")).status_code == 200
+    entry = await bucket.get("reservations")
+    assert entry is not None
+    assert entry.value == b"\xc1"
+    await bucket.write([Write("reservations", None)])
+    assert (await client.post("/v1/pools", json={**SPEC, "name": "more"})).status_code == 201
 
 
 async def test_writing_pools_takes_the_scope_or_the_role_that_is_set(tmp_path: Path) -> None:
