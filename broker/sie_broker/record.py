@@ -144,16 +144,18 @@ class Record(Generic[T]):
         self._watch: Subscription | None = None
         self._created = ""  # when the bucket that is followed was made
         self._last = 0  # revision that the watch brought last
+        self._reconnects = 0
 
     async def follow(self) -> bool:
         """Read all values and watch from there on, unless the same bucket is followed already.
 
         Returns whether they were read. Raises BrokerError; then the values before stay.
         """
+        reconnects = self._reconnects
         bucket = await self.bucket.open()
         created, _, revision = (await bucket.epoch()).rpartition(":")
         if self._watch is not None and created == self._created:
-            self.is_stale = False
+            self.is_stale = self._reconnects != reconnects
             return False
         entries, after = await self._read(bucket)
         await self.close()
@@ -163,7 +165,7 @@ class Record(Generic[T]):
         # The revision is the leader's. The entries may come from a replica that is behind: the watch brings the rest.
         self._last = min(int(revision), after)
         self._watch = await bucket.watch(self._on_entry, self._last)
-        self._created, self.is_stale = created, False
+        self._created, self.is_stale = created, self._reconnects != reconnects
         return True
 
     async def close(self) -> None:
@@ -174,6 +176,7 @@ class Record(Generic[T]):
 
     async def reconnected(self) -> None:
         """To be given to `Broker.on_reconnect`: a broker that restarted may have lost the bucket."""
+        self._reconnects += 1
         self.is_stale = True
 
     async def _on_entry(self, entry: Entry) -> None:

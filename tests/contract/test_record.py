@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ import pytest
 from inprocess import until
 from nats_server import NatsServer
 
-from sie_broker import Broker, BrokerError, Entry, Write, WrongRevision
+from sie_broker import Broker, BrokerError, Entry, KeyValue, Write, WrongRevision
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease, Record, UnreadableRecord, retry_conflicts
@@ -174,6 +174,21 @@ async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(
     await owner.shows({"a": 7})
     assert await owner.record.change("a", lambda before: Thing(before.size + 1 if before else 0)) == Thing(8)
     await owner.shows({"a": 8})
+
+
+async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(site: Site) -> None:
+    """What was read may be of two buckets: it is read again."""
+    owner = Owner(await site.bucket())
+
+    async def read(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
+        await owner.record.reconnected()
+        return await bucket.entries(), 0
+
+    owner.record = Record(owner.record.bucket, decode, owner._on_value, read=read)
+    assert await owner.record.follow()
+    assert owner.record.is_stale
+    assert not await owner.record.follow()
+    assert not owner.record.is_stale
 
 
 async def test_a_watch_that_brings_lower_revisions_makes_the_record_stale(nats: NatsSite) -> None:
