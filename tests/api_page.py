@@ -28,6 +28,23 @@ async def document() -> dict[str, Any]:
             return found
 
 
+def inlined(document: Schema) -> dict[str, Any]:
+    """The paths of a document, with what their references name in place of these."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        rest = {name: of(each) for name, each in value.items() if name != "$ref"}
+        if "$ref" not in value:
+            return rest
+        return {**of(document["components"]["schemas"][value["$ref"].rpartition("/")[2]]), **rest}
+
+    found: dict[str, Any] = of(document["paths"])
+    return found
+
+
 def kind(schema: Schema) -> str:
     """A schema in a few words."""
     if "enum" in schema:
@@ -116,16 +133,15 @@ def _headers(paths: Schema) -> Iterator[str]:
 
 def routes(found: Schema) -> str:
     """All operations by tag. Those that differ in their path alone stand together."""
-    summaries = {
-        path: operation["summary"] for path, methods in found["paths"].items() for operation in methods.values()
-    }
+    served = inlined(found)
+    summaries = {path: operation["summary"] for path, methods in served.items() for operation in methods.values()}
     tags: dict[str, dict[tuple[str, str], tuple[list[str], Schema]]] = {}
-    for path, methods in found["paths"].items():
+    for path, methods in served.items():
         for method, operation in methods.items():
             summary = summaries.get(operation["summary"].removeprefix("As "), operation["summary"])
             alike, _ = tags.setdefault(operation["tags"][0], {}).setdefault((method, summary), ([], operation))
             alike.append(path)
-    lines = [*_headers(found["paths"])]
+    lines = [*_headers(served)]
     for tag, operations in tags.items():
         lines += [f"## {tag}", ""]
         for (method, _), (paths, operation) in operations.items():

@@ -1,5 +1,5 @@
-"""Who may do what at the config service: the rows of `CONFIG_ROUTES`, two tokens, and with SIE_AUTH_MODE=token the keys
-of clients.
+"""Who may do what at the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
+keys of clients.
 
 SIE_ADMIN_TOKEN may do everything, SIE_CONFIG_READ_TOKEN reads, a key what its scopes say. Nothing is open: a token that
 is not configured lets nobody in.
@@ -12,14 +12,11 @@ from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 
+from sie_config.routes import TABLE
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
 from sie_contracts.settings import Settings
 from sie_runtime.keys import Key, Keys
-from sie_runtime.routes import CONFIG_ROUTES, Row, Table, bearer, row_of
-
-_TABLE = Table(
-    (*CONFIG_ROUTES, *(Row("GET", path, "read") for path in ("/docs", "/docs/oauth2-redirect", "/openapi.json")))
-)
+from sie_runtime.routes import bearer
 
 
 class Gate:
@@ -42,8 +39,8 @@ class Gate:
         Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read,
         NotFound and HTTPException 405 with `Allow`.
         """
-        methods = _TABLE.methods(path)
-        row = row_of(methods, method)
+        match = TABLE.match(path)
+        row = match.route(method)
         token = bearer(authorization)
         is_admin = self._admin is not None and self._admin.matches(token)
         is_reader = self._reader is not None and self._reader.matches(token)
@@ -66,10 +63,10 @@ class Gate:
             raise Unauthenticated(
                 f"{given}: send `Authorization: Bearer` and the value that {needed} has at the config service"
             )
-        if not methods:
+        if not match.methods:
             raise NotFound("no such path; /docs lists all")
         if row is None:
-            raise HTTPException(405, headers={"Allow": ", ".join(methods)})
+            raise HTTPException(405, headers={"Allow": ", ".join(match.methods)})
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:

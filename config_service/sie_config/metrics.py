@@ -14,9 +14,6 @@ from sie_runtime.metrics_table import OTHER
 from sie_runtime.refusals import REFUSED
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
-_PREFIX = "/v1/configs/"
-_PLAIN = frozenset({"models", "bundles", "resolve", "epoch", "export"})
-_OF_A_MODEL = frozenset({"history", "status", "rollback"})
 
 
 class Metrics(Collector):
@@ -38,9 +35,10 @@ class Metrics(Collector):
         """Count a request that no route saw; `reason` is one of REFUSED."""
         self.refused.labels(reason).inc()
 
-    def answered(self, path: str, method: str, status: int, seconds: float) -> None:
-        """Account for a request, once its answer has left."""
-        route = route_of(path)
+    def answered(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Account for a request, once its answer has left. `route` is the name of its route, which no client can make
+        more of: without the names of models and bundles.
+        """
         self._requests.labels(route, method if method in _METHODS else OTHER, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
@@ -50,12 +48,3 @@ class Metrics(Collector):
         yield gauge("sie_config_ready", read is not None)
         yield gauge("sie_config_catalogue_epoch", {} if read is None else epoch_number(read.epoch))
         yield gauge("sie_config_models", {} if read is None else len(read.live))
-
-
-def route_of(path: str) -> str:
-    """The name of a route in metrics, which no client can make more of: without the names of models and bundles."""
-    first, _, rest = path.removeprefix(_PREFIX).partition("/")
-    if not path.startswith(_PREFIX) or first not in _PLAIN:
-        return OTHER
-    last = rest.rpartition("/")[2]
-    return last if first == "models" and last in _OF_A_MODEL else first[:-1] if rest else first

@@ -36,7 +36,7 @@ Messages name the offending path with the got and the expected value. They never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -312,6 +312,15 @@ def catalogue() -> list[type[SIEError]]:
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def each_error() -> Iterator[SIEError]:
+    """An error of each code and status, and of each reason by which a client family has another status."""
+    for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
+        yield InvalidInput("message", reason=reason)
+    leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
+    yield from leaves
+    yield from (AllItemsFailed("message", failures=[each]) for each in leaves)
 
 
 def tei_type(error: SIEError) -> str:

@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from sie_contracts import families, muvera
+from sie_contracts.api.inference import Dtype
 from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults, needs_labels
 from sie_contracts.errors import InvalidInput
 from sie_contracts.families import FAMILIES
@@ -31,7 +32,7 @@ MAX_HYPOTHESIS = 1000
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 MAX_OWN_BYTES = 64 << 10  # of an option that only a family of somebody else's knows
-DTYPES = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+DTYPES: tuple[str, ...] = get_args(Dtype)
 # what a score of a model with several outputs is computed from
 SCORE_MODES = {
     "dense": ("dense",),

@@ -1,5 +1,5 @@
-"""The HTTP surface. FastAPI routes and documents; `Edge`, around it, is what every call passes: ids, auth, drain,
-errors, metrics.
+"""The HTTP surface. `Edge` is what every call passes: ids, auth, drain, errors, metrics. It dispatches by
+`routes.TABLE`; FastAPI serves the OpenAPI document and its page.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
-from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -32,28 +30,25 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.settings import Settings
-from sie_gateway import openapi, spans
+from sie_gateway import operations, spans
 from sie_gateway.admission import Admission
-from sie_gateway.aliases import alias_info
 from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
 from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
-from sie_gateway.configs import PATHS, config_routes
 from sie_gateway.demand import DemandRecords
-from sie_gateway.dialects import Route, find, infinity
 from sie_gateway.fleet import Fleet
 from sie_gateway.inference import Inference
 from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
 from sie_gateway.lag import Lag
 from sie_gateway.metrics import Live, Metrics
-from sie_gateway.models import model_info, model_list
 from sie_gateway.pools import Pools
 from sie_gateway.quota import Quotas
 from sie_gateway.request_log import RequestLog
-from sie_gateway.reserving import pool_routes
+from sie_gateway.routes import PROBES, TABLE, GatewayRoute, InferenceRoute, openapi_document
 from sie_gateway.scaling import Scaling
-from sie_gateway.status import CONSOLE_POLICY, Status, console
+from sie_gateway.status import Status
+from sie_runtime import config_routes
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
 from sie_runtime.keys import Keys
@@ -62,11 +57,9 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
-_SCALING = "/v1/scaling/"
 CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was there to read a status
 MAX_VERSIONS = 1024
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
-_PROBES = ("/healthz", "/readyz", "/livez", "/ping")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
@@ -135,71 +128,11 @@ def create_app(gateway: Gateway) -> App:
         static_url="/docs/static",
         redirect_slashes=False,
     )
-
-    async def listed(query: QueryParams) -> list[dict[str, Any]]:
-        return await model_list(
-            gateway.inference.catalogue,
-            gateway.fleet,
-            task=query.get("task", ""),
-            output=query.get("output", ""),
-            loaded=query.get("loaded", "") == "true",
-            variants=query.get("variants", "") != "false",
-        )
-
-    @app.get("/v1/models", summary="The catalogue")
-    async def models(request: Request) -> Response:
-        infos = await listed(request.query_params)
-        return _json({"object": "list", "data": infos, "models": infos})
-
-    @app.get("/models", include_in_schema=False)
-    async def models_of_infinity(request: Request) -> Response:
-        infos = [infinity.owned(info) for info in await listed(request.query_params)]
-        return _json({"object": "list", "data": infos, "models": infos})
-
-    @app.get("/v1/models/{model:path}", summary="One model")
-    @app.get("/models/{model:path}", include_in_schema=False)
-    async def model(model: str) -> Response:
-        resolved = gateway.inference.resolve(model)
-        info = model_info(gateway.feed.catalogue, gateway.fleet, resolved.entry, resolved.profile)
-        alias = gateway.feed.catalogue.aliases.get(resolved.alias)
-        return _json(info if alias is None else alias_info(info, alias))
-
-    @app.get("/health", summary="What is in use, and who serves")
-    async def health() -> Response:
-        return _json(gateway.status.health())
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        headers = {"Content-Security-Policy": CONSOLE_POLICY, "X-Content-Type-Options": "nosniff"}
-        return Response(console(), media_type="text/html; charset=utf-8", headers=headers)
-
-    @app.get("/v1/scaling/{lane}", summary="What a lane has to do, and how many workers it wants")
-    async def scaling(lane: str) -> Response:
-        return _json(await gateway.scaling.answer(lane))
-
-    pool_routes(app, gateway)
-    config_routes(app, gateway)
-
-    own_documents = app.openapi
-
-    def documents() -> dict[str, Any]:
-        return openapi.document(own_documents())
-
-    app.openapi = documents  # type: ignore[method-assign]  # FastAPI's documented way to extend its schema
-    app.add_exception_handler(SIEError, _on_error)
-    app.add_exception_handler(FailedRequest, _on_error)
+    about = app.openapi()
+    app.openapi = lambda: openapi_document(about)  # type: ignore[method-assign]  # FastAPI's way to set its schema
     app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(Exception, _on_error)
     return Edge(app, gateway)
-
-
-def _json(body: Any) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
-
-
-async def _on_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)  # in the middle of its body, and nobody reads this
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -222,7 +155,9 @@ def error_response(error: Exception, call: Call) -> Response:
         elif error.status_code == 405:
             taken = f"this path takes {headers.get('Allow') or 'nothing'} here"
             elsewhere = (
-                "; the config service, config_url in /health, takes the rest" if call.path.startswith(PATHS) else ""
+                "; the config service, config_url in /health, takes the rest"
+                if call.path.startswith(config_routes.PREFIX)
+                else ""
             )
             error = MethodNotAllowed(taken + elsewhere)
         else:
@@ -268,9 +203,6 @@ class Edge:
         self._gateway = gateway
         healthy = functools.partial(_healthy_workers, gateway)
         self._probes = probes(gateway.not_ready, None, healthy)
-        self._metrics = (
-            probes(gateway.not_ready, gateway.metrics.registry) if gateway.settings.gateway_api_metrics else None
-        )
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
         self._log = RequestLog()
@@ -286,7 +218,7 @@ class Edge:
             path = path[len(self._root) :]
         if len(path) > 1 and path.endswith("/"):
             path = path[:-1]
-        if path in _PROBES and not is_socket:
+        if path in PROBES and not is_socket:
             await self._probes({**scope, "path": path}, receive, send)
             return
         # as ASGI has it: the path begins with the root path
@@ -311,26 +243,28 @@ class Edge:
                 is_whole = not message.get("more_body")
             await send(message)
 
+        method = scope.get("method", "GET")
+        route: GatewayRoute | None = None
         try:
-            route = None if is_socket else find(scope["method"], path)
-            if route is not None:
-                call.shape, call.labels["endpoint"] = route.shape, route.endpoint
-            elif path.startswith(PATHS):
+            match = TABLE.match(path)
+            # of a method that the path does not have, the label and the errors of one that it has
+            route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
+            if route is not None and not is_socket:
+                call.shape = route.shape
+                if isinstance(route, InferenceRoute):
+                    call.labels["endpoint"] = route.endpoint
+            elif path.startswith(config_routes.PREFIX):
                 call.shape = config_shape
-            self._admit(call, scope.get("method", "GET"), path)
+            self._admit(call, method, path)
             if is_socket:
                 watched = self._gateway.gate.watched(path, headers.get("authorization", ""), tagged)
                 await self._gateway.status.show(
                     path, scope["query_string"].decode("latin-1"), call.key, scope, receive, watched
                 )
-            elif route is not None:
-                await self._infer(call, route, scope["method"], receive, tagged)
-            elif path == "/metrics":
-                await self._show_metrics(scope, receive, tagged)
             else:
-                check_length(headers, CONTROL_BYTES)
-                await self._app(scope, bounded(receive), tagged)
-        except ClientGone:
+                assert route is not None, "a path without a route is not let in"
+                await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
+        except (ClientGone, ClientDisconnect):  # in the middle of its body, and nobody reads an answer
             status = CLIENT_GONE
         except Exception as error:  # the root of a request; what FastAPI has answered already it raises again
             if not status:
@@ -351,11 +285,24 @@ class Edge:
                 GatewayTimeout.status,
             ):  # whose work may have run; of what did run nothing is left to refund
                 call.charge.refund()
-            self._count(path, call, status, None if is_socket else time.perf_counter() - received_s)
+            self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
 
-    async def _infer(self, call: Call, route: Route, method: str, receive: Receive, send: Send) -> None:
-        if method != route.method:
+    async def _dispatch(self, call: Call, route: GatewayRoute, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != route.method and not route.head:
             raise HTTPException(405, headers={"Allow": route.method})
+        if isinstance(route, InferenceRoute):
+            call.model = scope["path_params"].get("model")
+            await self._infer(call, route, receive, send)
+            return
+        check_length(call.headers, CONTROL_BYTES)
+        receive = bounded(receive)
+        if route.handler is None:
+            await self._app(scope, receive, send)
+            return
+        response = await route.handler(self._gateway, Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _infer(self, call: Call, route: InferenceRoute, receive: Receive, send: Send) -> None:
         if call.headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidInput(
                 "Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding"
@@ -373,24 +320,14 @@ class Edge:
         finally:
             body.close()
 
-    async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._metrics is None:
-            raise NotFound(
-                "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
-            )
-        await self._metrics({**scope, "path": "/metrics"}, receive, send)
-
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gateway.gate.check(method, path, call.headers.get("authorization", ""))
         call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._gateway.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")
 
-    def _count(self, path: str, call: Call, status: int, seconds: float | None) -> None:
-        endpoint = call.labels.get("endpoint", "")
-        if not endpoint:
-            names = ("models", "health", "pools", "scaling", "configs", "ws")
-            endpoint = next((name for name in names if path.startswith((f"/v1/{name}", f"/{name}"))), "other")
+    def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
+        endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"
         self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
         spans.end(call, endpoint, status)
         if "endpoint" in call.labels and seconds is not None:
@@ -412,8 +349,10 @@ def metrics_app(gateway: Gateway) -> App:
     inner = probes(gateway.not_ready, registry, functools.partial(_healthy_workers, gateway))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"].startswith(_SCALING):
-            await _scaling(gateway, scope, receive, send)
+        match = TABLE.match(scope["path"]) if scope["type"] == "http" and scope["method"] == "GET" else None
+        route = match.route("GET") if match is not None else None
+        if match is not None and route is not None and route.handler is operations.scaling:
+            await _scaling(gateway, {**scope, "path_params": match.parameters}, receive, send)
             return
         await inner(scope, receive, send)
 
@@ -422,7 +361,7 @@ def metrics_app(gateway: Gateway) -> App:
 
 async def _scaling(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     try:
-        answer = _json(await gateway.scaling.answer(scope["path"].removeprefix(_SCALING)))
+        answer = await operations.scaling(gateway, Request(scope, receive))
     except Exception as error:  # noqa: BLE001  the root of a request
         answer = error_response(error, Call(uuid7(), time.perf_counter(), {}))
     await answer(scope, receive, send)

@@ -1,17 +1,16 @@
-"""Who may do what: one table with a scope for each route and method, and credentials that have scopes.
+"""Who may do what: each row of `routes.ROUTES` has a scope, and credentials have scopes.
 
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
                        └ none: NotFound, or 405 with `Allow`, to whoever may read
 
-A route that is not in ROUTES is not served, so none can be without a scope. To add one, add its row. Tests make the
-matrix of all rows, methods and credentials from the same table (`tests/unit/test_auth.py`).
+What is not in ROUTES is not served, so no route is without a scope. Tests make the matrix of all rows and credentials
+from the same table (`tests/unit/test_auth.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -19,62 +18,15 @@ from starlette.exceptions import HTTPException
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission import key_of
+from sie_gateway.grant import ANYBODY, Grant
+from sie_gateway.routes import TABLE
 from sie_runtime.http import Send
-from sie_runtime.keys import NO_LIMITS, Keys, Limits
-from sie_runtime.routes import CONFIG_ROUTES, OPEN, SCOPES, Row, Table, bearer, row_of
+from sie_runtime.keys import Keys
+from sie_runtime.routes import OPEN, SCOPES, bearer
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # RFC 6455
 GUARDED = frozenset({"config", "admin"})  # in mode none too
-_TEI = ("embed", "embed_all", "embed_sparse", "rerank", "predict", "similarity", "tokenize", "decode")
-
-ROUTES: tuple[Row, ...] = (
-    *(Row("GET", path, OPEN) for path in ("/healthz", "/livez", "/ping", "/readyz")),
-    *(Row("POST", f"/v1/{verb}/{{model:path}}", "infer") for verb in ("encode", "score", "extract")),
-    *(
-        Row("POST", path, "infer")
-        for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/v1/embed", "/v2/embed")
-    ),
-    *(Row("POST", path, "infer") for path in ("/classify", "/v1/classify")),
-    *(Row("POST", f"{under}/{operation}", "infer") for under in ("", "/tei/{model:path}") for operation in _TEI),
-    *(Row("GET", path, "infer") for path in ("/info", "/tei/{model:path}/info")),
-    *(Row("POST", path, "infer") for path in ("/", "/tei/{model:path}")),
-    *(
-        Row("GET", path, "read")
-        for path in ("/v1/models", "/v1/models/{model:path}", "/models", "/models/{model:path}")
-    ),
-    Row("GET", "/v1/pools", "read"),
-    Row("POST", "/v1/pools", "pools"),
-    Row("GET", "/v1/pools/assignments", "read", reader=True),
-    Row("GET", "/v1/pools/{name}", "read"),
-    Row("DELETE", "/v1/pools/{name}", "pools"),
-    Row("POST", "/v1/pools/{name}/renew", "pools"),
-    *CONFIG_ROUTES,
-    *(
-        Row("GET", path, "read")
-        for path in ("/health", "/", "/docs", "/docs/static/{file}", "/openapi.json", "/v1/scaling/{lane}")
-    ),
-    *(Row("GET", path, "read") for path in ("/ws/cluster-status", "/ws/status")),  # what a handshake is
-    Row("GET", "/metrics", "metrics"),  # where SIE_GATEWAY_API_METRICS is on; the metrics port has it without a token
-)
-_TABLE = Table(ROUTES)
-
-
-@dataclass(frozen=True)
-class Grant:
-    """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need
-    none.
-
-    `name` says in metrics who it is: nothing of a token, nor what one could be guessed by.
-    """
-
-    key: str = ""
-    scopes: frozenset[str] = frozenset()
-    limits: Limits = NO_LIMITS
-    name: str = "anonymous"
-
-
-ANYBODY = Grant()
 
 
 class Gate:
@@ -107,8 +59,8 @@ class Gate:
         Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may know,
         NotFound for a path that no row has, and HTTPException 405 with `Allow` for another method.
         """
-        methods = _TABLE.methods(path)
-        row = row_of(methods, method)
+        match = TABLE.match(path)
+        row = match.route(method)
         grant = ANYBODY
         if row is None or row.scope != OPEN:
             scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope
@@ -117,13 +69,13 @@ class Gate:
             elif scope == "pools" and authorization:  # needs none, but an administrator's reservation may take more
                 grant = self._static_grant(bearer(authorization)) or ANYBODY
         if row is None or not row.served:
-            if not methods:
+            if not match.methods:
                 raise NotFound(
                     f"no such path; did you mean {near}?"
-                    if (near := _TABLE.near(path))
+                    if (near := TABLE.near(path))
                     else "no such path; /docs lists all"
                 )
-            allowed = [name for name, each in methods.items() if each.served]
+            allowed = [name for name, each in match.methods.items() if each.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant
 

@@ -11,8 +11,8 @@ from sie_contracts.catalogue import ModelEntry, Resolved
 from sie_contracts.errors import SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
 from sie_contracts.trace_context import NONE, Context
-from sie_gateway.auth import ANYBODY, Grant
 from sie_gateway.body import Item
+from sie_gateway.grant import ANYBODY, Grant
 from sie_gateway.quota import Charge
 from sie_runtime.http import Body, Receive
 
@@ -54,7 +54,8 @@ class Call:
     charge: Charge = field(default_factory=Charge)  # the tokens that it uses of its key's quota
     shape: ErrorShape = native_shape
     budget_s: float = 0.0  # from received_s on
-    resolved: Resolved | None = None  # the model that the path names
+    model: str | None = None  # the name of a model that the path has; None where the body names it
+    resolved: Resolved | None = None  # the model of that name
     client: str = ""  # its address
     body: bytes = b""  # of an inference request
     asked: Asked | None = None  # what was understood last

@@ -63,7 +63,7 @@ from sie_gateway.turns import Pace
 from sie_runtime.feed import CatalogueFeed
 
 if TYPE_CHECKING:
-    from sie_gateway.dialects import Route
+    from sie_gateway.routes import InferenceRoute
 
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
@@ -165,7 +165,11 @@ class Inference:
             raise
 
     async def answer(
-        self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]], send: Callable[[Answer], Awaitable[None]]
+        self,
+        call: Call,
+        route: InferenceRoute,
+        read: Callable[[], Awaitable[bytes]],
+        send: Callable[[Answer], Awaitable[None]],
     ) -> None:
         """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the
         body is read.
@@ -183,11 +187,11 @@ class Inference:
             self._enter(-1)
             self._pace.ended(time.perf_counter())
 
-    def _resolve(self, call: Call, route: Route) -> None:
-        if route.model is not None:
-            call.resolved = self.resolve(route.model, call, CAN.get(route.endpoint, anything))
+    def _resolve(self, call: Call, route: InferenceRoute) -> None:
+        if call.model is not None:
+            call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, anything))
 
-    async def _answer(self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]]) -> Answer:
+    async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> Answer:
         try:
             raw = call.body = await _within(read, call.budget_s)
             kept = self.away.find(call, raw)
@@ -209,7 +213,7 @@ class Inference:
             }
             return Answer(orjson.dumps(error.extras), "application/json", headers, 202)
 
-    async def _handled(self, call: Call, route: Route, raw: bytes) -> Answer:
+    async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
         """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
         way.
         """

@@ -7,11 +7,11 @@ Times are seconds of the broker's clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from sie_contracts import topology
+from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import Heartbeat, PoolSpec, Reservation, Reservations
 
@@ -38,16 +38,22 @@ def not_found(name: str) -> PoolNotFound:
     return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease is over", param="name")
 
 
-def exists(name: str, pool: dict[str, Any]) -> PoolConflict:
+def exists(name: str, pool: api.Pool) -> PoolConflict:
     """The error for the name of a pool that is no reservation. `pool`: its Pool object."""
     return PoolConflict(
-        f"name: a pool {shown(name)!r} exists and is no reservation", param="name", extras={"pool": pool}
+        f"name: a pool {shown(name)!r} exists and is no reservation",
+        param="name",
+        extras={"pool": msgspec.to_builtins(pool)},
     )
 
 
-def exists_otherwise(name: str, pool: dict[str, Any]) -> PoolConflict:
+def exists_otherwise(name: str, pool: api.Pool) -> PoolConflict:
     """The error for a reservation with another spec. `pool`: its Pool object."""
-    return PoolConflict(f"name: a reservation {name!r} exists with another spec", param="name", extras={"pool": pool})
+    return PoolConflict(
+        f"name: a reservation {name!r} exists with another spec",
+        param="name",
+        extras={"pool": msgspec.to_builtins(pool)},
+    )
 
 
 # ---- changes of the record
@@ -115,39 +121,33 @@ def _with(record: Reservations, each: Reservation) -> Reservations:
 # ---- Pool objects
 
 
-def own_pool(name: str, workers: Sequence[Heartbeat]) -> dict[str, Any]:
+def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
     """The Pool object of a pool that is no reservation."""
-    spec: dict[str, Any] = {
-        "name": shown(name),
-        "bundle": None,
-        "gpus": {},
-        "ttl_seconds": None,
-        "minimum_worker_count": 0,
-        "gpu_caps": {},
-        "pinned_models": [],
-    }
-    times = {"created_at": None, "last_renewed": None, "expires_at": None}
-    status = {"state": "active", "assigned_workers": list(map(_worker, workers)), **times}
-    return {"name": shown(name), "spec": spec, "status": status}
+    status = api.PoolStatus(state="active", assigned_workers=list(map(_worker, workers)))
+    return api.Pool(name=shown(name), spec=api.PoolSpec(name=shown(name), gpus={}), status=status)
 
 
-def reserved_pool(each: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> dict[str, Any]:
+def reserved_pool(each: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
     """The Pool object of a reservation. `pending_reason`: why it is not active; empty where it is."""
-    spec = {
-        **msgspec.structs.asdict(each.spec),
-        "bundle": each.spec.bundle or None,
-        "pinned_models": list(each.spec.pinned_models),
-    }
-    status = {
-        "state": "pending" if pending_reason else "active",
-        "assigned_workers": list(map(_worker, workers)),
-        "created_at": each.created_s,
-        "last_renewed": each.renewed_s,
-        "expires_at": each.expires_s,
-        **({"reason": pending_reason} if pending_reason else {}),
-    }
-    return {"name": each.spec.name, "spec": spec, "status": status}
+    spec = api.PoolSpec(
+        name=each.spec.name,
+        bundle=each.spec.bundle or None,
+        gpus=each.spec.gpus,
+        ttl_seconds=each.spec.ttl_seconds,
+        minimum_worker_count=each.spec.minimum_worker_count,
+        gpu_caps=each.spec.gpu_caps,
+        pinned_models=list(each.spec.pinned_models),
+    )
+    status = api.PoolStatus(
+        state="pending" if pending_reason else "active",
+        assigned_workers=list(map(_worker, workers)),
+        created_at=each.created_s,
+        last_renewed=each.renewed_s,
+        expires_at=each.expires_s,
+        reason=pending_reason or msgspec.UNSET,
+    )
+    return api.Pool(name=each.spec.name, spec=spec, status=status)
 
 
-def _worker(beat: Heartbeat) -> dict[str, Any]:
-    return {"name": beat.worker, "url": None, "gpu": beat.machine_profile}
+def _worker(beat: Heartbeat) -> api.PoolWorker:
+    return api.PoolWorker(name=beat.worker, gpu=beat.machine_profile)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts import topology
+from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import Heartbeat, PoolSpec, Reservation, Reservations
 from sie_contracts.settings import Settings
@@ -164,7 +164,7 @@ class Pools(Collection[str]):
         """Whether every count is met by healthy workers that serve it."""
         return assignments.is_met(reservation.spec, map(Candidate.of, self.serving(reservation.spec.name)))
 
-    def pool(self, name: str) -> dict[str, Any]:
+    def pool(self, name: str) -> api.Pool:
         """The Pool object of a name. Raises PoolNotFound."""
         present = self.reservation(name)
         if present is not None:
@@ -173,7 +173,7 @@ class Pools(Collection[str]):
             raise not_found(name)
         return pool_rules.own_pool(name, [beat for beat in self._fleet.healthy() if beat.pool == name])
 
-    def _pool_of(self, each: Reservation) -> dict[str, Any]:
+    def _pool_of(self, each: Reservation) -> api.Pool:
         name, reserved = each.spec.name, self.workers()
         workers = [beat for beat, _ in self._fleet.workers() if reserved.get(beat.worker) == name]
         return pool_rules.reserved_pool(each, workers, self.pending_reason(name))
@@ -198,7 +198,7 @@ class Pools(Collection[str]):
         """The pools that workers belong to."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
-    def pools(self) -> list[dict[str, Any]]:
+    def pools(self) -> list[api.Pool]:
         """All Pool objects: the default pool, others that are no reservation, then reservations by name."""
         own = self.own | self._physical()
         return [self.pool(name) for name in (*sorted(own - self.live().keys()), *sorted(self.live()))]

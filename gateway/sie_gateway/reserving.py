@@ -1,4 +1,4 @@
-"""`/v1/pools` over HTTP: what a body may ask for, and the routes, which answer from `Pools`."""
+"""`/v1/pools` over HTTP: what a body may ask for, and the handlers, which answer from `Pools`."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import logging
 from collections.abc import Awaitable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
 from sie_broker import BrokerError
 from sie_contracts import plain, topology
 from sie_contracts.aliases import resolve_all
+from sie_contracts.api.operations import (
+    MAX_GPUS,
+    MAX_MINIMUM_WORKERS,
+    MAX_PINNED,
+    MAX_TTL_S,
+    TTL_S,
+    Assignment,
+    PoolDeleted,
+    PoolRenewed,
+    PoolRequest,
+    Pools,
+)
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import PoolSpec
 from sie_contracts.names import did_you_mean
 from sie_gateway import assignments
+from sie_gateway.operations import json_response
 from sie_gateway.pool_rules import not_found
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway
 
-TTL_S, MAX_TTL_S = 1200, 3600
-MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # of one machine profile: above any cluster
 MAX_PROFILES = 64
-MAX_PINNED = 64
 MAX_BODY_BYTES = 64 << 10
 _NO_NAMES = frozenset({"assignments"})
-_FIELDS = frozenset({"name", "gpus", "bundle", "minimum_worker_count", "ttl_seconds", "gpu_caps", "pinned_models"})
+_FIELDS = frozenset(PoolRequest.__struct_fields__)
 _IGNORED = frozenset({"queue_pool"})  # sent by clients of clusters whose pools share queues
 T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.pools")
@@ -169,88 +178,57 @@ async def _written(work: Awaitable[T]) -> T:
         raise QueueUnavailable("the broker did not take the change of the pool") from error
 
 
-def pool_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Serve `/v1/pools` from `gateway.pools`."""
-
-    def named(name: str) -> str:
-        try:
-            return topology.pool_name(name)
-        except ValueError:
-            raise not_found(name) from None
-
-    def profiles() -> set[str]:
-        """The machine profiles that there are: as configured, or those that are up and this installation's own."""
-        settings = gateway.settings
-        if settings.gateway_configured_gpus:
-            return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
-        return {settings.profile, *(beat.machine_profile for beat, _ in gateway.fleet.workers())}
-
-    @app.post(
-        "/v1/pools",
-        status_code=201,
-        summary="Reserve workers, or renew the same reservation",
-        openapi_extra=_DOCUMENT,
-        responses={409: {"description": "A pool of this name has another spec"}, 403: {"description": "Over a limit"}},
-    )
-    async def create(request: Request) -> Response:
-        if not gateway.feed.loaded:
-            raise NotReady("the catalogue is not loaded yet")
-        spec = parse_spec(await _body(request), profiles(), gateway.feed.catalogue)
-        takes_last = "admin" in request.scope["sie.call"].grant.scopes
-        await _written(gateway.pools.create(spec, takes_last=takes_last))
-        return _json(gateway.pools.pool(spec.name), 201)
-
-    @app.get("/v1/pools", summary="All pools")
-    async def pools() -> Response:
-        return _json({"pools": gateway.pools.pools()})
-
-    @app.get(assignments.PATH, summary="The pools that a worker serves")
-    async def assignment(worker: str = "") -> Response:
-        served = gateway.pools.assigned(worker)
-        pinned = gateway.pools.pinned(served)
-        return _json({"worker": worker, "pools": served, **({"pinned_models": pinned} if pinned else {})})
-
-    @app.get("/v1/pools/{name}", summary="One pool")
-    async def pool(name: str) -> Response:
-        return _json(gateway.pools.pool(named(name)))
-
-    @app.delete("/v1/pools/{name}", summary="End a reservation")
-    async def delete(name: str) -> Response:
-        await _written(gateway.pools.delete(named(name)))
-        return _json({"message": "Pool deleted"})
-
-    @app.post("/v1/pools/{name}/renew", summary="Renew the lease of a reservation")
-    async def renew(name: str) -> Response:
-        renewed = await _written(gateway.pools.renew(named(name)))
-        return _json({"message": "Pool renewed", "expires_at": None if renewed is None else renewed.expires_s})
+def _named(request: Request) -> str:
+    name = request.path_params["name"]
+    try:
+        return topology.pool_name(name)
+    except ValueError:
+        raise not_found(name) from None
 
 
-_EXAMPLE = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
-_COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MAX_GPUS}}
-_DOCUMENT = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["name", "gpus"],
-                    "properties": {
-                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,63}$"},
-                        "gpus": {**_COUNTS, "minProperties": 1},
-                        "gpu_caps": _COUNTS,
-                        "bundle": {"type": ["string", "null"]},
-                        "minimum_worker_count": {"type": "integer", "minimum": 0, "maximum": MAX_MINIMUM_WORKERS},
-                        "ttl_seconds": {"type": "integer", "minimum": 1, "maximum": MAX_TTL_S, "default": TTL_S},
-                        "pinned_models": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PINNED},
-                    },
-                },
-                "example": _EXAMPLE,
-            }
-        },
-    }
-}
+def _profiles(gateway: Gateway) -> set[str]:
+    """The machine profiles that there are: as configured, or those that are up and this installation's own."""
+    settings = gateway.settings
+    if settings.gateway_configured_gpus:
+        return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
+    return {settings.profile, *(beat.machine_profile for beat, _ in gateway.fleet.workers())}
 
 
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
+async def create(gateway: Gateway, request: Request) -> Response:
+    """Reserve workers, or renew the same reservation."""
+    if not gateway.feed.loaded:
+        raise NotReady("the catalogue is not loaded yet")
+    spec = parse_spec(await _body(request), _profiles(gateway), gateway.feed.catalogue)
+    takes_last = "admin" in request.scope["sie.call"].grant.scopes
+    await _written(gateway.pools.create(spec, takes_last=takes_last))
+    return json_response(gateway.pools.pool(spec.name), 201)
+
+
+async def pools(gateway: Gateway, _request: Request) -> Response:
+    """All pools."""
+    return json_response(Pools(pools=gateway.pools.pools()))
+
+
+async def assignment(gateway: Gateway, request: Request) -> Response:
+    """The pools that a worker serves."""
+    worker = request.query_params.get("worker", "")
+    served = gateway.pools.assigned(worker)
+    pinned = gateway.pools.pinned(served)
+    return json_response(Assignment(worker=worker, pools=list(served), pinned_models=pinned or UNSET))
+
+
+async def pool(gateway: Gateway, request: Request) -> Response:
+    """One pool."""
+    return json_response(gateway.pools.pool(_named(request)))
+
+
+async def delete(gateway: Gateway, request: Request) -> Response:
+    """End a reservation."""
+    await _written(gateway.pools.delete(_named(request)))
+    return json_response(PoolDeleted(message="Pool deleted"))
+
+
+async def renew(gateway: Gateway, request: Request) -> Response:
+    """Renew the lease of a reservation."""
+    renewed = await _written(gateway.pools.renew(_named(request)))
+    return json_response(PoolRenewed(message="Pool renewed", expires_at=None if renewed is None else renewed.expires_s))

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from sie_broker import Broker, BrokerError
 from sie_contracts import topology
+from sie_contracts.api.operations import LaneFigures
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.messages import PRIORITIES
 from sie_contracts.settings import Settings
@@ -88,7 +88,7 @@ class Scaling:
                     return Lane(pool, profile, rest)
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
-    async def answer(self, name: str) -> dict[str, Any]:
+    async def answer(self, name: str) -> LaneFigures:
         """The figures of a lane. Raises NotFound, QueueUnavailable."""
         lane = self.find(name)
         try:
@@ -133,13 +133,13 @@ class Scaling:
                 demand=demand,
             )
         )
-        return {
-            "lane": str(lane),
-            "backlog_items": items,
-            "backlog_cost": round(cost),
-            "oldest_age_s": round(max(0.0, self._now_s() - oldest.sent_s), 3) if oldest else 0.0,
-            "ready_workers": len(workers),
-            "wanted_replicas": wanted,
-            "reserved": reserved,
-            "demand": int(demand or not mine.isdisjoint(pending)),
-        }
+        return LaneFigures(
+            lane=str(lane),
+            backlog_items=items,
+            backlog_cost=round(cost),
+            oldest_age_s=round(max(0.0, self._now_s() - oldest.sent_s), 3) if oldest else 0.0,
+            ready_workers=len(workers),
+            wanted_replicas=wanted,
+            reserved=reserved,
+            demand=int(demand or not mine.isdisjoint(pending)),
+        )

@@ -28,10 +28,10 @@ from sie_contracts.messages import PRIORITIES, Failed, Heartbeat, Ok
 from sie_contracts.topology import Lane
 from sie_gateway import reply
 from sie_gateway.admission import Admission
-from sie_gateway.auth import Grant
 from sie_gateway.call import Asked, Call
 from sie_gateway.finished import Finished
 from sie_gateway.fleet import Fleet
+from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics
 from sie_runtime.http import uuid7
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -23,6 +22,7 @@ import msgspec
 import sie_contracts
 from sie_broker import Broker, BrokerError
 from sie_contracts import topology
+from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.messages import Heartbeat
 from sie_contracts.settings import Settings, public_url
@@ -49,47 +49,6 @@ CONSOLE_POLICY = (
     "frame-ancestors 'none'"
 )
 _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
-
-
-class WorkerInfo(msgspec.Struct, frozen=True):
-    """One worker. `gpu` is its machine profile, `url` None where it is known by its heartbeats."""
-
-    name: str
-    url: str | None
-    gpu: str
-    gpu_count: int
-    pool: str
-    loaded_models: list[str]
-    queue_depth: int
-    memory_used_bytes: int
-    memory_total_bytes: int
-    healthy: bool
-    bundle: str
-    bundle_config_hash: str
-    device: str
-
-
-class ModelSummary(msgspec.Struct, frozen=True):
-    """One model of the catalogue, over all healthy workers and all its loaded copies. `gpu_types` of the workers that
-    know it.
-    """
-
-    name: str
-    state: str
-    worker_count: int
-    gpu_types: list[str]
-    total_queue_depth: int
-
-
-class ClusterInfo(msgspec.Struct, frozen=True):
-    """Sums over the healthy workers. `total_qps`: inference requests that all gateways answer per second, over the last
-    ten seconds.
-    """
-
-    worker_count: int
-    gpu_count: int
-    models_loaded: int
-    total_qps: float
 
 
 @dataclass(frozen=True)
@@ -244,29 +203,26 @@ class Status:
         )
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> Health:
         """The body of `/health`."""
         settings = self._settings
         workers, cluster, models = self.view()
         infos = [seen.info for seen in workers]
         healthy = [info for info in infos if info.healthy]
-        found: dict[str, Any] = msgspec.to_builtins(
-            {
-                "status": "healthy" if healthy else "degraded",
-                "type": "gateway",
-                "version": sie_contracts.__version__,
-                "nats_url": _public(settings.nats_url),
-                "nats_monitor_url": _public(self._nats_monitor_url),
-                "config_url": _public(settings.config_service_url),
-                "configured_gpu_types": settings.gateway_configured_gpus or (),
-                "live_gpu_types": sorted({info.gpu for info in healthy}),
-                "cluster": cluster,
-                "workers": healthy,
-                "unhealthy_workers": [info for info in infos if not info.healthy],
-                "models": models,
-            }
+        return Health(
+            status="healthy" if healthy else "degraded",
+            type="gateway",
+            version=sie_contracts.__version__,
+            nats_url=_public(settings.nats_url),
+            nats_monitor_url=_public(self._nats_monitor_url),
+            config_url=_public(settings.config_service_url),
+            configured_gpu_types=list(settings.gateway_configured_gpus or ()),
+            live_gpu_types=sorted({info.gpu for info in healthy}),
+            cluster=cluster,
+            workers=healthy,
+            unhealthy_workers=[info for info in infos if not info.healthy],
+            models=models,
         )
-        return found
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
         """Of lanes, and of the models with the most or the oldest work; None while the broker has not told."""

@@ -56,6 +56,7 @@ __all__ = [
     "refusal",
     "refuse",
     "reply",
+    "scrape",
     "uuid7",
 ]
 
@@ -173,6 +174,16 @@ def accepts_json(accept: str) -> bool:
     return False
 
 
+def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
+    """The metrics, and their content type: text, or OpenMetrics for those who ask for it. Prometheus does, and finds
+    the exemplars there.
+    """
+    encode, content_type = choose_encoder(accept)
+    text = encode(registry)
+    registry.scraped()
+    return text, content_type
+
+
 def probes(
     not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
 ) -> App:
@@ -203,10 +214,7 @@ def probes(
         elif path == "/readyz":
             await readyz(scope, send)
         elif path == "/metrics" and registry is not None:
-            # text, or OpenMetrics for those who ask for it: Prometheus does, and finds the exemplars there
-            encode, content_type = choose_encoder(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
-            text = encode(registry)
-            registry.scraped()
+            text, content_type = scrape(registry, headers_of(scope).get("accept", ""))
             await reply(send, 200, text, content_type)
         else:
             await refuse(send, NotFound("no such path"))

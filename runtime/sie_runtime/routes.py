@@ -1,5 +1,6 @@
-"""Which route needs which scope: rows, and the table that finds a row by method and path. Every process with an API has
-one.
+"""Routes: one row for each method and path says all that a process knows of it, and a table finds the row of a request.
+
+    method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`sie_runtime.openapi`)
 
 `{name}` in a path is one part of it, `{name:path}` is the rest of it, slashes included; literal parts behind it are
 matched first.
@@ -9,99 +10,142 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from sie_contracts.api.faults import Error
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: for everybody, never behind a token
+JSON, YAML = "application/json", "application/x-yaml"
+MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
+TEXT, HTML = "text/plain", "text/html"
 _USUAL_PATH = 256
 _LIKE = 0.8  # how alike two paths must be
 _LIKE_PARTS = 3  # how many parts of one are looked at
 _LIKE_PART = 32  # and how many characters of each
 
 
-class Row(NamedTuple):
-    """`reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for what the config service answers and a gateway does
-    not (405).
+class Parameter(NamedTuple):
+    """What a request says beside its body. `type` is one that msgspec knows; one in a path is always required."""
+
+    name: str
+    where: str  # path, query or header
+    type: Any = str
+    description: str = ""
+    example: Any = None
+    required: bool = False
+
+
+class Content(NamedTuple):
+    """A body or a reply. `type` is one that msgspec knows, or a tuple of several; `example` is its `EXAMPLE` by
+    default. `media` are the media types in which it comes.
     """
 
-    methods: str
+    type: Any = None
+    media: tuple[str, ...] = (JSON,)
+    description: str = "Success"
+    example: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One method of one path. `endpoint` is its name in metrics and logs, `tag` its section of the document.
+
+    `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for what the config service answers and a gateway does
+    not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. What a
+    handler is, the process says.
+    """
+
+    method: str
     path: str
     scope: str
+    summary: str = ""
+    tag: str = ""
+    endpoint: str = "other"
+    handler: Any = None
+    body: Content | None = None
+    replies: Mapping[int, Content] = field(default_factory=dict)
+    parameters: tuple[Parameter, ...] = ()
+    errors: type[Struct] | None = Error
     reader: bool = False
     served: bool = True
 
 
-CONFIG_ROUTES: tuple[Row, ...] = (
-    *(Row("GET", f"/v1/configs/{path}", "read") for path in ("models", "models/{id:path}", "models/{id:path}/status")),
-    *(Row("GET", f"/v1/configs/{path}", "read") for path in ("bundles", "bundles/{id:path}")),
-    Row("POST", "/v1/configs/resolve", "read"),
-    Row("POST", "/v1/configs/models", "config", served=False),
-    Row("PUT PATCH DELETE", "/v1/configs/models/{id:path}", "config", served=False),
-    Row("POST", "/v1/configs/models/{id:path}/rollback", "config", served=False),
-    Row("GET", "/v1/configs/models/{id:path}/history", "read", served=False),
-    Row("GET", "/v1/configs/epoch", "read", reader=True, served=False),
-    Row("GET", "/v1/configs/export", "config", reader=True, served=False),
-)
+R = TypeVar("R", bound=Route)
+
+
+class Match(NamedTuple, Generic[R]):
+    """The routes of a path by method, none where there is no such path, and what stands in its placeholder."""
+
+    methods: Mapping[str, R]
+    parameters: Mapping[str, str]
+
+    def route(self, method: str) -> R | None:
+        """The route of a method; HEAD is GET."""
+        return self.methods.get("GET" if method == "HEAD" else method)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pattern:
-    """A path with one open part. The longest literal parts are the best match."""
+class _Pattern(Generic[R]):
+    """A path with one placeholder. The longest literal parts are the best match."""
 
     head: str
     tail: str
+    name: str
     is_rest: bool
-    methods: dict[str, Row]
+    methods: dict[str, R]
 
-    def matches(self, path: str) -> bool:
+    def match(self, path: str) -> Match[R] | None:
         if (
             not path.startswith(self.head)
             or not path.endswith(self.tail)
             or len(path) <= len(self.head) + len(self.tail)
         ):
-            return False
-        return self.is_rest or "/" not in path[len(self.head) : len(path) - len(self.tail)]
+            return None
+        value = path[len(self.head) : len(path) - len(self.tail)]
+        return Match(self.methods, {self.name: value}) if self.is_rest or "/" not in value else None
 
 
-class Table:
-    """Rows by path. Raises ValueError for two rows of one method and path, and for a scope that does not exist."""
+class Table(Generic[R]):
+    """Routes by path. Raises ValueError for two of one method and path, and for a scope that does not exist."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._exact: dict[str, dict[str, Row]] = {}
-        patterns: dict[str, dict[str, Row]] = {}
-        for row in rows:
-            methods = (patterns if "{" in row.path else self._exact).setdefault(row.path, {})
-            for method in row.methods.split():
-                if method in methods or row.scope not in (OPEN, *SCOPES):
-                    raise ValueError(f"{method} {row.path}: a second row, or no such scope as {row.scope!r}")
-                methods[method] = row
+    def __init__(self, routes: Sequence[R]) -> None:
+        self._exact: dict[str, dict[str, R]] = {}
+        patterns: dict[str, dict[str, R]] = {}
+        for route in routes:
+            methods = (patterns if "{" in route.path else self._exact).setdefault(route.path, {})
+            if route.method in methods or route.scope not in (OPEN, *SCOPES):
+                raise ValueError(f"{route.method} {route.path}: a second row, or no such scope as {route.scope!r}")
+            methods[route.method] = route
         self._patterns = sorted(self._compiled(patterns), key=lambda each: -len(each.head) - len(each.tail))
-        served = [row.path for row in rows if row.served and row.path.count("/") < _LIKE_PARTS + 2]
+        served = [route.path for route in routes if route.served and route.path.count("/") < _LIKE_PARTS + 2]
         self._heads = {
             head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
         }
         self._remembered = functools.lru_cache(1024)(self._look)  # a look through all patterns takes 10 us
 
     @staticmethod
-    def _compiled(patterns: dict[str, dict[str, Row]]) -> Iterator[_Pattern]:
+    def _compiled(patterns: dict[str, dict[str, R]]) -> Iterator[_Pattern[R]]:
         for path, methods in patterns.items():
             head, _, rest = path.partition("{")
-            name, _, tail = rest.partition("}")
-            yield _Pattern(head, tail, name.endswith(":path"), methods)
+            placeholder, _, tail = rest.partition("}")
+            name, is_rest, _ = placeholder.partition(":path")
+            yield _Pattern(head, tail, name, bool(is_rest), methods)
 
-    def methods(self, path: str) -> dict[str, Row]:
-        """What is known of a path, by method. One final slash says nothing."""
+    def match(self, path: str) -> Match[R]:
+        """The routes of a path. One final slash says nothing."""
         return (self._remembered if len(path) <= _USUAL_PATH else self._look)(path)
 
-    def _look(self, path: str) -> dict[str, Row]:
+    def _look(self, path: str) -> Match[R]:
         if path.endswith("/") and path != "/":
             path = path[:-1]
-        found = self._exact.get(path)
-        if found is None:
-            found = next((pattern.methods for pattern in self._patterns if pattern.matches(path)), {})
-        return found
+        if (methods := self._exact.get(path)) is not None:
+            return Match(methods, {})
+        return next((found for pattern in self._patterns if (found := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
         """The served route that a path which is none may mean, as `/v1/encode/{model}`; empty if none is like it.
@@ -117,11 +161,6 @@ class Table:
         like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
         return self._heads[head] if head is not None else ""
-
-
-def row_of(methods: dict[str, Row], method: str) -> Row | None:
-    """The row of a method; HEAD is GET."""
-    return methods.get("GET" if method == "HEAD" else method)
 
 
 def bearer(authorization: str) -> str:

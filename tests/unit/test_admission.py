@@ -27,18 +27,18 @@ from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, WorkResult
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
-from sie_gateway.auth import Grant
 from sie_gateway.backlog import Backlog
 from sie_gateway.call import Call
 from sie_gateway.cold import ColdStarts
 from sie_gateway.demand import DemandRecords
-from sie_gateway.dialects import find
 from sie_gateway.fleet import Fleet
+from sie_gateway.grant import Grant
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.queue import WorkQueue
+from sie_gateway.routes import NATIVE
 from sie_gateway.scaling import wanted_replicas
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop
@@ -207,8 +207,8 @@ class Alone:
             await asyncio.sleep(0)
             return msgspec.json.encode({"items": ["x" * 400] * texts})
 
-        call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, grant=Grant(key))
-        await self.inference.answer(call, find("POST", "/v1/encode/toy/one"), read, AsyncMock())
+        call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, grant=Grant(key), model="toy/one")
+        await self.inference.answer(call, NATIVE[0], read, AsyncMock())
 
 
 async def test_ten_thousand_cancelled_requests_leave_every_permit_and_byte_free() -> None:

@@ -16,7 +16,7 @@ from inprocess import settings_of, until
 from sie_broker import BrokerUnavailable, Write
 from sie_broker.memory import MemoryServer
 from sie_config import access
-from sie_config.app import MAX_BODY_BYTES
+from sie_config.handlers import MAX_BODY_BYTES
 from sie_config.store import (
     REPLIES_PER_SLOT,
     REPLY_KEPT_S,
@@ -32,10 +32,10 @@ from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import parse_entry
 from sie_contracts.messages import Heartbeat
 from sie_runtime import keys as records
+from sie_runtime.config_routes import CONFIG_ROUTES
 from sie_runtime.failpoints import arm
 from sie_runtime.feed import snapshot
 from sie_runtime.process import Stop
-from sie_runtime.routes import CONFIG_ROUTES
 
 READER = "reader-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
@@ -435,9 +435,8 @@ async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> N
 def calls() -> list[tuple[str, str, bool]]:
     """Every method and path, and whether the read token is enough."""
     return [
-        (method, row.path.replace("{id:path}", "org/one"), row.reader or row.scope == "read")
+        (row.method, row.path.replace("{id:path}", "org/one"), row.reader or row.scope == "read")
         for row in CONFIG_ROUTES
-        for method in row.methods.split()
     ]
 
 

@@ -28,10 +28,11 @@ from inprocess import GatewayProcess, InProcess, Source, until
 from sie_broker import Write
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
 from sie_contracts.messages import ConfigExport
-from sie_gateway import app, queue
-from sie_gateway.auth import OPEN, ROUTES
+from sie_gateway import app, operations, queue
+from sie_gateway.routes import ROUTES
 from sie_runtime import keys
 from sie_runtime.keys import Limits
+from sie_runtime.routes import OPEN
 from sie_sdk import SIEAsyncClient
 from sie_sdk import errors as client_errors
 from sie_sdk.core import Received, failure_of
@@ -234,10 +235,10 @@ async def unhandled_error(place: Place) -> list[Heard]:
 
     gateway = await place.cluster.gateway()
     with place.patch.context() as patched:
-        patched.setattr(app, "model_list", broken)
+        patched.setattr(operations, "model_list", broken)
         in_route = await gateway.client.get("/v1/models")
     with place.patch.context() as patched:
-        patched.setattr(app, "find", broken)
+        patched.setattr(app, "check_length", broken)
         around = await gateway.client.get("/v1/models")
     assert (await gateway.client.get("/v1/models")).status_code == 200
     return [("native", in_route), ("native", around)]

@@ -57,6 +57,8 @@ HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
 # modules of pure functions and plain data: the standard library, msgspec and numpy, and each other
 CORE = {
     "sie_contracts.aliases",
+    "sie_contracts.api.inference",
+    "sie_contracts.api.shapes",
     "sie_contracts.batch_times",
     "sie_contracts.bundles",
     "sie_contracts.costs",

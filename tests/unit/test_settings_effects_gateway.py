@@ -22,9 +22,9 @@ from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEEr
 from sie_contracts.messages import ConfigDelta, Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
-from sie_gateway.auth import ROUTES, Gate
+from sie_gateway.auth import Gate
 from sie_gateway.fleet import Fleet
-from sie_runtime.routes import Table, row_of
+from sie_gateway.routes import TABLE
 from sie_sidecar.lease import Leases
 
 STREAM = "WORK__default"
@@ -455,7 +455,7 @@ def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
 
 def test_routes_have_the_scopes_of_the_contract() -> None:
     def scope_of(method: str, path: str) -> str | None:
-        row = row_of(Table(ROUTES).methods(path), method)
+        row = TABLE.match(path).route(method)
         return (row.scope or None) if row is not None else "read"
 
     for route in ("encode", "score", "extract"):

@@ -34,7 +34,7 @@ from sie_contracts.catalogue import ModelEntry, Profile, parse_entry
 from sie_contracts.places import without_paths
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.trust import Allowed, Trust, claims
-from sie_gateway.auth import ROUTES
+from sie_gateway.routes import ROUTES
 from sie_runtime import keys
 from sie_runtime.feed import packaged_catalogue
 from sie_store.models_folder import examined, own_entries, worker_trust
@@ -378,7 +378,7 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
             ("GET /nope of a worker", await worker.get("/nope")),
         ]
         names = [*(entry.id for entry in entries), f"{toy.id}:tuned"]
-        asked = [(verb, row.path) for row in ROUTES for verb in row.methods.split()]
+        asked = [(row.method, row.path) for row in ROUTES]
         for (verb, path), model in itertools.product(asked, names):
             path = path.replace("{model:path}", model).replace("{id:path}", model).replace("{name}", "default")
             body = json.dumps({"model": model, **EVERYTHING}) if verb != "GET" else None

@@ -5,14 +5,15 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from sie_contracts.api.dialects import VectorType
 from sie_contracts.arrays import Array
 from sie_gateway import reply
 
-TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")
+TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:

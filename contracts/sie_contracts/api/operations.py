@@ -1,0 +1,329 @@
+"""Models, pools, health and scaling over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from sie_contracts.api.shapes import MINI, Flag, Map, Number, Text, Texts, Whole
+
+# models
+
+
+class Download(Struct, kw_only=True):
+    """Weights that a worker fetches."""
+
+    worker: Text = UNSET
+    done_bytes: Whole = UNSET
+    total_bytes: Whole = UNSET
+    bytes_per_s: Number = UNSET
+
+
+class Precision(Struct, kw_only=True):
+    """What is asked for, what workers serve, and why that differs."""
+
+    requested: str | UnsetType | None = UNSET
+    served: Texts = UNSET
+    reason: str | UnsetType | None = UNSET
+
+
+class ModelInfo(Struct, kw_only=True):
+    """One model, or one of its profiles, or an alias."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "name": MINI,
+        "id": MINI,
+        "object": "model",
+        "created": 0,
+        "owned_by": "sentence-transformers",
+        "inputs": ["text"],
+        "outputs": ["dense", "score"],
+        "tasks": ["encode", "score"],
+        "dims": {"dense": 384},
+        "loaded": True,
+        "state": "loaded",
+        "last_error": None,
+        "max_sequence_length": 256,
+        "profiles": {"default": {"is_default": True}},
+        "bundles": ["default"],
+        "worker_count": 1,
+        "workers": ["w0"],
+    }
+
+    name: str
+    id: str
+    object: str
+    created: Whole = UNSET
+    owned_by: Text = UNSET
+    inputs: Texts = UNSET
+    outputs: list[str]
+    tasks: list[Literal["encode", "score", "extract"]]
+    dims: dict[str, int]
+    loaded: bool
+    state: Literal["available", "loading", "loaded", "unloading", "failed"]
+    last_error: dict[str, Any] | UnsetType | None = UNSET
+    max_sequence_length: int | UnsetType | None = UNSET
+    profiles: Map = UNSET
+    bundles: Texts = UNSET
+    worker_count: Whole = UNSET
+    workers: Texts = UNSET
+    matryoshka_dims: list[int] | UnsetType | None = UNSET
+    score_scale: str | UnsetType | None = UNSET
+    supports_lora: Flag = UNSET
+    prompts: Texts = UNSET
+    revision: Text = UNSET
+    certificate: dict[str, Any] | UnsetType | None = UNSET
+    fingerprint: str | UnsetType | None = UNSET
+    variant_of: Text = UNSET
+    alias: Annotated[Map, Meta(description="Of an alias: its targets, and the model that it shadows to.")] = UNSET
+    downloads: list[Download] | UnsetType = UNSET
+    precision: Precision | UnsetType = UNSET
+    backend: Text = UNSET
+    capabilities: list[Literal["embed", "rerank", "classify"]] | UnsetType = UNSET
+    stats: Map = UNSET
+
+
+class Models(Struct, kw_only=True):
+    """All models, twice: as clients of OpenAI and as our own read them."""
+
+    EXAMPLE: ClassVar[Any] = {"object": "list", "data": [ModelInfo.EXAMPLE], "models": [ModelInfo.EXAMPLE]}
+
+    object: str
+    data: list[ModelInfo]
+    models: list[ModelInfo]
+
+
+# pools
+
+TTL_S, MAX_TTL_S = 1200, 3600
+MAX_MINIMUM_WORKERS = 4
+MAX_GPUS = 4096  # of one machine profile: above any cluster
+MAX_PINNED = 64
+Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
+
+
+class PoolRequest(Struct, kw_only=True):
+    """What a reservation asks for. `ttl_seconds`: how long it lives without being renewed."""
+
+    EXAMPLE: ClassVar[Any] = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,63}$")]
+    gpus: Annotated[dict[str, Count], Meta(min_length=1, description="Workers by machine profile.")]
+    gpu_caps: dict[str, Count] | UnsetType = UNSET
+    bundle: str | UnsetType | None = UNSET
+    minimum_worker_count: Annotated[int, Meta(ge=0, le=MAX_MINIMUM_WORKERS)] | UnsetType = UNSET
+    ttl_seconds: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] = TTL_S
+    pinned_models: Annotated[list[str], Meta(max_length=MAX_PINNED)] | UnsetType = UNSET
+
+
+class PoolSpec(Struct, kw_only=True):
+    """What a pool was asked to be. A pool that is no reservation has no lease, and its workers are not counted."""
+
+    name: str
+    bundle: str | None = None
+    gpus: dict[str, Annotated[int, Meta(ge=1)]]
+    ttl_seconds: float | None = None
+    minimum_worker_count: int = 0
+    gpu_caps: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    pinned_models: list[str] = []
+
+
+class PoolWorker(Struct, kw_only=True):
+    """A worker of a pool. `gpu` is its machine profile."""
+
+    name: str
+    url: str | None = None
+    gpu: str
+
+
+class PoolStatus(Struct, kw_only=True):
+    """Times are seconds since 1970; `reason` says why a pool is pending."""
+
+    state: Literal["pending", "active"]
+    assigned_workers: list[PoolWorker]
+    created_at: float | None = None
+    last_renewed: float | None = None
+    expires_at: float | None = None
+    reason: Text = UNSET
+
+
+class Pool(Struct, kw_only=True):
+    """A pool."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "name": "search",
+        "spec": {"name": "search", "bundle": None, "gpus": {"l4": 1}, "ttl_seconds": 1200, "minimum_worker_count": 0},
+        "status": {
+            "state": "active",
+            "assigned_workers": [{"name": "w0", "url": None, "gpu": "l4"}],
+            "created_at": 1780000000.0,
+            "last_renewed": 1780000000.0,
+            "expires_at": 1780001200.0,
+        },
+    }
+
+    name: str
+    spec: PoolSpec
+    status: PoolStatus
+
+
+class Pools(Struct, kw_only=True):
+    """All pools."""
+
+    EXAMPLE: ClassVar[Any] = {"pools": [Pool.EXAMPLE]}
+
+    pools: list[Pool]
+
+
+class PoolDeleted(Struct, kw_only=True):
+    """A reservation has ended."""
+
+    EXAMPLE: ClassVar[Any] = {"message": "Pool deleted"}
+
+    message: str
+
+
+class PoolRenewed(Struct, kw_only=True):
+    """A lease was renewed. `expires_at` is null for a pool that has none."""
+
+    EXAMPLE: ClassVar[Any] = {"message": "Pool renewed", "expires_at": 1780001200.0}
+
+    message: str
+    expires_at: float | None
+
+
+class Assignment(Struct, kw_only=True):
+    """The pools that a worker serves."""
+
+    EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
+
+    worker: str
+    pools: list[str]
+    pinned_models: Texts = UNSET
+
+
+# health and scaling
+
+
+class WorkerInfo(Struct, frozen=True):
+    """One worker. `gpu` is its machine profile, `url` null where it is known by its heartbeats."""
+
+    name: str
+    url: str | None
+    gpu: str
+    gpu_count: int
+    pool: str
+    loaded_models: list[str]
+    queue_depth: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+    healthy: bool
+    bundle: str
+    bundle_config_hash: str
+    device: str
+
+
+class ModelSummary(Struct, frozen=True):
+    """One model of the catalogue, over all healthy workers and all its loaded copies. `gpu_types` of the workers that
+    know it.
+    """
+
+    name: str
+    state: str
+    worker_count: int
+    gpu_types: list[str]
+    total_queue_depth: int
+
+
+class ClusterInfo(Struct, frozen=True):
+    """Sums over the healthy workers. `total_qps`: inference requests that all gateways answer per second, over the last
+    ten seconds.
+    """
+
+    worker_count: int
+    gpu_count: int
+    models_loaded: int
+    total_qps: float
+
+
+class Health(Struct, kw_only=True):
+    """What is in use, and who serves. `healthy` where a worker is."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "status": "healthy",
+        "type": "gateway",
+        "version": "0.1.0",
+        "nats_url": "nats://broker:4222",
+        "nats_monitor_url": None,
+        "config_url": "http://config:8000",
+        "configured_gpu_types": ["l4"],
+        "live_gpu_types": ["l4"],
+        "cluster": {"worker_count": 1, "gpu_count": 1, "models_loaded": 1, "total_qps": 12.5},
+        "workers": [
+            {
+                "name": "w0",
+                "url": None,
+                "gpu": "l4",
+                "gpu_count": 1,
+                "pool": "_default",
+                "loaded_models": [MINI],
+                "queue_depth": 0,
+                "memory_used_bytes": 1073741824,
+                "memory_total_bytes": 24159191040,
+                "healthy": True,
+                "bundle": "default",
+                "bundle_config_hash": "2026-01-01T00:00:00Z:42",
+                "device": "NVIDIA L4",
+            }
+        ],
+        "unhealthy_workers": [],
+        "models": [{"name": MINI, "state": "loaded", "worker_count": 1, "gpu_types": ["l4"], "total_queue_depth": 0}],
+    }
+
+    status: Literal["healthy", "degraded"]
+    type: str
+    version: str
+    nats_url: str | None
+    nats_monitor_url: str | None
+    config_url: str | None
+    configured_gpu_types: list[str]
+    live_gpu_types: list[str]
+    cluster: ClusterInfo
+    workers: list[WorkerInfo]
+    unhealthy_workers: list[WorkerInfo]
+    models: list[ModelSummary]
+
+
+class LaneFigures(Struct, kw_only=True):
+    """What a lane has to do, and how many workers it wants."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "lane": "_default.l4.default",
+        "backlog_items": 3,
+        "backlog_cost": 900,
+        "oldest_age_s": 0.2,
+        "ready_workers": 1,
+        "wanted_replicas": 2,
+        "reserved": 0,
+        "demand": 1,
+    }
+
+    lane: str
+    backlog_items: int
+    backlog_cost: int
+    oldest_age_s: float
+    ready_workers: int
+    wanted_replicas: int
+    reserved: int
+    demand: int
+
+
+class Readiness(Struct, kw_only=True):
+    """Whether a process can serve. `healthy_workers` of a gateway."""
+
+    EXAMPLE: ClassVar[Any] = {"status": "ready", "healthy_workers": 1}
+
+    status: Literal["ready", "not ready"]
+    reason: Text = UNSET
+    healthy_workers: Whole = UNSET

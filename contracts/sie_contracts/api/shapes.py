@@ -1,0 +1,55 @@
+"""Types that bodies and replies share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, UnsetType
+
+# Fields that may be absent.
+Text = str | UnsetType
+Flag = bool | UnsetType
+Whole = int | UnsetType
+Number = float | UnsetType
+Map = dict[str, Any] | UnsetType
+Texts = list[str] | UnsetType
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+ManyTexts = Annotated[list[str], Meta(min_length=1)]
+Timing = Annotated[dict[str, float], Meta(description="Milliseconds by stage, by the stage's name and a short one.")]
+
+TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}
+USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
+SHARED: dict[str, Any] = {"timing": TIMES, "usage": USED, "fingerprint": "b1946ac9"}  # of examples
+MINI = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def one_of(*types: Any) -> Meta:
+    """For `Annotated[Any, ...]`: a value has one of these types. msgspec itself takes one list and one struct."""
+    schemas, components = msgspec.json.schema_components(types)
+    return Meta(extra_json_schema={"anyOf": [_inlined(schema, components) for schema in schemas]})
+
+
+def needs_one_of(*names: str) -> Meta:
+    """For `Annotated[a struct, ...]`: one of these fields has to be there."""
+    return Meta(extra_json_schema={"anyOf": [{"required": [name]} for name in names]})
+
+
+def _inlined(schema: Any, components: dict[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(each, components) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(components[schema["$ref"].rpartition("/")[2]], components)
+    return {name: _inlined(each, components) for name, each in schema.items()}
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens that were run, and the positions of inputs that were cut."""
+
+    prompt_tokens: Whole = msgspec.UNSET
+    total_tokens: Whole = msgspec.UNSET
+    truncated_items: list[int] | UnsetType = msgspec.UNSET

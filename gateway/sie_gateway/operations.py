@@ -1,0 +1,82 @@
+"""Handlers of models, health, scaling, metrics and the console: what operators and programs ask a gateway."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.datastructures import QueryParams
+
+from sie_contracts.errors import NotFound
+from sie_gateway.aliases import alias_info
+from sie_gateway.dialects import infinity
+from sie_gateway.models import model_info, model_list
+from sie_gateway.status import CONSOLE_POLICY, console
+from sie_runtime.http import scrape
+
+if TYPE_CHECKING:
+    from sie_gateway.app import Gateway
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """A struct or builtins as JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def _listed(gateway: Gateway, query: QueryParams) -> list[dict[str, Any]]:
+    return await model_list(
+        gateway.inference.catalogue,
+        gateway.fleet,
+        task=query.get("task", ""),
+        output=query.get("output", ""),
+        loaded=query.get("loaded", "") == "true",
+        variants=query.get("variants", "") != "false",
+    )
+
+
+async def models(gateway: Gateway, request: Request) -> Response:
+    """The catalogue."""
+    infos = await _listed(gateway, request.query_params)
+    return json_response({"object": "list", "data": infos, "models": infos})
+
+
+async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
+    """The catalogue, as Infinity's client reads it."""
+    infos = [infinity.owned(info) for info in await _listed(gateway, request.query_params)]
+    return json_response({"object": "list", "data": infos, "models": infos})
+
+
+async def model(gateway: Gateway, request: Request) -> Response:
+    """One model or alias."""
+    resolved = gateway.inference.resolve(request.path_params["model"])
+    info = model_info(gateway.feed.catalogue, gateway.fleet, resolved.entry, resolved.profile)
+    alias = gateway.feed.catalogue.aliases.get(resolved.alias)
+    return json_response(info if alias is None else alias_info(info, alias))
+
+
+async def health(gateway: Gateway, _request: Request) -> Response:
+    """What is in use, and who serves."""
+    return json_response(gateway.status.health())
+
+
+async def page(_gateway: Gateway, _request: Request) -> Response:
+    """The console."""
+    headers = {"Content-Security-Policy": CONSOLE_POLICY, "X-Content-Type-Options": "nosniff"}
+    return Response(console(), media_type="text/html; charset=utf-8", headers=headers)
+
+
+async def scaling(gateway: Gateway, request: Request) -> Response:
+    """What a lane has to do."""
+    return json_response(await gateway.scaling.answer(request.path_params["lane"]))
+
+
+async def metrics(gateway: Gateway, request: Request) -> Response:
+    """What Prometheus reads. Raises NotFound where SIE_GATEWAY_API_METRICS is off."""
+    if not gateway.settings.gateway_api_metrics:
+        raise NotFound(
+            "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
+        )
+    text, content_type = scrape(gateway.metrics.registry, request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})

@@ -1,0 +1,454 @@
+"""All routes of a gateway, one row for each method and path. Scopes, dispatch, labels in metrics and the OpenAPI
+document derive from it; what is not here is not served.
+
+To add a route, add its row, and its line to the scopes of `tests/unit/test_auth.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from sie_contracts.api import dialects as api
+from sie_contracts.api import inference as native_api
+from sie_contracts.api import operations as operations_api
+from sie_contracts.api.faults import Provisioning
+from sie_contracts.api.shapes import MINI
+from sie_contracts.configs import config_shape
+from sie_gateway import assignments, configs, operations, reserving
+from sie_gateway.call import Answer, Call, ErrorShape, family, native_shape
+from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
+from sie_gateway.inference import Inference
+from sie_gateway.status import CLUSTER_PATH, WORKER_PATH
+from sie_runtime import config_routes, openapi
+from sie_runtime.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
+
+Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayRoute(Route):
+    """A route of a gateway. `handler` takes the Gateway and a Request; without one the application of the documents
+    answers. `shape` is how its errors look, `shapes` are others that its body may choose.
+    """
+
+    head: bool = False  # HEAD is answered as well
+    shape: ErrorShape = native_shape
+    shapes: tuple[ErrorShape, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRoute(GatewayRoute):
+    """A route whose handler asks a model. Only a native one says "not yet" with 202."""
+
+    handler: Handler
+    is_native: bool = False
+
+
+_ShortText = Annotated[str, Meta(max_length=128)]
+_TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
+HEADERS = (
+    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "Work past this deadline is dropped."),
+    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "Whether others may overtake it."),
+    Parameter("X-SIE-Pool", "header", str, "The pool that serves it."),
+    Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves it, or pool/profile."),
+    Parameter(
+        "X-SIE-Route-Key",
+        "header",
+        _ShortText,
+        "Of an alias with several models: requests with the same one get the same.",
+    ),
+    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply tells where its time went."),
+    Parameter(
+        "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
+    ),
+    Parameter("X-Request-ID", "header", _ShortText, "Comes back with the reply."),
+)
+PLACEHOLDERS = {
+    **config_routes.PLACEHOLDERS,
+    "model": Parameter(
+        "model", "path", str, "[bundle:/]id[@revision][:profile]; slashes as they are or as %2F", example=MINI
+    ),
+    "name": Parameter("name", "path", example="search"),
+    "lane": Parameter("lane", "path", str, "pool.machine_profile.bundle", "_default.l4.default"),
+    "file": Parameter("file", "path", example="swagger-ui.css"),
+}
+
+
+# encode, score, extract
+
+
+def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
+    not_yet = "PROVISIONING, to clients that send X-SIE-SDK-Version: not yet, come again after Retry-After"
+    return InferenceRoute(
+        method="POST",
+        path=f"/v1/{verb}/{{model:path}}",
+        scope="infer",
+        summary=summary,
+        tag="SIE",
+        endpoint=verb,
+        handler=handler,
+        body=Content(body, (JSON, MSGPACK)),
+        replies={200: Content(reply, (JSON, MSGPACK, *media)), 202: Content(Provisioning, description=not_yet)},
+        parameters=HEADERS,
+        is_native=True,
+    )
+
+
+NATIVE = (
+    _native("encode", native.encode, "Vectors of inputs", native_api.Encode, native_api.Encoded, RAW, ARROW),
+    _native("score", native.score, "Scores of inputs against a query", native_api.Score, native_api.Scored),
+    _native("extract", native.extract, "What is found in inputs", native_api.Extract, native_api.Extracted),
+)
+
+
+# other servers' routes
+
+
+def _dialect(
+    path: str,
+    endpoint: str,
+    handler: Handler,
+    names: tuple[str, str],
+    body: Any,
+    reply: Any,
+    shape: ErrorShape,
+    **more: Any,
+) -> InferenceRoute:
+    """`names`: the tag and the summary."""
+    return InferenceRoute(
+        method="GET" if body is None else "POST",
+        path=path,
+        scope="infer",
+        summary=names[1],
+        tag=names[0],
+        endpoint=endpoint,
+        handler=handler,
+        body=None if body is None else body if isinstance(body, Content) else Content(body),
+        replies={200: reply if isinstance(reply, Content) else Content(reply)},
+        parameters=HEADERS,
+        shape=shape,
+        **more,
+    )
+
+
+_RERANK = "Cohere, Jina"
+_RANKS = Content(list[api.TeiRank], example=[{"index": 0, "score": 0.98}])
+_EMBED = ("Cohere", "Vectors of texts, in several dtypes at once")
+_CLASSES = ("Infinity", "Classes of texts")
+_EMBEDDINGS = _dialect(
+    "/v1/embeddings",
+    "embeddings",
+    openai.embeddings,
+    ("OpenAI, Jina, Voyage", "Vectors of texts or token ids"),
+    api.EmbeddingsRequest,
+    Content(api.EmbeddingsReply, (JSON, RAW, ARROW)),
+    family("openai"),
+)
+_CLASSIFY = _dialect(
+    "/v1/classify", "classify", infinity.classify, _CLASSES, api.Classify, api.Classified, family("infinity")
+)
+DIALECTS = (
+    _EMBEDDINGS,
+    replace(_EMBEDDINGS, path="/embeddings", summary="As /v1/embeddings"),
+    *(
+        _dialect(
+            path,
+            "rerank",
+            handler,
+            (_RERANK, "Documents by their relevance to a query"),
+            api.Rerank,
+            api.Ranked,
+            family(name),
+        )
+        for path, handler, name in (("/v1/rerank", rerank.v1, "jina"), ("/v2/rerank", rerank.v2, "cohere"))
+    ),
+    _dialect(
+        "/rerank",
+        "rerank",
+        rerank.either,
+        (_RERANK, "Documents by relevance; with `texts` in place of `documents`, as Text Embeddings Inference has it"),
+        Content((api.Rerank, api.TeiRerank), example=api.TeiRerank.EXAMPLE),
+        (api.Ranked, list[api.TeiRank]),
+        family("infinity"),
+        shapes=(tei.shape,),
+    ),
+    _dialect("/v1/embed", "embed", cohere.v1, _EMBED, api.EmbedV1Body, api.Embedded, family("cohere")),
+    _dialect("/v2/embed", "embed", cohere.v2, _EMBED, api.EmbedV2Body, api.Embedded, family("cohere")),
+    _CLASSIFY,
+    replace(_CLASSIFY, path="/classify"),
+)
+
+
+# Text Embeddings Inference, over the default models and below /tei/{model} over any
+
+_MAIN = (
+    "main_task",
+    tei.main_task,
+    "What the model is for",
+    Content((api.TeiEmbed, api.TeiPredict, api.TeiSimilarity, api.TeiRerank)),
+    Content(list[Any], example=[[0.02, -0.07]]),
+)
+_Tei = tuple[str, Handler, str, Any, Any]
+_EITHER_TEI: tuple[_Tei, ...] = (
+    (
+        "embed",
+        tei.embed,
+        "Dense vectors",
+        api.TeiEmbed,
+        Content(api.Embeddings, example=[[0.02, -0.07]]),
+    ),
+    (
+        "embed_all",
+        tei.embed_all,
+        "The state of every token",
+        api.TeiEmbedAll,
+        Content(api.TokenEmbeddings, example=[[[0.1, 0.2], [0.3, 0.4]]]),
+    ),
+    (
+        "embed_sparse",
+        tei.embed_sparse,
+        "Sparse vectors",
+        api.TeiEmbedAll,
+        Content(list[list[api.TeiWeight]], example=[[{"index": 7592, "value": 1.2}]]),
+    ),
+    (
+        "predict",
+        tei.predict,
+        "Classes of texts or pairs",
+        api.TeiPredict,
+        Content((list[api.Label], list[list[api.Label]]), example=api.CLASSES),
+    ),
+    (
+        "similarity",
+        tei.similarity,
+        "Cosine of one sentence with others",
+        api.TeiSimilarity,
+        Content(list[float], example=[0.83]),
+    ),
+    (
+        "tokenize",
+        tei.tokenize,
+        "Tokens of texts",
+        api.TeiTokenize,
+        Content(
+            list[list[api.TeiToken]],
+            example=[[{"id": 7592, "text": "hello", "special": False, "start": 0, "stop": 5}]],
+        ),
+    ),
+    ("decode", tei.decode, "Texts of token ids", api.TeiDecode, Content(list[str], example=["hello"])),
+)
+_NAMED_TEI: tuple[_Tei, ...] = (
+    *_EITHER_TEI,
+    ("rerank", tei.rerank, "Texts by their relevance to a query", api.TeiRerank, _RANKS),
+)
+
+
+def _tei(path: str, row: _Tei) -> InferenceRoute:
+    endpoint, handler, summary, body, reply = row
+    return _dialect(path, endpoint, handler, ("Text Embeddings Inference", summary), body, reply, tei.shape)
+
+
+TEI = (
+    _tei("/", _MAIN),
+    *(_tei(f"/{row[0]}", row) for row in _EITHER_TEI),
+    *(_tei(f"/tei/{{model:path}}/{row[0]}", row) for row in _NAMED_TEI),
+    _tei("/tei/{model:path}", _MAIN),
+    _tei("/info", ("info", tei.info, "What serves the default model", None, api.TeiInfo)),
+    _tei("/tei/{model:path}/info", ("info", tei.info, "What serves this model", None, api.TeiInfo)),
+)
+
+
+# models, pools, the catalogue
+
+
+def _control(
+    method: str,
+    path: str,
+    endpoint: str,
+    handler: Any,
+    names: tuple[str, str],
+    reply: Any,
+    *,
+    scope: str = "read",
+    status: int = 200,
+    body: Any = None,
+    **more: Any,
+) -> GatewayRoute:
+    """`names`: the tag and the summary."""
+    return GatewayRoute(
+        method=method,
+        path=path,
+        scope=scope,
+        summary=names[1],
+        tag=names[0],
+        endpoint=endpoint,
+        handler=handler,
+        body=None if body is None else Content(body),
+        replies={status: reply if isinstance(reply, Content) else Content(reply)},
+        **more,
+    )
+
+
+_FLAG = Literal["true", "false"]
+_MODEL_QUERY = (
+    Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that do this."),
+    Parameter("output", "query", str, "Only models with this output."),
+    Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
+    Parameter("variants", "query", _FLAG, "Whether profiles are listed too, as `model:profile`."),
+)
+_MODELS = _control(
+    "GET",
+    "/v1/models",
+    "models",
+    operations.models,
+    ("SIE", "The catalogue"),
+    operations_api.Models,
+    parameters=_MODEL_QUERY,
+)
+_MODEL = _control(
+    "GET", "/v1/models/{model:path}", "models", operations.model, ("SIE", "One model"), operations_api.ModelInfo
+)
+_WORKER = Parameter("worker", "query", str, "The id of the worker, as its heartbeat tells it.", "w0", required=True)
+CONTROL: tuple[GatewayRoute, ...] = (
+    _MODELS,
+    _MODEL,
+    replace(_MODELS, path="/models", summary="As /v1/models", handler=operations.models_of_infinity),
+    replace(_MODEL, path="/models/{model:path}", summary="As /v1/models/{model}"),
+    _control("GET", "/v1/pools", "pools", reserving.pools, ("Pools", "All pools"), operations_api.Pools),
+    _control(
+        "POST",
+        "/v1/pools",
+        "pools",
+        reserving.create,
+        ("Pools", "Reserve workers, or renew the same reservation"),
+        operations_api.Pool,
+        scope="pools",
+        status=201,
+        body=operations_api.PoolRequest,
+    ),
+    _control(
+        "GET",
+        assignments.PATH,
+        "pools",
+        reserving.assignment,
+        ("Pools", "The pools that a worker serves"),
+        operations_api.Assignment,
+        parameters=(_WORKER,),
+        reader=True,
+    ),
+    _control("GET", "/v1/pools/{name}", "pools", reserving.pool, ("Pools", "One pool"), operations_api.Pool),
+    _control(
+        "DELETE",
+        "/v1/pools/{name}",
+        "pools",
+        reserving.delete,
+        ("Pools", "End a reservation"),
+        operations_api.PoolDeleted,
+        scope="pools",
+    ),
+    _control(
+        "POST",
+        "/v1/pools/{name}/renew",
+        "pools",
+        reserving.renew,
+        ("Pools", "Renew the lease of a reservation"),
+        operations_api.PoolRenewed,
+        scope="pools",
+    ),
+)
+
+
+def _catalogue() -> Iterator[GatewayRoute]:
+    for each in config_routes.bound(configs.HANDLERS, "configs"):
+        yield GatewayRoute(**vars(each), shape=config_shape)
+
+
+# what operates a gateway
+
+
+def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
+    """A GET of something that is no JSON, or no API."""
+    reply = Content(dict[str, Any], (media,))
+    return _control("GET", path, "other", handler, ("Operations", summary), reply, **more)
+
+
+def _probe(path: str, summary: str, ready: tuple[str, ...], refused: Content) -> GatewayRoute:
+    return GatewayRoute(
+        method="GET",
+        path=path,
+        scope=OPEN,
+        summary=summary,
+        tag="Operations",
+        replies={200: Content(operations_api.Readiness, ready), 503: refused},
+        errors=None,
+    )
+
+
+def _socket(path: str, summary: str) -> GatewayRoute:
+    frames = Content(media=(), description="A websocket: frames of JSON, from the server to the client")
+    return _control("GET", path, "ws", None, ("Operations", summary), frames, status=101)
+
+
+_NOT_READY = Content(media=(TEXT,), description="Not ready")
+OPERATIONS = (
+    *(_probe(path, "Whether the process lives", (TEXT,), _NOT_READY) for path in ("/healthz", "/livez", "/ping")),
+    _probe(
+        "/readyz",
+        "Whether it can serve: 503 with the reason; as JSON where that is accepted",
+        (TEXT, JSON),
+        Content(
+            operations_api.Readiness,
+            (TEXT, JSON),
+            "Not ready",
+            {"status": "not ready", "reason": "starting", "healthy_workers": 0},
+        ),
+    ),
+    _control(
+        "GET",
+        "/health",
+        "health",
+        operations.health,
+        ("Operations", "What is in use, and who serves"),
+        operations_api.Health,
+    ),
+    _control(
+        "GET",
+        "/v1/scaling/{lane}",
+        "scaling",
+        operations.scaling,
+        ("Operations", "What a lane has to do, and how many workers it wants"),
+        operations_api.LaneFigures,
+    ),
+    _operated(
+        "/metrics",
+        "What Prometheus reads, where SIE_GATEWAY_API_METRICS is on",
+        TEXT,
+        operations.metrics,
+        scope="metrics",
+        head=True,
+    ),
+    _operated("/", "A live page of the cluster", HTML, operations.page),
+    _operated("/docs", "This document as a page", HTML, head=True),
+    _operated("/docs/static/{file}", "What that page needs", "*/*", head=True),
+    _operated("/openapi.json", "This document", JSON, head=True),
+    _socket(CLUSTER_PATH, "Workers and models, every second"),
+    _socket(WORKER_PATH, "A worker of this gateway's own, every 200 ms"),
+)
+
+ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *_catalogue(), *OPERATIONS)
+TABLE = Table(ROUTES)
+PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN)
+
+
+def _errors(route: Route) -> openapi.Statuses:
+    assert isinstance(route, GatewayRoute)
+    return openapi.statuses(route.shape, *route.shapes)
+
+
+def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The OpenAPI document of a gateway. `about` is its head."""
+    return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

@@ -1,0 +1,103 @@
+"""Parsers of bodies read the fields that the API declares, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from fake_adapter import WIDTH, toy_entry
+from inprocess import GatewayProcess, InProcess
+
+from sie_contracts import options
+from sie_contracts.api import inference
+from sie_contracts.families import FAMILIES
+from sie_gateway import body as bodies
+from sie_gateway import reply
+from sie_gateway.dialects import vocabulary
+from sie_gateway.routes import DIALECTS, TEI
+
+# declared, for clients that send them, and without a meaning here
+IGNORED = {"EmbeddingsRequest": {"user"}, "TeiSimilarityParameters": {"model"}}
+MODELS = {"rerank": "toy/score", "predict": "toy/classes", "classify": "toy/classes", "embed_sparse": "toy/wide"}
+ROUTES = [route for route in (*DIALECTS, *TEI) if route.body is not None and not isinstance(route.body.type, tuple)]
+
+
+class Recorded(dict[str, Any]):
+    """A body that knows which of its fields were looked for. `below`: the same of its maps."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body)
+        self.asked: set[str] = set()
+        self.below: dict[str, Recorded] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        found = super().get(name, default)
+        return self.below.setdefault(name, Recorded(found)) if isinstance(found, dict) else found
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
+    async with InProcess(tmp_path) as cluster:
+        cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+        cluster.source.put(toy_entry("toy/classes", family="text-classifier", outputs={"classifications": 0}))
+        cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs={"dense": WIDTH, "sparse": 10}))
+        # nobody answers: a body is read before that matters
+        yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="1")
+
+
+async def test_dialects_read_the_fields_that_are_declared_and_no_others(
+    gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(ROUTES) > 20
+    for route in ROUTES:
+        assert route.body is not None
+        declared = getattr(route.body.type, "__origin__", route.body.type)
+        model = MODELS.get(route.endpoint, "toy/wide")
+        given = {name: value for name, value in declared.EXAMPLE.items() if name != "top_n"}  # in place of top_k
+        more = {"parameters": {"truncate": True}} if route.endpoint == "similarity" else {}
+        body = Recorded({**given, **more, "model": model})
+        monkeypatch.setattr(bodies, "decode", lambda raw, *, msgpack, body=body: body)
+        answer = await gateway.client.post(route.path.replace("{model:path}", model), json={})
+        assert answer.status_code == 503, answer.text  # read to its end
+        assert body.asked == _fields(declared), route.path
+        for name, below in body.below.items():
+            (inner,) = (each for each in _types(declared, name) if hasattr(each, "__struct_fields__"))
+            assert below.asked == _fields(inner), (route.path, name)
+
+
+def _fields(struct: Any) -> set[str]:
+    return set(struct.__struct_fields__) - IGNORED.get(struct.__name__, set())
+
+
+def _types(struct: Any, name: str) -> tuple[Any, ...]:
+    hint = get_type_hints(struct)[name]
+    return get_args(hint) or (hint,)
+
+
+def test_the_parameters_of_the_three_verbs_are_those_that_are_merged() -> None:
+    """A parameter of a family belongs to the verb that its models do."""
+    of_family = {name for family in FAMILIES.values() for name in family.parameters}
+    declared = {
+        "encode": set(inference.EncodeParams.__struct_fields__),
+        "score": set(inference.ScoreParams.__struct_fields__),
+        "extract": set(inference.ExtractParams.__struct_fields__),
+    }
+    for verb, names in declared.items():
+        assert names - {"options"} - of_family == options._USED[verb]
+    assert set.union(*declared.values()) >= of_family
+    assert {"items", "params", "query"} == set(inference.Score.__struct_fields__)
+    assert set(inference.Item.__struct_fields__) == bodies._ITEM
+
+
+def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
+    def values(struct: Any, name: str) -> set[str]:
+        return {value for each in get_args(get_type_hints(struct)[name]) for value in get_args(each)}
+
+    assert values(inference.EncodeParams, "pooling") == set(options._POOLINGS)
+    assert values(inference.ScoreParams, "score_mode") == set(options.SCORE_MODES)
+    assert set(get_args(inference.Dtype)) == set(reply.WIRE_DTYPES)
+    (embeddings,) = (route.body.type for route in DIALECTS if route.path == "/v1/embeddings" and route.body is not None)
+    assert values(embeddings, "token_encoding") == {"model", *vocabulary.NAMES}
