@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from sie_broker import Broker, BrokerError, Entry, KeyValue, PayloadTooBig, Subscription, Write, WrongRevision
+from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subscription, Write, WrongRevision
 from sie_contracts import messages
 
 MAX_ATTEMPTS = 16  # of one change, while other writers are first
@@ -70,9 +70,9 @@ class Bucket:
     """
 
     def __init__(
-        self, broker: Broker, name: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+        self, broker: Store, name: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
     ) -> None:
-        """`storage`, `replicas` and `max_age_s` as in `Broker.key_value`: they count where the bucket is made."""
+        """`storage`, `replicas` and `max_age_s` as in `Store.key_value`: they count where the bucket is made."""
         self.broker = broker
         self.name = name
         self._storage = storage
@@ -175,7 +175,7 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """To be given to `Broker.on_reconnect`: a broker that restarted may have lost the bucket."""
+        """To be given to `Connection.on_reconnect`: a broker that restarted may have lost the bucket."""
         self._reconnects += 1
         self.is_stale = True
 

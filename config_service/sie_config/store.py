@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, KeyValue, Write
+from sie_broker import Broker, BrokerError, Bus, KeyValue, Write
 from sie_broker.record import retry_conflicts
 from sie_config.aliases import INDEX_KEY, Index, index_of
 from sie_config.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
@@ -120,7 +120,7 @@ def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
 class CatalogueStore:
     """Reads and writes of the bucket. What it remembers it can read again."""
 
-    def __init__(self, broker: Broker, bucket: KeyValue) -> None:
+    def __init__(self, broker: Bus, bucket: KeyValue) -> None:
         self._broker = broker
         self._bucket = bucket
         self._mirror = Mirror(bucket)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_broker import Broker, CoreMessage
+from sie_broker import Bus, CoreMessage
 from sie_contracts import messages, topology
 from sie_contracts.messages import GatewayBeat, Heartbeat
 
@@ -26,9 +26,9 @@ class Workers:
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
 
-    async def follow(self, broker: Broker) -> None:
-        await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
-        await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_gateway)
+    async def follow(self, bus: Bus) -> None:
+        await bus.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
+        await bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_gateway)
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:

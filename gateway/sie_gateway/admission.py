@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from sie_broker import Broker
+from sie_broker import Bus
 from sie_contracts.errors import QueueFull
 from sie_contracts.messages import PRIORITIES, GatewayBeat, Heartbeat, Priority, QueuedWork, WorkResult
 from sie_contracts.settings import Settings
@@ -114,7 +114,7 @@ class Admission:
     def __init__(
         self,
         settings: Settings,
-        broker: Broker,
+        broker: Bus,
         fleet: Fleet,
         backlog: Backlog,
         metrics: Metrics,

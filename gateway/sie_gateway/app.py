@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
-from sie_broker import Broker
+from sie_broker import Connection
 from sie_contracts.configs import config_shape
 from sie_contracts.errors import (
     GatewayTimeout,
@@ -69,7 +69,7 @@ class Gateway:
     def __init__(
         self,
         settings: Settings,
-        broker: Broker,
+        broker: Connection,
         feed: CatalogueFeed,
         fleet: Fleet,
         inference: Inference,

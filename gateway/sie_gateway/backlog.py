@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from sie_broker import Broker, BrokerError, BrokerUnavailable
+from sie_broker import BrokerError, BrokerUnavailable, Queue
 from sie_contracts import topology
 from sie_contracts.messages import Priority
 from sie_contracts.topology import Lane
@@ -35,8 +35,8 @@ def _by_priority(counts: dict[str, int]) -> dict[str, int]:
 class Backlog:
     """One task runs `run`; whoever needs newer figures awaits `fresh`, and those who do so at once share a question."""
 
-    def __init__(self, broker: Broker, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._broker = broker
+    def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
         self._pools = pools  # come and go
         self._clock = clock
         self._read: dict[
@@ -70,13 +70,13 @@ class Backlog:
         read = self._read.get(pool)
         if read is not None and self._clock() - read[0] < max_age_s:
             return
-        if not self._broker.connected:
+        if not self._queue.connected:
             raise BrokerUnavailable("no connection to the broker")
         await self._asking.run(pool, functools.partial(self._ask, pool))
 
     async def _ask(self, pool: str) -> None:
         asked_s = self._clock()
-        counts = await self._broker.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
+        counts = await self._queue.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     def messages(self, lane: Lane, priority: Priority) -> int | None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from sie_broker import Broker, BrokerError, ConsumerState, Subscription
+from sie_broker import Administration, Broker, BrokerError, ConsumerState, Subscription
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.errors import PoolNotFound
@@ -94,7 +94,9 @@ class StreamConsumers:
     it), `verified` by what exists, `held` by what was routed to within a request's budget.
     """
 
-    def __init__(self, broker: Broker, stream: str, limit: int, idle_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, broker: Administration, stream: str, limit: int, idle_s: float, clock: Callable[[], float]
+    ) -> None:
         self._broker = broker
         self._stream = stream
         self._limit = limit

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, Write
+from sie_broker import BrokerError, Store, Write
 from sie_broker.record import Bucket
 from sie_contracts import messages, topology
 from sie_contracts.messages import Demand
@@ -37,7 +37,7 @@ def is_live(at_s: float, now_s: float) -> bool:
 class DemandRecords:
     """`now_s` is the broker's time. One task runs `run`, the only writer of this gateway; `note` never waits."""
 
-    def __init__(self, broker: Broker, now_s: Callable[[], float], *, storage: str, replicas: int) -> None:
+    def __init__(self, broker: Store, now_s: Callable[[], float], *, storage: str, replicas: int) -> None:
         self._now_s = now_s
         self._bucket = Bucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_broker import Broker, CoreMessage
+from sie_broker import Bus, CoreMessage
 from sie_contracts import messages, topology
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
@@ -94,8 +94,8 @@ class Fleet:
     Indexed by lane and by model: what a request asks costs the same with one worker and with a thousand.
     """
 
-    def __init__(self, broker: Broker, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._broker = broker
+    def __init__(self, bus: Bus, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bus = bus
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
@@ -112,7 +112,7 @@ class Fleet:
         self.spec: Callable[[str], PoolSpec | None] = lambda pool: None  # of a pool that is a reservation
 
     async def start(self) -> None:
-        await self._broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
+        await self._bus.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:

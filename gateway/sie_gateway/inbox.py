@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, CoreMessage, Subscription
+from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
 from sie_contracts.messages import Confirmation, Fragment, WorkResult
@@ -93,11 +93,11 @@ class Collector:
 class Inbox:
     """All open requests of this gateway. The subject holds 122 random bits: nobody who was not told can send here."""
 
-    def __init__(self, broker: Broker, metrics: Metrics, fragments: Fragments | None = None) -> None:
+    def __init__(self, bus: Bus, metrics: Metrics, fragments: Fragments | None = None) -> None:
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         # called with each result whose request is over
         self.on_late: Callable[[WorkResult], None] = lambda result: None
-        self._broker = broker
+        self._bus = bus
         self._metrics = metrics
         self._open: dict[str, Collector] = {}
         self._subscription: Subscription | None = None
@@ -106,7 +106,7 @@ class Inbox:
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
     async def start(self) -> None:
-        self._subscription = await self._broker.subscribe(
+        self._subscription = await self._bus.subscribe(
             f"{self.subject}.*",
             self._on_result,
             held_messages=HELD_MESSAGES,
@@ -168,7 +168,7 @@ class Inbox:
         verdict = self._keep(found, message.reply) if isinstance(found, Fragment) else self._offer(found)
         if verdict is not None and message.reply:
             failpoint("inbox.before_confirm")
-            await self._broker.send(message.reply, _CONFIRMATIONS[verdict])
+            await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
 
     def _offer(self, result: WorkResult) -> Verdict:
         collector = self._open.get(result.request)
@@ -238,7 +238,7 @@ class Inbox:
             self._fragments.drop(assembly)
         if reply:
             try:
-                await self._broker.send(reply, _CONFIRMATIONS[verdict])
+                await self._bus.send(reply, _CONFIRMATIONS[verdict])
             except BrokerError as error:  # then the last part comes again, and is told to be a duplicate
                 _logger.warning("a result could not be confirmed: %s", error)
 

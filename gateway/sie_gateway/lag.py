@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, BrokerUnavailable, Stored
+from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
 from sie_contracts import messages, topology
 from sie_contracts.messages import PRIORITIES
 from sie_contracts.topology import Lane
@@ -33,9 +33,9 @@ Labels = tuple[str, ...]
 class Lag:
     """One task runs `run`. A lane that had work once is told of as long as its pool is there, so that its zero is."""
 
-    def __init__(self, broker: Broker, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
+    def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` is the broker's time."""
-        self._broker = broker
+        self._queue = queue
         self._backlog = backlog
         self._pools = pools  # come and go
         self._now_s = now_s
@@ -65,7 +65,7 @@ class Lag:
 
     async def look(self) -> None:
         """Raises BrokerError."""
-        if not self._broker.connected:
+        if not self._queue.connected:
             raise BrokerUnavailable("no connection to the broker")
         lanes: dict[Labels, Waiting] = {}
         models: dict[Labels, Waiting] = {}
@@ -98,7 +98,7 @@ class Lag:
         asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_SUBJECTS]]
         stream = topology.stream_name(pool)
         answers = await asyncio.gather(
-            *(self._broker.first_stored(stream, subject=each) for each, _ in asked), return_exceptions=True
+            *(self._queue.first_stored(stream, subject=each) for each, _ in asked), return_exceptions=True
         )
         seen: set[str] = set()
         for (_, of_lane), first in zip(asked, answers, strict=True):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, CoreMessage
+from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts import messages, topology
 from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority, QueuedWork
 from sie_contracts.settings import default_worker_id
@@ -66,7 +66,7 @@ class Peers:
 
     def __init__(
         self,
-        broker: Broker,
+        bus: Bus,
         waiting: Callable[[], Mapping[tuple[Lane, Priority], int]],
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -76,7 +76,7 @@ class Peers:
         self.id = f"{default_worker_id()}-{uuid.uuid4().hex[:12]}"
         self._epoch = epoch
         self._queued = queued
-        self._broker = broker
+        self._bus = bus
         self._waiting = waiting
         self._clock = clock
         self._flows: dict[tuple[Lane, Priority], _Flow] = {}
@@ -88,7 +88,7 @@ class Peers:
         self._is_busy = False  # the last announcement had work in the queue
 
     async def start(self) -> None:
-        await self._broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
+        await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
         """Announce until `stop`, then say goodbye."""
@@ -102,7 +102,7 @@ class Peers:
 
     async def _send(self, beat: GatewayBeat) -> None:
         try:
-            await self._broker.send(topology.gateway_subject(self.id), messages.encode(beat))
+            await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
             _logger.info("not announced: %s", error)  # the broker is away, which others report
 

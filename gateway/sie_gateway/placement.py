@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
-from sie_broker import Broker, BrokerError, WrongRevision
+from sie_broker import BrokerError, Queue, Store, WrongRevision
 from sie_broker import tables as stored_tables
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Change, Stored, StoredTable
@@ -54,7 +54,7 @@ class Placer:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: Store,
         adopt_after_s: float,
         fleet: Fleet,
         waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, Waiting]]],
@@ -215,7 +215,7 @@ class Ages:
     longest for it.
     """
 
-    def __init__(self, broker: Broker, backlog: Backlog, now_s: Callable[[], float]) -> None:
+    def __init__(self, broker: Queue, backlog: Backlog, now_s: Callable[[], float]) -> None:
         self._broker = broker
         self._backlog = backlog
         self._now_s = now_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from sie_broker import Broker, Entry, Write, WrongRevision
+from sie_broker import Entry, Store, Write, WrongRevision
 from sie_broker.record import Bucket, Record
 from sie_contracts import messages, topology
 from sie_contracts.errors import NotReady, QueueUnavailable
@@ -31,7 +31,7 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 class PoolRecord:
     """What is known of all reservations. `woken` is set at each change."""
 
-    def __init__(self, settings: Settings, broker: Broker, clock: BrokerClock) -> None:
+    def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
         self.reservations = Reservations()
         self.assigned = Assigned()
         self.woken = asyncio.Event()

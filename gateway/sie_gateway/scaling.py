@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sie_broker import Broker, BrokerError
+from sie_broker import BrokerError, Queue
 from sie_contracts import topology
 from sie_contracts.api.operations import LaneFigures
 from sie_contracts.errors import NotFound, QueueUnavailable
@@ -49,7 +49,7 @@ class Scaling:
     def __init__(
         self,
         settings: Settings,
-        broker: Broker,
+        queue: Queue,
         feed: CatalogueFeed,
         fleet: Fleet,
         backlog: Backlog,
@@ -60,7 +60,7 @@ class Scaling:
     ) -> None:
         """`now_s` is the broker's time."""
         self._settings = settings
-        self._broker = broker
+        self._queue = queue
         self._feed = feed
         self._fleet = fleet
         self._backlog = backlog
@@ -96,7 +96,7 @@ class Scaling:
             counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
             items = sum(counts.values())
             oldest = (
-                await self._broker.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane))
+                await self._queue.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane))
                 if items
                 else None
             )

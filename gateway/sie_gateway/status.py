@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 import sie_contracts
-from sie_broker import Broker, BrokerError
+from sie_broker import BrokerError, Queue
 from sie_contracts import topology
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
@@ -150,7 +150,7 @@ class Status:
     def __init__(
         self,
         settings: Settings,
-        broker: Broker,
+        queue: Queue,
         feed: CatalogueFeed,
         fleet: Fleet,
         peers: Peers,
@@ -160,7 +160,7 @@ class Status:
     ) -> None:
         """Raises SettingError where Kubernetes is to be asked and this is no pod."""
         self._settings = settings
-        self._broker = broker
+        self._queue = queue
         self._feed = feed
         self._fleet = fleet
         self._peers = peers
@@ -180,7 +180,7 @@ class Status:
 
     async def _count_dead_letters(self) -> None:
         try:
-            states = [await self._broker.stream_state(_letters(pool)) for pool in sorted(self._pools)]
+            states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
         except BrokerError:
             return  # it is away, which others report, or a new pool's stream is not made yet
         self.dead_letters = sum(state.last_sequence for state in states)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from sie_broker import Broker, BrokerError
+from sie_broker import BrokerError, Queue
 from sie_runtime.process import Trouble
 
 SAMPLES = 8
@@ -49,14 +49,14 @@ class BrokerClock:
     machine's wall clock and `margin_s` infinite: nothing may be dropped by it.
     """
 
-    def __init__(self, broker: Broker, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._broker = broker
+    def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
         self._stream = stream
         self._clock = clock
         self._offset_s = time.time() - clock()
         self._again = asyncio.Event()
         self.margin_s = math.inf
-        broker.on_reconnect(self._reconnected)
+        queue.on_reconnect(self._reconnected)
 
     def now_s(self) -> float:
         """Seconds since 1970 at the broker, give or take `margin_s`."""
@@ -72,7 +72,7 @@ class BrokerClock:
         for _ in range(SAMPLES):
             asked_s = self._clock()
             try:
-                broker_s = await self._broker.server_time(self._stream)
+                broker_s = await self._queue.server_time(self._stream)
             except BrokerError:
                 if not samples:
                     raise

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from sie_broker import Broker, CoreMessage, Subscription
+from sie_broker import Bus, CoreMessage, Subscription
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, parse_bundle
@@ -152,7 +152,7 @@ class CatalogueFeed:
 
     def __init__(
         self,
-        broker: Broker,
+        bus: Bus,
         source: ConfigSource | None,
         *,
         trusted: tuple[str, ...],
@@ -167,7 +167,7 @@ class CatalogueFeed:
             self.first.set()
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
         self.deltas["unknown", "invalid"] = 0  # by kind and result, since the start
-        self._broker = broker
+        self._bus = bus
         self._source = source
         self._trusted = frozenset(trusted)
         self._poll_s = poll_s
@@ -207,8 +207,8 @@ class CatalogueFeed:
         """Follow until `stop`. The first snapshot is fetched with retries; later failures leave the last good one in
         place.
         """
-        self._subscription = await self._broker.subscribe(self._subject, self._on_delta)
-        self._broker.on_reconnect(self._on_reconnect)
+        self._subscription = await self._bus.subscribe(self._subject, self._on_delta)
+        self._bus.on_reconnect(self._on_reconnect)
         if self._source is None:
             await stop.wait()
             return

@@ -17,7 +17,7 @@ import secrets
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, Entry, KeyValue
+from sie_broker import BrokerError, Entry, KeyValue, Store
 from sie_broker.record import Bucket, Record
 from sie_contracts import topology
 from sie_runtime.process import Stop, Trouble
@@ -96,12 +96,12 @@ def decode(entry: Entry) -> Key:
     return key
 
 
-def bucket_of(broker: Broker, replicas: int) -> Bucket:
+def bucket_of(broker: Store, replicas: int) -> Bucket:
     """The bucket of keys. It is kept in files always, so that a restart of the broker locks nobody out."""
     return Bucket(broker, topology.KEYS_BUCKET, storage="file", replicas=replicas)
 
 
-async def open_bucket(broker: Broker, replicas: int) -> KeyValue:
+async def open_bucket(broker: Store, replicas: int) -> KeyValue:
     """The bucket of keys, open; made if it is not there. Raises BrokerError."""
     return await bucket_of(broker, replicas).open()
 
@@ -113,7 +113,7 @@ class Keys:
     took its keys with it.
     """
 
-    def __init__(self, broker: Broker, replicas: int) -> None:
+    def __init__(self, broker: Store, replicas: int) -> None:
         self.loaded = False
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}

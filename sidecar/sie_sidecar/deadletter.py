@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 
-from sie_broker import Broker, BrokerError, Delivery
+from sie_broker import BrokerError, Delivery, Queue
 from sie_contracts import messages, topology
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import DeadLetter
@@ -27,8 +27,8 @@ class DeadLetters:
     broker time.
     """
 
-    def __init__(self, broker: Broker, pool: str, worker: str, metrics: Metrics, now_s: Callable[[], float]) -> None:
-        self._broker = broker
+    def __init__(self, queue: Queue, pool: str, worker: str, metrics: Metrics, now_s: Callable[[], float]) -> None:
+        self._queue = queue
         self._pool = pool
         self._worker = worker
         self._metrics = metrics
@@ -58,7 +58,7 @@ class DeadLetters:
         failpoint("deadletter.before_publish")
         for attempt in range(ATTEMPTS):
             try:
-                await self._broker.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
+                await self._queue.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
             except BrokerError as failure:
                 if attempt + 1 < ATTEMPTS:
                     await asyncio.sleep(PAUSE_S)  # between attempts at a broker that is away

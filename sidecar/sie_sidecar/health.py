@@ -11,7 +11,7 @@ import logging
 import msgspec
 
 import sie_contracts
-from sie_broker import Broker, BrokerError
+from sie_broker import BrokerError, Bus
 from sie_contracts import ipc, messages, topology
 from sie_contracts.errors import SIEError
 from sie_contracts.messages import Heartbeat
@@ -29,10 +29,10 @@ class Health:
     """`changed` asks for a heartbeat at once."""
 
     def __init__(
-        self, settings: Settings, broker: Broker, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed
+        self, settings: Settings, bus: Bus, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed
     ) -> None:
         self._settings = settings
-        self._broker = broker
+        self._bus = bus
         self._lane = lane
         self._id = worker_id
         self._link = link
@@ -54,7 +54,7 @@ class Health:
             return "no adapter is connected"  # where is in the log: this is told to whoever reaches the port
         if not self._link.is_fresh():
             return "the adapter does not answer"
-        if not self._broker.connected:
+        if not self._bus.connected:
             return "no connection to the broker"
         if not self.feed.loaded:
             return "the catalogue is not loaded"
@@ -119,7 +119,7 @@ class Health:
 
     async def publish(self) -> None:
         try:
-            await self._broker.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
+            await self._bus.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
         except BrokerError as error:
             _logger.warning("a heartbeat was not sent: %s", error)
 

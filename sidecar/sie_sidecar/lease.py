@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from sie_broker import Broker, BrokerError, Delivery
+from sie_broker import BrokerError, Delivery, Queue
 from sie_runtime.failpoints import failpoint
 from sie_sidecar.ledger import Ledger
 
@@ -74,7 +74,7 @@ class Leases:
             lease.slot = self._ledger.put(delivery.reply)
         return lease
 
-    async def release_left(self, broker: Broker) -> int:
+    async def release_left(self, queue: Queue) -> int:
         """Hand back what an earlier process of this worker held when it was killed. Returns how many deliveries that
         were.
         """
@@ -83,7 +83,7 @@ class Leases:
         for reply in left:
             failpoint("ledger.before_release")
             try:
-                await broker.release(reply)
+                await queue.release(reply)
                 count += 1
             except ValueError as error:
                 _logger.warning("the ledger of leases: %s", error)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, Entry, Write, WrongRevision
+from sie_broker import BrokerError, Entry, Store, Write, WrongRevision
 from sie_broker.record import Bucket, Record
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.messages import WorkItem
@@ -82,7 +82,7 @@ def refusal() -> InferenceFailed:
 class Marks:
     """All marks that this worker knows. `now_s` is broker time."""
 
-    def __init__(self, broker: Broker, worker: str, now_s: Callable[[], float]) -> None:
+    def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
         self._worker = worker
         self._now_s = now_s
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()  # with the revision, 0 until the broker has it

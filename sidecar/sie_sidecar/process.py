@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from sie_broker import Broker, BrokerError
+from sie_broker import Broker, BrokerError, Queue
 from sie_contracts import topology
 from sie_contracts.aliases import resolve_all
 from sie_contracts.catalogue import Catalogue, Resolved
@@ -179,9 +179,9 @@ def _ledger_path(settings: Settings, worker_id: str) -> Path:
     return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
 
-async def _verified(broker: Broker, stream: str) -> bool:
+async def _verified(queue: Queue, stream: str) -> bool:
     """The gateway makes the stream; a worker only makes sure that it is there."""
-    await broker.stream_state(stream)
+    await queue.stream_state(stream)
     return True
 
 

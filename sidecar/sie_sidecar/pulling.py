@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from sie_broker import Broker, BrokerError, Delivery, Pulls, Subscription
+from sie_broker import BrokerError, Delivery, Pulls, Queue, Subscription
 from sie_contracts import topology
 from sie_contracts.topology import Lane
 from sie_sidecar import batch
@@ -38,7 +38,7 @@ class Pulling:
 
     def __init__(
         self,
-        broker: Broker,
+        queue: Queue,
         lane: Lane,
         limits: Limits,
         on_delivery: Callable[[Delivery], None],
@@ -46,7 +46,7 @@ class Pulling:
         clock: Callable[[], float],
         role: Callable[[str], Role] = lambda consumer: "pull",
     ) -> None:
-        self._broker = broker
+        self._queue = queue
         self._lane = lane
         self._limits = limits
         self._room = room
@@ -62,13 +62,13 @@ class Pulling:
         self._more: set[str] = set()  # what the broker holds back work of, as its last delivery said
         self._announced: set[str] = set()  # since the last look at what exists began
         self._open = False  # whether anything may be pulled, as of the last refill
-        self._pulls: Pulls = broker.pulls(self._stream, on_delivery)
+        self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
 
     async def start(self) -> None:
         """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
-        self._notices = await self._broker.watch_consumers(self._stream, self._on_consumer)
+        self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
         await self.look()
 
     async def look(self) -> None:
@@ -84,7 +84,7 @@ class Pulling:
             return
         before, self._announced = set(self._consumers), set()
         found = [
-            name for name in await self._broker.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())
+            name for name in await self._queue.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())
         ]
         for name in before.difference(found, self._announced):
             self._forget(name)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from sie_broker import Broker, BrokerUnavailable, NoResponder, PayloadTooBig
+from sie_broker import BrokerUnavailable, Bus, NoResponder, PayloadTooBig
 from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.messages import Failed, Fragment, WorkItem, WorkResult
@@ -35,8 +35,8 @@ _logger = logging.getLogger("sie.sidecar.settlement")
 class Settlement:
     """Answers held work."""
 
-    def __init__(self, broker: Broker, leases: Leases, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self._broker = broker
+    def __init__(self, bus: Bus, leases: Leases, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._bus = bus
         self._leases = leases
         self._metrics = metrics
         self._clock = clock
@@ -72,7 +72,7 @@ class Settlement:
         failpoint("settlement.before_result")
         data = messages.encode(result)
         verdict = "part"
-        if len(data) <= min(MAX_BYTES, self._broker.max_payload):
+        if len(data) <= min(MAX_BYTES, self._bus.max_payload):
             try:
                 verdict = await self._deliver(item, data, deadline_s, fence)
             except PayloadTooBig:  # the broker came back with a lower limit
@@ -92,7 +92,7 @@ class Settlement:
         view = memoryview(data)
         verdict = "part"
         for _ in range(MAX_ROUNDS):
-            size = part_bytes(item, digest, len(data), min(MAX_BYTES, self._broker.max_payload))
+            size = part_bytes(item, digest, len(data), min(MAX_BYTES, self._bus.max_payload))
             count = -(-len(data) // size)
             try:
                 for index in range(count):
@@ -121,7 +121,7 @@ class Settlement:
             if timeout_s <= 0:
                 return "fenced"
             try:
-                answer = await self._broker.request(item.reply, data, timeout_s)
+                answer = await self._bus.request(item.reply, data, timeout_s)
                 return messages.decode_confirmation(answer).verdict
             except (NoResponder, BrokerUnavailable) as error:
                 if self._clock() + pause_s >= deadline_s:

@@ -43,7 +43,7 @@ def _acked_before_confirmed() -> AbstractContextManager[Any]:
     async def answer(self: Any, lease: Any, item: Any, result: Any, *_: Any, **__: Any) -> None:
         await self._leases.finish(lease)
         with contextlib.suppress(BrokerError):
-            await self._broker.request(item.reply, messages.encode(result), 2.0)
+            await self._bus.request(item.reply, messages.encode(result), 2.0)
 
     return mock.patch.object(sie_sidecar.settlement.Settlement, "answer", answer)
 
