@@ -195,7 +195,7 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 
 # What may touch the environment, by file, and why.
 READS_ENVIRON = {
-    "contracts/sie_contracts/settings.py": "the one reader",
+    "contracts/sie_contracts/settings/__init__.py": "the one reader",
     "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
@@ -213,7 +213,7 @@ WRITES_ENVIRON = {
     "runtime/sie_runtime/tracing.py": "takes out OTEL_* that are empty, which OpenTelemetry's SDK refuses",
 }
 READS_HOME = {
-    "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
+    "contracts/sie_contracts/settings/__init__.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
     "store/sie_store/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",

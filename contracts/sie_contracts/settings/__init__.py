@@ -1,0 +1,234 @@
+"""Every setting of every process: name, type, bounds, default, meaning, readers. Nothing else in SIE reads the
+environment.
+
+    flag > environment > machine-profile default > documented default
+
+The table has a class for each of its GROUPS; `Settings` is their sum. `load` is called once per process. A bad value
+raises SettingError, which names the variable and ends the process with status 2. Nothing is written back to the
+environment. One setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is `--max-batch-cost`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from sie_contracts.settings.batching import BatchingSettings
+from sie_contracts.settings.cluster import ClusterSettings
+from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
+from sie_contracts.settings.rows import COMPONENTS, Mode, Row, SettingError, public_url, shown
+from sie_contracts.settings.telemetry import TelemetrySettings, Tracing
+from sie_contracts.settings.values import Secret, StoreUrl, store_url
+from sie_contracts.settings.worker import MemorySettings, WorkerSettings
+
+__all__ = [
+    "BY_NAME",
+    "COMPONENTS",
+    "GROUPS",
+    "MACHINE_PROFILE_DEFAULTS",
+    "ROWS",
+    "Loaded",
+    "Mode",
+    "Row",
+    "Secret",
+    "SettingError",
+    "Settings",
+    "StoreUrl",
+    "Tracing",
+    "default_worker_id",
+    "load",
+    "public_url",
+    "shown",
+    "store_url",
+]
+
+# The groups by their headings, in the order in which they are shown.
+GROUPS: Mapping[str, type] = {
+    "Device and models": ModelSettings,
+    "Weights": WeightSettings,
+    "Batching": BatchingSettings,
+    "Cluster": ClusterSettings,
+    "Worker": WorkerSettings,
+    "Memory and disk": MemorySettings,
+    "Logs and traces": TelemetrySettings,
+    "Engine": EngineSettings,
+}
+
+
+ROWS: tuple[Row, ...] = tuple(
+    dataclasses.replace(field.metadata["row"], field=field.name, heading=heading)
+    for heading, group in GROUPS.items()
+    for field in dataclasses.fields(group)
+)
+BY_NAME = {row.name: row for row in ROWS}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Settings(
+    ModelSettings,
+    WeightSettings,
+    BatchingSettings,
+    ClusterSettings,
+    WorkerSettings,
+    MemorySettings,
+    TelemetrySettings,
+    EngineSettings,
+):
+    """The settings of one process, read once. Neither `repr` nor `str` shows a secret."""
+
+    @property
+    def profile(self) -> str:
+        """The machine profile in force."""
+        return self.machine_profile or self.gpu_type or self.pool
+
+    @property
+    def pool_size(self) -> int:
+        """Connections to the adapter for batches."""
+        return self.ipc_pool_size or self.max_concurrent_batches
+
+    @property
+    def cache_folder(self) -> Path:
+        return Path(self.local_cache or self.hf_home).expanduser()
+
+    @property
+    def tracing(self) -> Tracing:
+        """All that tracing reads."""
+        protocol = self.otel_exporter_otlp_traces_protocol or self.otel_exporter_otlp_protocol
+        endpoint = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_endpoint
+        if protocol == "http/protobuf":
+            endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+            if not self.otel_exporter_otlp_traces_endpoint:
+                endpoint = endpoint.rstrip("/") + "/v1/traces"
+        return Tracing(
+            self.tracing_enabled and not self.otel_sdk_disabled,
+            self.otel_service_name,
+            tuple(name for name in dict.fromkeys(self.otel_traces_exporter) if name != "none"),
+            protocol,
+            endpoint,
+            self.otel_traces_sampler,
+            self.otel_traces_sampler_arg,
+            "tracecontext" in self.otel_propagators,
+        )
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
+
+
+# Measured values that beat a documented default on one kind of machine. The documented default itself stays. cpu: 4,096
+# tokens keep a lane busy for some 0.2 s, and more would only lengthen the wait for it; 12 messages of one short text
+# each leave a forward pass dominated by its fixed cost (bench/results/overhead.md). An adapter on a CPU has a lane for
+# each core: as many batches as the lanes take, and SIE_RUST_PIPELINE_DEPTH, bound those there, where the documented 4
+# would leave cores idle.
+MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {
+        "SIE_MAX_BATCH_COST": "4096",
+        "SIE_BATCHER_MAX_BATCH_REQUESTS": "64",
+        "SIE_BATCHER_COALESCE_MS": "2",
+        "SIE_MAX_CONCURRENT_BATCHES": "64",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings with where each value came from, and what the operator should be told at start."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def load(
+    *, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, mode: Mode = "queue"
+) -> Loaded:
+    """Read all settings. `flags` maps variable names to the raw text of their command-line flags. Raises
+    SettingError.
+    """
+    environ = os.environ if environ is None else environ
+    flags = flags or {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    ignored: list[str] = []
+    for row in ROWS:
+        values[row.field], sources[row.name] = row.default, "default"
+        if row.name in flags:
+            values[row.field], sources[row.name] = row.read(flags[row.name]), "flag"
+        elif row.name in environ and not (row.is_standard and not environ[row.name].strip()):
+            try:
+                value = row.read(environ[row.name])
+            except SettingError as error:
+                if not row.is_standard:
+                    raise
+                ignored.append(f"{error}; it is ignored, {shown(row, row.default)} holds")
+                continue
+            values[row.field], sources[row.name] = value, "default" if value is None else "environment"
+    _complete_tracing(values, sources, environ)
+    profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
+    if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
+        profile = "cpu"  # under a name of the operator's
+    for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
+        if sources[name] == "default":
+            values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"
+    settings = Settings(**values)
+    _cross_check(settings)
+    return Loaded(
+        settings, sources, (*_warnings(sources, environ, mode), *(ignored if settings.tracing.enabled else ()))
+    )
+
+
+def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:
+    """What OpenTelemetry's variables say of each other where one is not set."""
+    if sources["OTEL_SERVICE_NAME"] == "default":
+        attributes = dict(
+            part.strip().partition("=")[::2] for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
+        )
+        if name := unquote(attributes.get("service.name", "")).strip():
+            values["otel_service_name"], sources["OTEL_SERVICE_NAME"] = name, "environment"
+    protocol = values["otel_exporter_otlp_traces_protocol"] or values["otel_exporter_otlp_protocol"]
+    if sources["OTEL_EXPORTER_OTLP_ENDPOINT"] == "default" and protocol == "http/protobuf":
+        values["otel_exporter_otlp_endpoint"] = "http://localhost:4318"
+
+
+def _cross_check(settings: Settings) -> None:
+    if settings.adaptive_min_quantum_ms > settings.adaptive_max_quantum_ms:
+        raise SettingError(
+            "SIE_ADAPTIVE_MIN_QUANTUM_MS",
+            f"{settings.adaptive_min_quantum_ms} is above SIE_ADAPTIVE_MAX_QUANTUM_MS {settings.adaptive_max_quantum_ms}",
+        )
+    if settings.health_publish_interval_ms >= settings.heartbeat_timeout_ms:
+        raise SettingError(
+            "SIE_HEALTH_PUBLISH_INTERVAL_MS",
+            f"{settings.health_publish_interval_ms} is not below SIE_HEARTBEAT_TIMEOUT_MS {settings.heartbeat_timeout_ms}",
+        )
+
+
+def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode) -> list[str]:
+    told = [
+        f"{name} is set, but no such setting exists"
+        for name in sorted(environ)
+        if name.startswith("SIE_") and name not in BY_NAME
+    ]
+    for row in ROWS:
+        if sources[row.name] not in ("flag", "environment"):
+            continue
+        if row.mode is not None and row.mode != mode:
+            told.append(
+                f"{row.name} is set, but has no effect {'with --standalone' if mode == 'standalone' else 'in queue mode'}"
+            )
+        if row.waits_for:
+            told.append(f"{row.name} is set, but this version has no {row.waits_for} yet")
+    return told
+
+
+def default_worker_id() -> str:
+    """The host name, which is the pod's name in Kubernetes; a UUID where it says nothing."""
+    name = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")[:63]
+    return name if name and name != "localhost" else str(uuid.uuid4())

@@ -1,0 +1,236 @@
+"""The types of setting values: what text each accepts, and what it becomes."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from sie_contracts.topology import pool_name
+
+Parse = Callable[[str], Any]
+Kind = tuple[str, Parse]  # what completes "expected ...", and the parser, which raises ValueError
+
+
+class Secret:
+    """A string that does not print. Compare with `matches`, which takes the same time for every wrong value of a
+    length.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def matches(self, candidate: str) -> bool:
+        return hmac.compare_digest(self._value.encode(), candidate.encode())
+
+    def __repr__(self) -> str:
+        return "***"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and self.matches(other._value)
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("true", "1", "yes", "on"):
+        return True
+    if lowered in ("false", "0", "no", "off"):
+        return False
+    raise ValueError
+
+
+def whole(low: int, high: int | None = None) -> Kind:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text):
+            raise ValueError
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise ValueError
+        return value
+
+    return (f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"), parse
+
+
+def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Kind:
+    def parse(text: str) -> float:
+        value = float(text)
+        if math.isnan(value) or value < low or value > high or (open_low and value == low) or math.isinf(value):
+            raise ValueError
+        return value
+
+    bound = f"{'above' if open_low else 'of at least'} {low:g}"
+    return f"a number {bound}" + ("" if math.isinf(high) else f" and at most {high:g}"), parse
+
+
+def choice(*values: str) -> Kind:
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError
+        return text.lower()
+
+    return "one of " + ", ".join(values), parse
+
+
+def choices(*values: str) -> Kind:
+    def parse(text: str) -> tuple[str, ...]:
+        found = _list_of(text.lower())
+        if not set(found) <= set(values):
+            raise ValueError
+        return found
+
+    return "a comma-separated list of " + ", ".join(values), parse
+
+
+def pattern(expected: str, pattern: str, *, lower: bool = False) -> Kind:
+    compiled = re.compile(pattern)
+
+    def parse(text: str) -> str:
+        value = text.lower() if lower else text
+        if not compiled.fullmatch(value):
+            raise ValueError
+        return value
+
+    return expected, parse
+
+
+def _list_of(text: str) -> tuple[str, ...]:
+    values = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not values:
+        raise ValueError
+    return values
+
+
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?", re.IGNORECASE)
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    found = _list_of(text)
+    if not all(_HOST.fullmatch(host) for host in found):
+        raise ValueError
+    return found
+
+
+def _secret(text: str) -> Secret:
+    if not text:
+        raise ValueError
+    return Secret(text)
+
+
+def password(text: str) -> Secret:
+    """As it is, with the spaces around it: who compares it does not know that they mean nothing."""
+    return Secret(text)
+
+
+def _secrets(text: str) -> tuple[Secret, ...]:
+    return tuple(Secret(part) for part in _list_of(text))
+
+
+def _url(*schemes: str) -> Kind:
+    def parse(text: str) -> str:
+        for part in text.split(","):
+            pieces = urlsplit(part.strip())
+            if pieces.scheme not in schemes or not pieces.netloc:
+                raise ValueError
+            _ = pieces.port  # raises ValueError out of range
+        return text
+
+    return "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes), parse
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """Where objects are kept: `scheme` s3 or gs with bucket and prefix, or file with an absolute path and no bucket."""
+
+    scheme: Literal["s3", "gs", "file"]
+    bucket: str
+    path: str
+
+
+def store_url(text: str) -> StoreUrl:
+    """`s3://bucket/prefix`, `gs://bucket/prefix`, `file:///path` or a path. Raises ValueError."""
+    pieces = urlsplit(text)
+    if not pieces.scheme and text.strip():
+        return StoreUrl("file", "", os.path.abspath(text))
+    if pieces.query or pieces.fragment:
+        raise ValueError("neither a query nor a fragment")
+    if pieces.scheme == "file" and pieces.netloc in ("", "localhost") and pieces.path.strip("/"):
+        return StoreUrl("file", "", os.path.abspath(unquote(pieces.path)))
+    if pieces.scheme in ("s3", "gs") and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", pieces.netloc):
+        return StoreUrl("s3" if pieces.scheme == "s3" else "gs", pieces.netloc, unquote(pieces.path).strip("/"))
+    raise ValueError
+
+
+def _store(*, file_urls: bool = True, paths: bool = True) -> Parse:
+    def parse(text: str) -> str:
+        if store_url(text).scheme == "file" and not (file_urls if text.startswith("file:") else paths):
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _socket_path(text: str) -> str:
+    if not text.startswith("/") or len(text.encode()) > 100:
+        raise ValueError
+    return text
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict")
+    pairs = []
+    for part in _list_of(text):
+        operation, equals, model = part.partition("=")
+        if not equals or operation not in allowed or not model:
+            raise ValueError
+        pairs.append((operation, model))
+    return tuple(pairs)
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+def _collector(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9._-]+:\d{1,5}", text) else str(HTTP[1](text))
+
+
+BOOL = ("true or false", _boolean)
+TEXT = ("some text", _text)
+LIST = ("a comma-separated list", _list_of)
+SECRET = ("a secret", _secret)
+SECRETS = ("a comma-separated list of secrets", _secrets)
+PASSWORD = ("a password", password)
+PATH = ("a path", _text)
+PORT = whole(0, 65535)
+HTTP = _url("http", "https")
+COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collector
+PROTOCOL = choice("grpc", "http/protobuf")
+LABEL = pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
+DEVICE = pattern("auto, cuda, cuda:N, mps or cpu", r"auto|cpu|mps|cuda(:\d+)?", lower=True)
+STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)
+CLUSTER_STORE = "s3://bucket/prefix or gs://bucket/prefix", _store(file_urls=False, paths=False)
+PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _store()
+POOL = "1 to 63 letters, digits, _ or -", pool_name
+NATS = _url("nats", "tls")
+HOSTS = "a comma-separated list of host names, *.suffixes or *", _hosts
+SOCKET = "an absolute path of at most 100 bytes", _socket_path
+DEFAULT_MODELS = (
+    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict",
+    _pairs,
+)
+SECRETIVE = frozenset({_secret, _secrets, password})  # parsers of values that are never shown
