@@ -26,21 +26,23 @@ from overlays import wanted_models
 
 from sie_adapter import dependencies
 from sie_broker.memory import MemoryServer
+from sie_cli.cluster import Cluster
 from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
-from sie_cli.models.service import Service
+from sie_cli.models.service import Service, Write
 from sie_config.app import ConfigService, create_app
 from sie_config.store import open_store
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue, packaged_folder, parse_entry
-from sie_contracts.settings import SettingError
+from sie_contracts.settings import SettingError, load
 from sie_runtime.feed import read_bundles
 from sie_runtime.http import HttpServer
 from sie_sidecar.process import _known
 
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
+PLAIN = Write(Cluster(load(environ={}).settings, {}, Path()))
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
 BUNDLES = {"default": Bundle("default", families=("toy",)), "eyes": Bundle("eyes", families=("eye",))}
 ENTRY = """\
@@ -248,9 +250,9 @@ def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeyp
     )
     flaky = Flaky([httpx.ReadTimeout("no answer"), busy, httpx.Response(200, json={}), httpx.Response(200, json={})])
     with Service("http://config", ADMIN, flaky) as service:
-        service.write("PATCH", "/v1/configs/models/a", b"{}")
+        service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN)
     with Service("http://config", ADMIN, flaky) as service:
-        service.write("PATCH", "/v1/configs/models/a", b"{}")
+        service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN)
     first, again, third, other = flaky.keys
     assert first == again == third != other
 
@@ -264,7 +266,7 @@ def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
     busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": after}, json={})
     flaky = Flaky([busy, httpx.Response(200, json={"is": "done"})])
     with Service("http://config", ADMIN, flaky) as service:
-        assert service.write("PATCH", "/v1/configs/models/a", b"{}").body == {"is": "done"}
+        assert service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN).body == {"is": "done"}
 
 
 def test_a_patch_is_made_of_fields() -> None:

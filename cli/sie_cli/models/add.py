@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import click
@@ -10,7 +9,7 @@ import click
 from sie_cli.cluster import CONFIG_URL, Cluster
 from sie_cli.models.catalogue import document, tell
 from sie_cli.models.inspect import described, source_arguments
-from sie_cli.models.service import MODELS, YAML, path_of, service_of, write_options
+from sie_cli.models.service import MODELS, YAML, Write, path_of, write_options
 from sie_cli.refusal import Refused
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import ModelEntry, packaged_folder
@@ -34,18 +33,13 @@ from sie_runtime.feed import read_folder
     metavar="DIR",
     help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.",
 )
-@click.option("--force", is_flag=True, help="Replace a model that is there.")
-@functools.partial(write_options, looks_around=False)
+@write_options("Replace a model that is there.", looks_around=False)
 def add(
-    cluster: Cluster,
+    write: Write,
     source: str,
     revision: str | None,
     name: str,
     models_dir: str | None,
-    force: bool,
-    dry_run: bool,
-    if_match: int | None,
-    output: str | None,
 ) -> None:
     """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names
     one; else of a local folder.
@@ -60,22 +54,21 @@ def add(
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
     at a config service  added at once, for all gateways and workers; what is written there no folder overrides
     """
-    settings = cluster.settings
+    cluster, settings = write.cluster, write.cluster.settings
     if models_dir is not None and cluster.sources[CONFIG_URL] == "flag":
         raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
     if models_dir is None and settings.config_service_url:
-        text, entry = _entry_of(settings, source, name, revision)
-        _post(text, entry, cluster, output, force=force, dry_run=dry_run, if_match=if_match)
+        _post(write, *_entry_of(settings, source, name, revision))
         return
-    if if_match is not None or output is not None:
+    if write.if_match is not None or write.output is not None:
         raise click.UsageError(
             "--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL"
         )
     folder = models_dir or settings.models_dir or USUAL
     if folder.startswith(("s3://", "gs://")):
         raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
-    _write(*_entry_of(settings, source, name, revision), Path(folder).expanduser(), force=force, dry_run=dry_run)
-    if not dry_run:
+    _write(write, *_entry_of(settings, source, name, revision), Path(folder).expanduser())
+    if not write.dry_run:
         click.echo(who_reads(Path(folder).expanduser().absolute(), cluster))
 
 
@@ -152,36 +145,27 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     click.echo(f"checked the files in {found.folder}", err=True)
 
 
-def _post(
-    text: str,
-    entry: ModelEntry | Alias,
-    cluster: Cluster,
-    output: str | None,
-    *,
-    force: bool,
-    dry_run: bool,
-    if_match: int | None,
-) -> None:
+def _post(write: Write, text: str, entry: ModelEntry | Alias) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
-    with service_of(cluster, writes=True) as service:
-        is_there = force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
+    with write.service() as service:
+        is_there = write.force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
         method, path = ("PUT", path_of(entry.id)) if is_there else ("POST", MODELS)
-        answer = service.write(method, path, text.encode(), YAML, dry_run=dry_run, if_match=if_match, force=force)
-        tell(answer, output, dry_run=dry_run)
+        answer = service.write(method, path, text.encode(), YAML, asked=write)
+        tell(write, answer)
     if isinstance(entry, ModelEntry) and entry.weights.path:
         click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
 
 
-def _write(text: str, entry: ModelEntry | Alias, folder: Path, *, force: bool, dry_run: bool) -> None:
+def _write(write: Write, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
     """Write the entry where `sie serve` reads it."""
     if entry.id.startswith("bundles/"):
         raise Refused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
     file = folder / f"{entry.id}.yaml"
-    if file.exists() and not force:
+    if file.exists() and not write.force:
         raise Refused(f"{file} exists: --force replaces it")
-    if _is_other_packaged(entry) and not force:
+    if _is_other_packaged(entry) and not write.force:
         raise Refused(f"{entry.id} is a model of the packaged catalogue: --force replaces it, --id gives another name")
-    if dry_run:
+    if write.dry_run:
         click.echo(f"dry run, nothing is written: {file} would be\n{text}", nl=False)
         return
     file.parent.mkdir(parents=True, exist_ok=True)

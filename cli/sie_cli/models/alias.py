@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
 import msgspec
 
-from sie_cli.cluster import Cluster
 from sie_cli.models.catalogue import tell
-from sie_cli.models.service import MODELS, path_of, service_of, write_options
+from sie_cli.models.service import MODELS, Write, path_of, write_options
 from sie_cli.refusal import Refused
 
 DEFAULT_SHARE = 0.1
@@ -23,19 +23,12 @@ DEFAULT_SHARE = 0.1
     metavar="MODEL[=SHARE]",
     help=f"Gets a copy of this share of the requests.  [default share: {DEFAULT_SHARE:g}]",
 )
-@click.option(
-    "--force", is_flag=True, help="Although the models do not give alike results: an index would mix vectors."
-)
-@write_options
+@write_options("Although the models do not give alike results: an index would mix vectors.")
 def alias(
-    cluster: Cluster,
+    write: Write,
     name: str,
     targets: tuple[str, ...],
     shadow: str | None,
-    force: bool,
-    dry_run: bool,
-    if_match: int | None,
-    output: str | None,
 ) -> None:
     """Let requests for NAME go to MODEL, now and until the next such write; a model is named as in a request, with
     @revision and :profile.
@@ -50,9 +43,9 @@ def alias(
     sie models alias search my/model                               flip; `sie models rollback search N` goes back
     sie models compare BAAI/bge-m3 my/model --sample texts.txt     what would change
     """
-    wanted: dict[str, Any] = {"alias": [_target(text) for text in targets], "force": force or None}
+    wanted: dict[str, Any] = {"alias": [_target(text) for text in targets], "force": write.force or None}
     wanted["shadow"] = None if shadow is None else _shadow(shadow)
-    with service_of(cluster, writes=True) as service:
+    with write.service() as service:
         present = next((each for each in service.read(MODELS).body["models"] if each["model_id"] == name), None)
         if present is not None and "alias" not in present:
             raise Refused(f"{name} is a model: give the alias another name, or remove the model first")
@@ -64,8 +57,8 @@ def alias(
                 MODELS,
                 {"id": name, **{key: value for key, value in wanted.items() if value is not None}},
             )
-        answer = service.write(method, path, msgspec.json.encode(body), dry_run=dry_run, if_match=if_match)
-    tell(answer, output, dry_run=dry_run)
+        answer = service.write(method, path, msgspec.json.encode(body), asked=replace(write, force=False))
+    tell(write, answer)
 
 
 def _target(text: str) -> dict[str, Any]:

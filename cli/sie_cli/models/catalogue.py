@@ -19,6 +19,7 @@ from sie_cli.models.service import (
     MODELS,
     YAML,
     Answer,
+    Write,
     path_of,
     service_of,
     service_options,
@@ -161,18 +162,8 @@ def _show_status(body: dict[str, Any]) -> None:
     metavar="FILE",
     help="Replace all by FILE; - is standard input.",
 )
-@click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
-@write_options
-def set_command(
-    cluster: Cluster,
-    model: str,
-    changes: tuple[str, ...],
-    file: Path | None,
-    force: bool,
-    dry_run: bool,
-    if_match: int | None,
-    output: str | None,
-) -> None:
+@write_options("Although an alias needs the model as it is.")
+def set_command(write: Write, model: str, changes: tuple[str, ...], file: Path | None) -> None:
     """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
 
     \b
@@ -188,47 +179,26 @@ def set_command(
         method, body, content_type = "PUT", *document(file)
     else:
         method, body, content_type = "PATCH", msgspec.json.encode(patch_of(changes)), JSON
-    with service_of(cluster, writes=True) as service:
-        answer = service.write(
-            method, path_of(model), body, content_type, dry_run=dry_run, if_match=if_match, force=force
-        )
-    tell(answer, output, dry_run=dry_run)
+    tell(write, write.send(method, path_of(model), body, content_type))
 
 
 @click.command()
 @click.argument("model", metavar="ID")
-@click.option("--force", is_flag=True, help="Although an alias needs the model.")
-@write_options
-def rm(cluster: Cluster, model: str, force: bool, dry_run: bool, if_match: int | None, output: str | None) -> None:
+@write_options("Although an alias needs the model.")
+def rm(write: Write, model: str) -> None:
     """Remove model ID. Its history stays: `sie models rollback` brings it back."""
-    with service_of(cluster, writes=True) as service:
-        answer = service.write("DELETE", path_of(model), b"", dry_run=dry_run, if_match=if_match, force=force)
-    tell(answer, output, dry_run=dry_run, removed=True)
+    tell(write, write.send("DELETE", path_of(model)), removed=True)
 
 
 @click.command()
 @click.argument("model", metavar="ID")
 @click.argument("revision", type=click.IntRange(1))
-@click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
-@write_options
-def rollback(
-    cluster: Cluster,
-    model: str,
-    revision: int,
-    force: bool,
-    dry_run: bool,
-    if_match: int | None,
-    output: str | None,
-) -> None:
+@write_options("Although an alias needs the model as it is.")
+def rollback(write: Write, model: str, revision: int) -> None:
     """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this
     way too.
     """
-    body = msgspec.json.encode({"revision": revision})
-    with service_of(cluster, writes=True) as service:
-        answer = service.write(
-            "POST", path_of(model, "/rollback"), body, dry_run=dry_run, if_match=if_match, force=force
-        )
-    tell(answer, output, dry_run=dry_run)
+    tell(write, write.send("POST", path_of(model, "/rollback"), msgspec.json.encode({"revision": revision})))
 
 
 def document(file: Path) -> tuple[bytes, str]:
@@ -279,7 +249,7 @@ def _names(path: str) -> list[str]:
     return []
 
 
-def tell(answer: Answer, output: str | None, *, dry_run: bool, removed: bool = False) -> None:
+def tell(write: Write, answer: Answer, *, removed: bool = False) -> None:
     """Print what a write did, or would do."""
     body = answer.body
 
@@ -287,7 +257,7 @@ def tell(answer: Answer, output: str | None, *, dry_run: bool, removed: bool = F
         where = f"at revision {body['revision']}" + (", removed" if removed else "")
         click.echo(
             f"dry run, nothing is stored: {body['model_id']} would be {where}"
-            if dry_run
+            if write.dry_run
             else f"{body['model_id']} is {where}"
         )
         if body["created_profiles"]:
@@ -295,7 +265,7 @@ def tell(answer: Answer, output: str | None, *, dry_run: bool, removed: bool = F
         if body["existing_profiles_skipped"] and not body["created_profiles"] and not removed:
             click.echo(f"unchanged profiles: {', '.join(body['existing_profiles_skipped'])}")
 
-    _print(body, output, lines)
+    _print(body, write.output, lines)
     for warning in body["warnings"]:
         click.echo(f"warning: {warning}{_WARNINGS.get(warning, '')}", err=True)
 

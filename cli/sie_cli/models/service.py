@@ -8,12 +8,13 @@ call ──► config service ──► body
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import click
@@ -40,6 +41,28 @@ class Answer:
     status: int
     body: Any
     revision: int | None = None
+
+
+@dataclass(frozen=True)
+class Write:
+    """How somebody wants a write done: at which cluster, only checked (`dry_run`), only of the revision `if_match`,
+    with `force`, and how its answer is printed (`output`: table, json, yaml).
+    """
+
+    cluster: Cluster
+    dry_run: bool = False
+    if_match: int | None = None
+    output: str | None = None
+    force: bool = False
+
+    def service(self) -> Service:
+        """Raises UsageError where no address is known."""
+        return service_of(self.cluster, writes=True)
+
+    def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> Answer:
+        """Raises UsageError, Refused."""
+        with self.service() as service:
+            return service.write(method, path, body, content_type, asked=self)
 
 
 class Service:
@@ -70,15 +93,13 @@ class Service:
         body: bytes,
         content_type: str = JSON,
         *,
-        dry_run: bool = False,
-        if_match: int | None = None,
-        force: bool = False,
+        asked: Write,
     ) -> Answer:
         """A write, done once at most. Raises Refused."""
         headers = {"content-type": content_type, "idempotency-key": f"{self._key}-{method.lower()}"}
-        if if_match is not None:
-            headers["if-match"] = f'"{if_match}"'
-        flags = [name for name, is_given in (("dry_run", dry_run), ("force", force)) if is_given]
+        if asked.if_match is not None:
+            headers["if-match"] = f'"{asked.if_match}"'
+        flags = [name for name in ("dry_run", "force") if getattr(asked, name)]
         return self._asked(
             method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers
         )
@@ -216,16 +237,34 @@ def service_options(command: F, *, looks_around: bool = True) -> F:
     return cluster_options(CONFIG_URL, looks_around=looks_around)(output(command))
 
 
-def write_options(command: F, *, looks_around: bool = True) -> F:
-    """The options of every write: those of `service_options`, --if-match and --dry-run."""
-    if_match = click.option(
-        "--if-match",
-        type=click.IntRange(0),
-        metavar="REVISION",
-        help="Only if this is the present revision, else refuse.",
+def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
+    """Give a command the Write as its first argument, by the options of `service_options`, --if-match, --dry-run and
+    --force, which means what `force` says.
+    """
+    options = (
+        click.option("--force", is_flag=True, help=force),
+        click.option(
+            "--if-match",
+            type=click.IntRange(0),
+            metavar="REVISION",
+            help="Only if this is the present revision, else refuse.",
+        ),
+        click.option("--dry-run", is_flag=True, help="Do all checks and store nothing."),
     )
-    dry_run = click.option("--dry-run", is_flag=True, help="Do all checks and store nothing.")
-    return service_options(if_match(dry_run(command)), looks_around=looks_around)
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def run(
+            cluster: Cluster, *, dry_run: bool, if_match: int | None, output: str | None, force: bool, **given: Any
+        ) -> Any:
+            return command(Write(cluster, dry_run, if_match, output, force), **given)
+
+        decorated = cast(F, run)
+        for option in reversed(options):
+            decorated = option(decorated)
+        return service_options(decorated, looks_around=looks_around)
+
+    return decorate
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> Service:
