@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_once import made_once
 from parity.checkpoints import MAX_TOKENS
 from parity.score_checkpoints import (
     TAU,
@@ -350,7 +351,7 @@ def test_a_head_that_reads_the_first_token_alone_is_known(kind: str, load: Load)
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_cross_encoder(tmp_path_factory.mktemp("trained") / "sts-b")
+    return made_once(tmp_path_factory, "trained-cross-encoder", trained_cross_encoder)
 
 
 @pytest.mark.timeout(400)

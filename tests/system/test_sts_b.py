@@ -5,6 +5,7 @@ its ranking.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import local_models
@@ -13,6 +14,7 @@ import oracle
 import pytest
 from cluster import Cluster, running
 from local_models import LocalModels
+from made_once import made_once
 from parity.score_checkpoints import sts_pairs, trained_cross_encoder
 from scipy.stats import spearmanr
 
@@ -23,11 +25,16 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "trained-cross-encoder", trained_cross_encoder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, trained: Path) -> LocalModels:
     found = local_models.under(tmp_path_factory.mktemp("sts-b"))
     found.build("mini")
-    trained_cross_encoder(found.weights / "trained")
-    found.add("trained", {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": 128})
+    entry = {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": 128}
+    found.add("trained", {**entry, "weights": {"path": str(trained)}})
     return found
 
 
@@ -60,7 +67,7 @@ def test_minilm_ranks_as_published(client: httpx.Client, model: str, low: float,
     assert low <= spearmanr(scores, gold).statistic <= high
 
 
-def test_a_trained_cross_encoder_scores_like_the_library(client: httpx.Client, models: LocalModels) -> None:
+def test_a_trained_cross_encoder_scores_like_the_library(client: httpx.Client, trained: Path) -> None:
     from sentence_transformers import CrossEncoder
 
     pairs = sts_pairs("test")[:PAIRS]
@@ -68,7 +75,7 @@ def test_a_trained_cross_encoder_scores_like_the_library(client: httpx.Client, m
     for left, right, _ in pairs:
         answer = client.post("/v1/score/test/trained", json={"query": left, "items": [right]})
         scores.append(answer.json()["scores"][0]["score"])
-    library = CrossEncoder(str(models.weights / "trained"), device="cpu", max_length=128)
+    library = CrossEncoder(str(trained), device="cpu", max_length=128)
     expected = library.predict([(left, right) for left, right, _ in pairs], show_progress_bar=False)
     assert np.abs(np.array(scores) - expected).max() <= 1e-4
     assert spearmanr(scores, [gold for *_, gold in pairs]).statistic >= 0.8
