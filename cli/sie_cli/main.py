@@ -15,17 +15,17 @@ import click
 import msgspec
 
 import sie_contracts
-from sie_cli.airgap import airgap
-from sie_cli.bench import bench
-from sie_cli.dlq import dlq
-from sie_cli.doctor import doctor
-from sie_cli.keys import keys
-from sie_cli.models import models
-from sie_cli.models.weights import weights
-from sie_cli.options import AnyPosition, ManyOptions, loaded, refuse, settings_options
-from sie_cli.serve import DRAIN, LAME_DUCK, SPARE, serve
-from sie_cli.top import top
-from sie_cli.topology import topology
+from sie_cli.options import (
+    DRAIN,
+    LAME_DUCK,
+    SPARE,
+    AnyPosition,
+    Commands,
+    ManyOptions,
+    loaded,
+    refuse,
+    settings_options,
+)
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import ROWS, SettingError, shown
 from sie_runtime.process import Stop, own_stderr
@@ -64,7 +64,25 @@ class _Program(AnyPosition):
             os._exit(ended.code or 0)
 
 
-@click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+ELSEWHERE = {
+    "serve": "sie_cli.serve:serve",
+    "airgap": "sie_cli.airgap:airgap",
+    "dlq": "sie_cli.dlq:dlq",
+    "doctor": "sie_cli.doctor:doctor",
+    "keys": "sie_cli.keys:keys",
+    "models": "sie_cli.models:models",
+    "bench": "sie_cli.bench:bench",
+    "top": "sie_cli.top:top",
+    "topology": "sie_cli.topology:topology",
+    "weights": "sie_cli.models.weights:weights",
+}
+
+
+@click.group(
+    cls=_Program,
+    commands=Commands(ELSEWHERE),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140},
+)
 @click.version_option(sie_contracts.__version__, prog_name="sie")
 def main() -> None:
     """SIE: encode, score and extract with the small models behind search and RAG.
@@ -220,15 +238,3 @@ def standalone(arguments: tuple[str, ...]) -> None:
     from sie_cli.standalone import standalone as command
 
     command.main(list(arguments), prog_name="sie standalone")
-
-
-main.add_command(serve)
-main.add_command(airgap)
-main.add_command(dlq)
-main.add_command(doctor)
-main.add_command(keys)
-main.add_command(models)
-main.add_command(bench)
-main.add_command(top)
-main.add_command(topology)
-main.add_command(weights)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -16,6 +17,16 @@ from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
 F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
     "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
+)
+# of more than one command
+DRAIN = "Longest wait for requests in progress at the end, seconds."
+LAME_DUCK = (
+    "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
+    "that it goes."
+)
+SPARE = (
+    "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a "
+    "worker)."
 )
 _WARNED = "Whoever started this process has told the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
@@ -97,6 +108,35 @@ class ManyOptions(click.Command):
         if param.opts[0] in self._first:
             return self.MOST_USED
         return param.heading if isinstance(param, SettingOption) else self.OWN
+
+
+class Commands(MutableMapping[str, click.Command]):
+    """The commands of a group by name. One given as `module:attribute` is imported when it is asked for, so that a
+    process of the cluster does not import what only an operator's commands need.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = dict(places)
+        self._commands: dict[str, click.Command] = {}
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._commands:
+            module, _, attribute = self._places[name].partition(":")
+            self._commands[name] = getattr(importlib.import_module(module), attribute)
+        return self._commands[name]
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._commands[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        self._places.pop(name, None)
+        self._commands.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._places, **self._commands})
+
+    def __len__(self) -> int:
+        return len({**self._places, **self._commands})
 
 
 class AnyPosition(click.Group):

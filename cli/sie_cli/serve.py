@@ -15,21 +15,12 @@ import click
 
 from sie_cli import access
 from sie_cli.data_dir import DataDir, InUse, default_data_dir
-from sie_cli.options import ManyOptions, flags_of, loaded, refuse, settings_options
+from sie_cli.options import SPARE, ManyOptions, flags_of, loaded, refuse, settings_options
 from sie_cli.preflight import Listener, Needs, faults
 from sie_cli.processes import LocalCluster, Plan
 from sie_contracts.settings import BY_NAME, Loaded, SettingError, Settings
 from sie_runtime.process import EXIT_BAD_SETTING
 
-DRAIN = "Longest wait for requests in progress at the end, seconds."
-LAME_DUCK = (
-    "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
-    "that it goes."
-)
-SPARE = (
-    "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a "
-    "worker)."
-)
 FIRST = (
     "--host",
     "--port",

@@ -292,3 +292,12 @@ def test_the_public_surface_of_the_sdk() -> None:
         "wire",
     }
     assert public - modules == set(sie_sdk.__all__)
+
+
+def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> None:
+    """What they need took a third of the processor time of its start."""
+    asked = (
+        "import sys, sie_cli.main; print(*(m for m in ('httpx', 'numpy', 'rich', 'sie_broker') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []
