@@ -6,7 +6,7 @@ To add a route, add its row, and its line to the scopes of `tests/unit/test_auth
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -194,13 +194,7 @@ _MAIN = (
 )
 _Tei = tuple[str, Handler, str, Any, Any]
 _EITHER_TEI: tuple[_Tei, ...] = (
-    (
-        "embed",
-        tei.embed,
-        "Dense vectors",
-        api.TeiEmbed,
-        Content(api.Embeddings, example=[[0.02, -0.07]]),
-    ),
+    ("embed", tei.embed, "Dense vectors", api.TeiEmbed, Content(api.Embeddings, example=[[0.02, -0.07]])),
     (
         "embed_all",
         tei.embed_all,
@@ -360,11 +354,9 @@ CONTROL: tuple[GatewayRoute, ...] = (
         scope="pools",
     ),
 )
-
-
-def _catalogue() -> Iterator[GatewayRoute]:
-    for each in config_routes.bound(configs.HANDLERS, "configs"):
-        yield GatewayRoute(**vars(each), shape=config_shape)
+CATALOGUE = tuple(
+    GatewayRoute(**vars(each), shape=config_shape) for each in config_routes.bound(configs.HANDLERS, "configs")
+)
 
 
 # what operates a gateway
@@ -439,7 +431,7 @@ OPERATIONS = (
     _socket(WORKER_PATH, "A worker of this gateway's own, every 200 ms"),
 )
 
-ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *_catalogue(), *OPERATIONS)
+ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *CATALOGUE, *OPERATIONS)
 TABLE = Table(ROUTES)
 PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN)
 

@@ -11,11 +11,11 @@ from fake_adapter import WIDTH, toy_entry
 from inprocess import GatewayProcess, InProcess
 
 from sie_contracts import options
-from sie_contracts.api import inference
+from sie_contracts.api import dialects, inference
 from sie_contracts.families import FAMILIES
 from sie_gateway import body as bodies
 from sie_gateway import reply
-from sie_gateway.dialects import vocabulary
+from sie_gateway.dialects import cohere, vocabulary
 from sie_gateway.routes import DIALECTS, TEI
 
 # declared, for clients that send them, and without a meaning here
@@ -100,4 +100,5 @@ def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
     assert values(inference.ScoreParams, "score_mode") == set(options.SCORE_MODES)
     assert set(get_args(inference.Dtype)) == set(reply.WIRE_DTYPES)
     (embeddings,) = (route.body.type for route in DIALECTS if route.path == "/v1/embeddings" and route.body is not None)
+    assert values(dialects.EmbedV1, "input_type") == set(cohere.INPUT_TYPES)
     assert values(embeddings, "token_encoding") == {"model", *vocabulary.NAMES}
