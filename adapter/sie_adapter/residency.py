@@ -117,7 +117,7 @@ class Permission:
     asked_s: float
     dropped: tuple[str, ...] = ()
 
-    def used_on(self, model: str) -> None:
+    def record_drop(self, model: str) -> None:
         """Note that `model` was unloaded."""
         self.dropped += (model,)
 
@@ -355,7 +355,7 @@ class Residency:
             if victim is None:
                 return False
             del self._residents[victim]
-            permission.used_on(victim)
+            permission.record_drop(victim)
         _logger.warning("unloaded %s: %s", victim, why)
         self._collect()
         return True
