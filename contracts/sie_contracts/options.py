@@ -21,17 +21,27 @@ from sie_contracts.api.inference import Dtype
 from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults, needs_labels
 from sie_contracts.errors import InvalidInput
 from sie_contracts.families import FAMILIES
-from sie_contracts.messages import Operation, RunOptions, Truncate
+from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.muvera import Muvera
 from sie_contracts.names import did_you_mean
+from sie_contracts.option_values import (
+    any_value,
+    bad,
+    boolean,
+    hypothesis,
+    integer,
+    number,
+    one_of,
+    text,
+    truncate,
+    weights,
+)
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
 # Characters of what is repeated, or is only a name. Everything else is bounded by the size of a message.
-MAX_HYPOTHESIS = 1000
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
-MAX_OWN_BYTES = 64 << 10  # of an option that only a family of somebody else's knows
 DTYPES: tuple[str, ...] = get_args(Dtype)
 # what a score of a model with several outputs is computed from
 SCORE_MODES = {
@@ -113,21 +123,8 @@ def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, An
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _bad(path, value, "a map or null")
+        raise bad(path, value, "a map or null")
     return value
-
-
-def _bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
-    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
-
-
-def describe(value: object) -> str:
-    """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type
-    alone.
-    """
-    if value is None or isinstance(value, bool | int | float):
-        return "null" if value is None else repr(value)
-    return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
 
 
 @dataclass(frozen=True)
@@ -160,16 +157,16 @@ def run_options(
     own = families.row(entry.family).parameters if entry.family in FAMILIES else None
     parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
     common: dict[str, Any] = {
-        "truncate": _truncate(*given.get("truncate")),
+        "truncate": truncate(*given.get("truncate")),
         "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
         "lora": _lora(entry, defaults, given),
-        "instruction": _text(*given.get("instruction")) or defaults.instruction or "",
+        "instruction": text(*given.get("instruction")) or defaults.instruction or "",
         "parameters": parameters,
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
     run = RunOptions(**common, **merge(entry, defaults, given, parameters))
-    on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
-    timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
+    on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
+    timing = one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
     unused = list(
         itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MAX_WARNINGS)
     )
@@ -216,9 +213,7 @@ def _encode(
     muvera = _muvera(entry, defaults, *given.get("muvera"))
     outputs = _outputs(entry, defaults, *given.get("output_types"), muvera=muvera is not None)
     path, value = given.get("output_dtype")
-    dtype = _one_of(
-        path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype"
-    )
+    dtype = one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
     is_query = _is_query(defaults, given)
     prefix, suffix = _prompt(entry, defaults, given, is_query=is_query)
     return {
@@ -228,8 +223,8 @@ def _encode(
         "dtype": dtype,
         "is_query": is_query,
         "muvera": muvera,
-        "pooling": _one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
-        "normalize": _boolean(
+        "pooling": one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
+        "normalize": boolean(
             *given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
         ),
         "dimensions": _dimensions(entry, defaults, *given.get("dimensions")),
@@ -273,7 +268,7 @@ def _extract(
     if labels is not None and not (
         isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)
     ):
-        raise _bad(path, labels, "a list of strings that are not empty")
+        raise bad(path, labels, "a list of strings that are not empty")
     if labels is not None and len(labels) > MAX_LABELS:
         raise InvalidInput(
             f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path
@@ -290,7 +285,7 @@ def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozens
     for name in names:
         path, value = given.get(name)
         if value is not None:
-            found[name] = _CHECKS[name](path, value) if name in _CHECKS else _own(path, value)
+            found[name] = _CHECKS[name](path, value) if name in _CHECKS else any_value(path, value)
     return found
 
 
@@ -312,7 +307,7 @@ def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *,
             else tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
         )
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _bad(path, value, "a list of output names")
+        raise bad(path, value, "a list of output names")
     for name in value:
         if name not in allowed:
             raise InvalidInput(
@@ -334,7 +329,7 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
         if isinstance(layer, dict):
             chosen = muvera.parse(layer, chosen, where)
     if not isinstance(wanted, bool | dict):
-        raise _bad(path, wanted, "true, false or a map")
+        raise bad(path, wanted, "true, false or a map")
     chosen.width(entry.outputs["multivector"], path)
     return chosen
 
@@ -343,7 +338,7 @@ def _lora(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
     (path, first), (alias, second) = given.get("lora_id"), given.get("lora")
     if first is not None and second is not None and first != second:
         raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
-    name = _text(path, first) or _text(alias, second) or defaults.lora or ""
+    name = text(path, first) or text(alias, second) or defaults.lora or ""
     if len(name) > MAX_LORA:
         raise InvalidInput(
             f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path
@@ -357,7 +352,7 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     if value is None or value == resolved.profile:
         return resolved
     if not isinstance(value, str):
-        raise _bad(path, value, "the name of a profile")
+        raise bad(path, value, "the name of a profile")
     if value == "default":
         return resolved
     if resolved.profile != "default":
@@ -374,96 +369,14 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     )
 
 
-def _text(path: str, value: Any) -> str:
-    if value is not None and not isinstance(value, str):
-        raise _bad(path, value, "a string")
-    return value or ""
-
-
-def _boolean(path: str, value: Any, *, default: bool = False) -> bool:
-    if value is None:
-        return default
-    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
-        return bool(value)
-    raise _bad(path, value, "true or false")
-
-
-def _one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str, reason: str = "schema") -> str:
-    if value is None:
-        return default
-    if not isinstance(value, str) or value not in choices:
-        raise _bad(path, value, f"one of {', '.join(choices)}", reason)
-    return choices[value]
-
-
-def _integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int or not low <= value <= high:
-        raise _bad(path, value, expected)
-    return int(value)
-
-
-def _number(path: str, value: Any) -> float:
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    if type(value) is int and abs(value) < 1 << 63:
-        return float(value)
-    raise InvalidInput(
-        f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path
-    )
-
-
-def _weights(path: str, value: Any) -> dict[str, float]:
-    names = ("dense", "sparse", "colbert")
-    if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
-        raise _bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
-    found = {name: _number(f"{path}.{name}", weight) for name, weight in value.items()}
-    for name, weight in found.items():
-        if weight < 0:
-            raise _bad(f"{path}.{name}", weight, "at least 0")
-    return found
-
-
-def _hypothesis(path: str, value: Any) -> str:
-    if not isinstance(value, str) or value.count("{}") != 1 or len(value) > MAX_HYPOTHESIS:
-        raise _bad(path, value, f"a string of at most {MAX_HYPOTHESIS} characters with {{}} in the place of the label")
-    return value
-
-
-def _own(path: str, value: Any) -> Any:
-    """An option that its family checks, if it can travel."""
-    try:
-        size = len(msgspec.msgpack.encode(value))
-    except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(
-            f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path
-        ) from error
-    if size > MAX_OWN_BYTES:
-        raise InvalidInput(f"{path}: expected at most {MAX_OWN_BYTES} bytes, got {size}", reason="schema", param=path)
-    return value
-
-
-def _truncate(path: str, value: Any) -> Truncate:
-    if value is None or value is True:
-        return "END"
-    if value is False:
-        return "NONE"
-    choices: tuple[Truncate, ...] = ("END", "START", "NONE")
-    for choice in choices:
-        if isinstance(value, str) and value.upper() == choice:
-            return choice
-    raise _bad(path, value, "one of END, START, NONE")
-
-
 def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> int:
     if value is None:
         return 0
     native = entry.outputs.get("dense", 0) or entry.outputs.get("multivector", 0)
     allowed = sorted({native, *(defaults.dimensions or ())} - {0})
     if isinstance(value, float) and (math.isnan(value) or math.isinf(value)):
-        raise _bad(path, value, "a whole number")
-    width = _integer(path, value, "a whole number", 1, 1 << 20)
+        raise bad(path, value, "a whole number")
+    width = integer(path, value, "a whole number", 1, 1 << 20)
     if width not in allowed:
         raise InvalidInput(
             f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}",
@@ -477,18 +390,18 @@ def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
     return (
         0
         if value is None
-        else _integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
+        else integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
     )
 
 
 def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
-    kind = _text(*given.get("input_type"))
-    return _boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
+    kind = text(*given.get("input_type"))
+    return boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
 
 
 def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
-    fallback = _text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
-    return _text(*given.get("instruction")) or defaults.instruction or fallback
+    fallback = text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
+    return text(*given.get("instruction")) or defaults.instruction or fallback
 
 
 def _prompt(
@@ -499,7 +412,7 @@ def _prompt(
     The template is cut at its own `{text}` first, so braces of a client mean nothing.
     """
     path, own = given.get("query_template" if is_query else "doc_template")
-    template = _text(path, own) or entry.prompts.get("query" if is_query else "document", "{text}")
+    template = text(path, own) or entry.prompts.get("query" if is_query else "document", "{text}")
     before, field, after = template.partition("{text}")
     if not field:
         raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)
@@ -513,20 +426,20 @@ def _prompt(
                 param=path,
             )
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
-    chosen = _text(*given.get("instruction")) or defaults.instruction or _text(*given.get("default_instruction"))
+    chosen = text(*given.get("instruction")) or defaults.instruction or text(*given.get("default_instruction"))
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "threshold": _number,
-    "flat_ner": _boolean,
-    "multi_label": _boolean,
-    "merge_adjacent_entities": _boolean,
-    "precompute_labels": _boolean,
-    "raw_scores": _boolean,
-    "hypothesis_template": _hypothesis,
-    "score_weights": _weights,
-    "score_mode": lambda path, value: _one_of(
+    "threshold": number,
+    "flat_ner": boolean,
+    "multi_label": boolean,
+    "merge_adjacent_entities": boolean,
+    "precompute_labels": boolean,
+    "raw_scores": boolean,
+    "hypothesis_template": hypothesis,
+    "score_weights": weights,
+    "score_mode": lambda path, value: one_of(
         path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"
     ),
 }

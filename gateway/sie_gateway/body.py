@@ -16,7 +16,8 @@ from typing import Any
 from sie_contracts import arrays, plain
 from sie_contracts.errors import InvalidInput, PayloadTooLarge
 from sie_contracts.names import did_you_mean
-from sie_contracts.options import FIELDS, describe
+from sie_contracts.option_values import describe
+from sie_contracts.options import FIELDS
 
 MAX_BODY_BYTES = 256 << 20
 MAX_KEYS, MAX_KEY = 20, 64  # unknown ones that are looked at, and characters that are shown of one

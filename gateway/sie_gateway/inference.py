@@ -40,7 +40,8 @@ from sie_contracts.messages import (
     WorkItem,
     WorkResult,
 )
-from sie_contracts.options import TOKEN_STATES, RequestOptions, describe, run_options
+from sie_contracts.option_values import describe
+from sie_contracts.options import TOKEN_STATES, RequestOptions, run_options
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies

@@ -24,13 +24,13 @@ from sie_contracts.catalogue import (
 from sie_contracts.errors import BundleConflict, InvalidInput, ModelNotFound, ValidationFailed
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.muvera import Muvera
+from sie_contracts.option_values import describe
 from sie_contracts.options import (
     DTYPES,
     MAX_LABELS,
     RequestOptions,
     counting,
     decoding,
-    describe,
     run_options,
     tokenizing,
 )

@@ -65,6 +65,7 @@ CORE = {
     "sie_contracts.names",
     "sie_contracts.trace_context",
     "sie_contracts.messages",
+    "sie_contracts.option_values",
     "sie_contracts.options",
     "sie_contracts.ipc",
     "sie_contracts.topology",

@@ -11,7 +11,8 @@ from fake_adapter import toy_entry
 from sie_contracts.catalogue import Catalogue, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
-from sie_contracts.options import MAX_HYPOTHESIS, MAX_LORA, MAX_OWN_BYTES, run_options
+from sie_contracts.option_values import MAX_HYPOTHESIS, MAX_OWN_BYTES
+from sie_contracts.options import MAX_LORA, run_options
 
 CLASSES = toy_entry("toy/classes", family="zero-shot-classifier", outputs={"classifications": {}})
 ENCODER = toy_entry("toy/encoder", family="text-encoder")

@@ -13,7 +13,7 @@ from typing import Any
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Priority
-from sie_contracts.options import describe
+from sie_contracts.option_values import describe
 from sie_gateway import body as bodies
 from sie_gateway.body import Item
 

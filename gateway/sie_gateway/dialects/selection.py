@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sie_contracts.catalogue import Resolved, classifies
 from sie_contracts.errors import InvalidInput
-from sie_contracts.options import describe
+from sie_contracts.option_values import describe
 from sie_gateway.call import Call
 from sie_gateway.capabilities import CAN
 from sie_gateway.inference import Inference

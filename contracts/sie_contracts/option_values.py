@@ -1,0 +1,113 @@
+"""The values of request parameters: each function checks one value and returns it as the model takes it.
+
+`path` is where the client wrote it. Each raises InvalidInput that names the path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Truncate
+
+MAX_HYPOTHESIS = 1000  # characters
+MAX_OWN_BYTES = 64 << 10  # of an option that only a family outside this project knows
+
+
+def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
+    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
+
+
+def describe(value: object) -> str:
+    """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type
+    alone.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else repr(value)
+    return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
+
+
+def text(path: str, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise bad(path, value, "a string")
+    return value or ""
+
+
+def boolean(path: str, value: Any, *, default: bool = False) -> bool:
+    if value is None:
+        return default
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise bad(path, value, "true or false")
+
+
+def one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str, reason: str = "schema") -> str:
+    if value is None:
+        return default
+    if not isinstance(value, str) or value not in choices:
+        raise bad(path, value, f"one of {', '.join(choices)}", reason)
+    return choices[value]
+
+
+def integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        raise bad(path, value, expected)
+    return int(value)
+
+
+def number(path: str, value: Any) -> float:
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if type(value) is int and abs(value) < 1 << 63:
+        return float(value)
+    raise InvalidInput(
+        f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path
+    )
+
+
+def weights(path: str, value: Any) -> dict[str, float]:
+    names = ("dense", "sparse", "colbert")
+    if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
+        raise bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
+    found = {name: number(f"{path}.{name}", weight) for name, weight in value.items()}
+    for name, weight in found.items():
+        if weight < 0:
+            raise bad(f"{path}.{name}", weight, "at least 0")
+    return found
+
+
+def hypothesis(path: str, value: Any) -> str:
+    if not isinstance(value, str) or value.count("{}") != 1 or len(value) > MAX_HYPOTHESIS:
+        raise bad(path, value, f"a string of at most {MAX_HYPOTHESIS} characters with {{}} in the place of the label")
+    return value
+
+
+def any_value(path: str, value: Any) -> Any:
+    """An option that its family checks, if it can travel."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise InvalidInput(
+            f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path
+        ) from error
+    if size > MAX_OWN_BYTES:
+        raise InvalidInput(f"{path}: expected at most {MAX_OWN_BYTES} bytes, got {size}", reason="schema", param=path)
+    return value
+
+
+def truncate(path: str, value: Any) -> Truncate:
+    if value is None or value is True:
+        return "END"
+    if value is False:
+        return "NONE"
+    choices: tuple[Truncate, ...] = ("END", "START", "NONE")
+    for choice in choices:
+        if isinstance(value, str) and value.upper() == choice:
+            return choice
+    raise bad(path, value, "one of END, START, NONE")
