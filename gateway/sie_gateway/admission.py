@@ -130,9 +130,8 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.heard)
-        self._shares: dict[
-            tuple[Lane, Priority], Shares
-        ] = {}  # lanes are those of the pools, the catalogue and the machine profiles
+        # lanes are those of the pools, the catalogue and the machine profiles
+        self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], Place] = {}
         self._open: dict[Ticket, Permits] = {}  # from their admission to their end
         self._gone: dict[str, tuple[Place, Entered]] = {}  # requests that ended before their results
@@ -183,24 +182,10 @@ class Admission:
         self._look(place, now_s)
         self.look_again(place)
         time_cost = place.costs([cost], [squares])[0]
-        refusal = place.judge(now_s, key, time_cost, budget_s, self._floor(place), client)
+        refusal = place.judge(now_s, key, time_cost, budget_s, self._settings.max_concurrent_requests, client)
         if refusal is not None:
-            self._refuse(
-                place,
-                "stalled" if refusal.is_stalled else "wait",
-                self._late(place, refusal, time_cost, budget_s, client),
-            )
-
-    def _floor(self, place: Place) -> float:
-        """The cost of as many requests as may be in progress, each the mean of those in the queue; at least what the
-        workers take in.
-        """
-        window = place.window
-        mean = window.cost / window.items if window.items else 0.0
-        return max(
-            self._settings.max_concurrent_requests * mean,
-            window.stretch() * sum(host.credit_cost for host in place.hosts),
-        )
+            self._count_refusal(place, "stalled" if refusal.is_stalled else "wait")
+            raise self._late(place, refusal, time_cost, budget_s, client)
 
     def _late(
         self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]
@@ -211,9 +196,8 @@ class Admission:
             message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"
         return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})
 
-    def _refuse(self, place: Place, reason: str, error: QueueFull) -> None:
+    def _count_refusal(self, place: Place, reason: str) -> None:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
-        raise error
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
         """How long the work of any model in the lane waits at most; None of a lane without a worker, or where that is
@@ -231,32 +215,27 @@ class Admission:
         return longest_s
 
     def look_again(self, place: Place) -> None:
-        """Refuse those that turn out to be late: once in SHED_S, and not between the results of one batch, since those
-        that are still to come would count as work ahead.
+        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
+        is left to others. Once in SHED_S, and not between the results of one batch, since those that are still to come
+        would count as work ahead.
         """
         now_s = self._clock()
-        if now_s - place.shed_s > SHED_S and place.drain.is_settled(now_s, SHED_S):
-            self._shed(place, now_s)
-
-    def _shed(self, place: Place, now_s: float) -> None:
-        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
-        is left to others.
-        """
+        if now_s - place.shed_s <= SHED_S or not place.drain.is_settled(now_s, SHED_S):
+            return
         place.shed_s = now_s
         for entered, refusal, cost in place.shed(now_s):
             permits = self._open.get(entered.ticket)
-            if permits is None or permits.on_refused is None:
-                continue
-            self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, "late").inc()
-            permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
+            if permits is not None and permits.on_refused is not None:
+                self._count_refusal(place, "late")
+                permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Messages of a lane in the queue, as far as this gateway knows."""
-        own = {priority: sum(window.items for window in self._of(lane, priority)) for priority in PRIORITIES}
+        own = dict.fromkeys(PRIORITIES, 0)
+        for place in self._places.values():
+            if place.lane == lane:
+                own[place.priority] += place.window.items
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
-
-    def _of(self, lane: Lane, priority: Priority) -> list[Window]:
-        return [place.window for place in self._places.values() if place.lane == lane and place.priority == priority]
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
         """Tokens that wait in this gateway, by lane and priority."""
@@ -330,11 +309,8 @@ class Admission:
             )
             wait = place.wait(now_s, window.ahead(key, 0.0), 0.0)
             retry_s = place.turns.book(now_s, client(), entered.cost, wait.likely_s)
-            self._refuse(
-                place,
-                "gateway_full",
-                QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)}),
-            )
+            self._count_refusal(place, "gateway_full")
+            raise QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)})
         place.entered[ticket] = entered
         self._open[ticket] = permits
         if is_small:
@@ -364,15 +340,10 @@ class Admission:
     def _place(self, lane: Lane, priority: Priority, residency: str) -> Place:
         place = self._places.get((lane, priority, residency))
         if place is None:
-            place = Place(lane, priority, residency, Window(self._shares_of(lane, priority), self._settings.chunk_cost))
+            shares = self._shares.setdefault((lane, priority), Shares())
+            place = Place(lane, priority, residency, Window(shares, self._settings.chunk_cost))
             self._places[lane, priority, residency] = place
         return place
-
-    def _shares_of(self, lane: Lane, priority: Priority) -> Shares:
-        shares = self._shares.get((lane, priority))
-        if shares is None:
-            shares = self._shares[lane, priority] = Shares()
-        return shares
 
     def _key_limit(self) -> float:
         return self._settings.key_window_tokens / self.peers.count()

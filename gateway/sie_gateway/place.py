@@ -307,10 +307,10 @@ class Place:
         return max(1.0, window.stretch() * sum(found) / len(found)) if found else math.inf
 
     def judge(
-        self, now_s: float, key: str, cost: float, budget_s: float, floor: float, client: Callable[[], bytes]
+        self, now_s: float, key: str, cost: float, budget_s: float, floor_requests: int, client: Callable[[], bytes]
     ) -> Refusal | None:
-        """Whether to refuse a request of `cost` tokens that came with this budget. Up to `floor` tokens of work it
-        takes more to refuse.
+        """Whether to refuse a request of `cost` tokens that came with this budget. While the work ahead is less than
+        that of `floor_requests` requests it takes more to refuse.
         """
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
@@ -321,7 +321,7 @@ class Place:
         promised = self.turns.promised(now_s)
         is_turn = promised > 0 and self.turns.claim(now_s, client())
         margin = 1.0 if is_turn else MARGIN
-        believed = margin * wait.belief(FLOOR_DOUBT if ahead <= floor else DOUBT)
+        believed = margin * wait.belief(FLOOR_DOUBT if ahead <= self._floor(floor_requests) else DOUBT)
         if wait.stalled_s + believed * wait.likely_s <= budget_s:
             if not promised or is_turn:
                 return None
@@ -332,6 +332,12 @@ class Place:
             if believed * self.wait(now_s, ahead, cost, budget_s, due).likely_s <= budget_s:
                 return None
         return self._refusal(now_s, wait, everything, share, budget_s)
+
+    def _floor(self, requests: int) -> float:
+        """The cost of that many requests, each the mean of those in the queue; at least what the workers take in."""
+        window = self.window
+        mean = window.cost / window.items if window.items else 0.0
+        return max(requests * mean, window.stretch() * sum(host.credit_cost for host in self.hosts))
 
     def _refusal(self, now_s: float, wait: Wait, ahead: float, share: float, budget_s: float) -> Refusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
