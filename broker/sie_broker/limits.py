@@ -1,4 +1,4 @@
-"""What every implementation of the broker waits for, and holds, at most."""
+"""Time-outs and limits that all implementations of the broker share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sie_contracts.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
-# For one subscription, whose handler may be slow. Inboxes of answers have no limit: they hold what was asked for and
-# nothing else.
+# Messages that wait for the handler of one subscription. Inboxes of answers have no limit: they receive one answer for
+# each request.
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
 def check_room(spec: StreamSpec, found: int, counts: Mapping[str, int]) -> None:
-    """Refuse a lower limit per subject than `found` (0: none) where it could cost messages: a broker drops what is
-    above a new one.
+    """Refuse a limit per subject that is lower than `found` (0: none) if it could drop messages: a broker drops what is
+    above a new limit.
 
-    Half of the limit is left to publishers that go on meanwhile. Raises BrokerError.
+    Publishers go on meanwhile, so half of the new limit must be free. Raises BrokerError.
     """
     limit = spec.max_per_subject
     if limit <= 0 or 0 < found <= limit:

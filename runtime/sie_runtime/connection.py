@@ -1,4 +1,4 @@
-"""How a process of the cluster comes to its broker."""
+"""How a process of the cluster connects to its broker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = logging.getLogger("sie.broker")
 
 @contextlib.asynccontextmanager
 async def connected(url: str | None, name: str, stop: Stop, *, password: Secret | None) -> AsyncIterator[Broker | None]:
-    """The broker at `url`, closed in the end; None if the process is to end before there is one. Raises
+    """The broker at `url`, closed at the end; None if the process is asked to stop before it is connected. Raises
     SettingError.
     """
     from sie_broker.nats import connect

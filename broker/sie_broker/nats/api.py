@@ -1,5 +1,5 @@
-"""The JetStream API: what goes over the wire, what an error code means, how a spec is written as a configuration and
-compared with one.
+"""The JetStream API: its replies as structs, its error codes as exceptions, and the configurations of streams and
+consumers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPEC_FIELDS = {
     "filter_subject": "subject",
 }
 _NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is given up
-# a changed filter may overlap, which some server versions accept on update
+# Some server versions accept an update to a filter that overlaps another one.
 NEVER_UPDATED = {
     "filter_subject",
     "ack_policy",
@@ -121,7 +121,7 @@ _decode_ack = msgspec.json.Decoder(Ack).decode
 
 
 class Refusal(BrokerError):
-    """The JetStream API said no."""
+    """The JetStream API refused a request. `number` is its error code."""
 
     def __init__(self, what: str, error: ApiError) -> None:
         super().__init__(f"{what}: {error.description} ({error.err_code})")
@@ -198,7 +198,7 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
 
 
 def update_of(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """What to send to change a stream or consumer that is there: its other settings, and metadata of others, stay."""
+    """The configuration that updates an existing stream or consumer: other settings, and foreign metadata, stay."""
     config = {**found, **wanted, "metadata": {**(found.get("metadata") or {}), **wanted["metadata"]}}
     if "mem_storage" in wanted:
         config["mem_storage"] = found.get("mem_storage", False)  # the broker refuses to change it
@@ -206,7 +206,7 @@ def update_of(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """The settings that a bucket of any size and storage has."""
+    """The settings that all buckets share, whatever their size and storage."""
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],
@@ -221,7 +221,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """The settings of `wanted` that the broker holds otherwise. The broker leaves out what is zero."""
+    """The settings of `wanted` that differ at the broker, which leaves out values that are zero."""
     return [
         name
         for name, value in wanted.items()
@@ -235,7 +235,7 @@ def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
 
 
 def version_of(config: dict[str, Any]) -> int:
-    """The topology version that made it; 0 if it was made by somebody else."""
+    """The topology version that created it; 0 if SIE did not create it."""
     text = (config.get("metadata") or {}).get(_VERSION_KEY, "")
     return int(text) if text.isdigit() else 0
 

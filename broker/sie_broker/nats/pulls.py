@@ -1,5 +1,5 @@
-"""Deliveries of a stream, and the pulls that ask for them: how many are open at each consumer, and which of them were
-lost.
+"""Deliveries of a stream, and the pull requests that ask for them: how many are open at each consumer, and which of
+them were lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PULL_EXPIRES_S = 5.0  # at most
 # it cost 1.5 % of a core, together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 _PULL_LATE_S = 1.0  # the broker answers an expired pull within milliseconds: a silent one is lost
-_TOLD_S = 10.0  # one line for all consumers that a restarted broker does not have yet
+_LOG_EVERY_S = 10.0  # one line for all consumers that a restarted broker does not have yet
 _SWEEP_S = 0.25  # how far apart late pulls are looked for under load, so that timers do not grow with the message rate
 
 
@@ -115,11 +115,11 @@ class _Credit:
 
 
 class NatsPulls:
-    """Open pulls of one connection on the consumers of a stream. One task issues them, one timer looks for those
-    without an end.
+    """The open pulls of one connection on the consumers of a stream. One task issues them; one timer looks for pulls
+    that the broker did not end.
 
-    `on_break` is called when deliveries may have been lost on the way or a consumer is gone; a queue does not care, a
-    watch does.
+    `on_break` is called when deliveries may have been lost on the way or a consumer is gone. A queue needs no such
+    call, since the ack wait covers it; a watch does.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class NatsPulls:
         self._ages: deque[tuple[float, _Credit, int]] = deque()
         self._watchdog: asyncio.TimerHandle | None = None
         self._silent = 0
-        self._told_s = -_TOLD_S
+        self._logged_s = -_LOG_EVERY_S
         self._inbox = ""
         self._subscription: Any = None
         self._stopping = False
@@ -178,7 +178,7 @@ class NatsPulls:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def abandon(self) -> None:
-        """Forget everything, without a word to the broker."""
+        """Forget everything, and send nothing to the broker."""
         self._stopping = True
         for entry in self._credits.values():
             if entry.retry is not None:
@@ -235,7 +235,7 @@ class NatsPulls:
             if self._stopping:
                 return
             if self._silent >= 2:
-                log.warning("pulls on %s get neither messages nor statuses: opening a new inbox", self._stream)
+                log.warning("pulls on %s receive neither messages nor statuses: opening a new inbox", self._stream)
                 self._silent = 0
                 await self.retire()
             if not self._bus.live:
@@ -349,8 +349,8 @@ class NatsPulls:
 
     def _retry_later(self, entry: _Credit, reason: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        if not entry.retry_s and now_s >= self._told_s + _TOLD_S:
-            self._told_s = now_s
+        if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
+            self._logged_s = now_s
             log.warning("pulls on %s: %s: %s; trying again until it is there", self._stream, entry.consumer, reason)
         entry.retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, entry.retry_s * 2))
         if entry.retry is None:

@@ -1,4 +1,6 @@
-"""The way to a server: its address, when it is tried again, and TCP that a silent peer cannot hold."""
+"""Addresses and credentials of servers, the pauses between attempts, and a TCP transport that closes although its peer
+is silent.
+"""
 
 from __future__ import annotations
 
