@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions, Truncate
-from sie_sidecar import rows
+from sie_sidecar import layouts
 from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer, TokenizerPool
 
@@ -194,7 +194,7 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
         options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
         items = [Work([Input(prose(words, characters, seed))], None, each) for seed, each in enumerate(options)]
         works: list[tuple[int, Callable[[], object]]] = [
-            (characters, partial(rows.make, ours, Rows("text"), [item])) for item in items
+            (characters, partial(layouts.make, ours, Rows("text"), [item])) for item in items
         ]
         ways = {
             "on the loop": here,

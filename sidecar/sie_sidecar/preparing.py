@@ -23,8 +23,7 @@ from sie_contracts.messages import BatchNote, Outcome
 from sie_contracts.settings import Settings
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Tasks
-from sie_sidecar import rows as rowing
-from sie_sidecar import tokenise
+from sie_sidecar import layouts, tokenise
 from sie_sidecar.batch import Limits
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.held import Held, changed
@@ -343,7 +342,7 @@ class Preparing:
         work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
         effort = sum(effort_of(layout, each) for each in work)
         made = await self._tokenizers.run(
-            effort, functools.partial(rowing.make, hosted.tokenizer, layout, work), together
+            effort, functools.partial(layouts.make, hosted.tokenizer, layout, work), together
         )
         for held, each in zip(group, made, strict=True):
             held.layout, held.rows, held.shared, held.refused = layout.layout, each.rows, each.shared, each.error

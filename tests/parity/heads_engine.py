@@ -1,6 +1,6 @@
 """A folder with heads through the sidecar's rows and the adapter's engine: texts in, outputs of every kind out.
 
-texts + options ──► rows.make ──► RunBatch ──► Engine.execute ──► {"dense", "sparse", "multivector"} of each text, or
+texts + options ──► layouts.make ──► RunBatch ──► Engine.execute ──► {"dense", "sparse", "multivector"} of each text, or
 scores
 """
 
@@ -24,7 +24,7 @@ from sie_contracts.catalogue import parse_entry
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Input, Ok, Operation, RunOptions
 from sie_contracts.settings import Settings
-from sie_sidecar import rows
+from sie_sidecar import layouts
 from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -81,7 +81,7 @@ class HeadsModel:
         return np.array(found)
 
     def _run(self, operation: Operation, works: list[Work]) -> BatchDone:
-        made = rows.make(self.tokenizer, self.encoder.rows[operation], works)
+        made = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
         groups, stop = [], 0
         for work, each in zip(works, made, strict=True):
             groups.append(Group(stop, stop + len(each.rows), work.options))

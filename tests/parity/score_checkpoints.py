@@ -35,6 +35,7 @@ from sie_contracts.ipc import BatchDone, Rows
 from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
+from sie_sidecar import layouts
 from sie_sidecar import rows as rowing
 from sie_sidecar.rows import Row, Work
 from sie_sidecar.tokens import ModelTokenizer
@@ -84,7 +85,7 @@ class Scoring:
     def rows(self, asked: Sequence[Asked]) -> list[list[Row]]:
         """The rows of each request, tokenised together."""
         layout: Rows = self.resident.weights.rows[self.operation]
-        return [made.rows for made in rowing.make(self.tokenizer, layout, [self._work(each) for each in asked])]
+        return [made.rows for made in layouts.make(self.tokenizer, layout, [self._work(each) for each in asked])]
 
     def run(self, asked: Sequence[Asked]) -> list[list[Outcome]]:
         """The outcomes of each request; all of them are one batch."""

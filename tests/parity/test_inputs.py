@@ -29,6 +29,7 @@ from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions, Vec
 from sie_contracts.muvera import Muvera
 from sie_contracts.options import TOKEN_STATES, run_options, unpooled
 from sie_contracts.settings import Settings
+from sie_sidecar import layouts
 from sie_sidecar import rows as rowing
 from sie_sidecar.rows import Part, Work
 from sie_sidecar.tokens import ModelTokenizer
@@ -52,7 +53,7 @@ class Loaded:
     def run(self, operation: Operation, *works: Work) -> list[Any]:
         """Of each input its arrays, its score or its error, all of them one batch."""
         layout = self.encoder.rows[operation]
-        made = rowing.make(self.tokenizer, layout, works)
+        made = layouts.make(self.tokenizer, layout, works)
         assert all(each.error is None and not each.unfit for each in made), made
         parts = [Part(each.rows, work) for each, work in zip(made, works, strict=True)]
         with torch.inference_mode():

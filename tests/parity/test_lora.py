@@ -35,7 +35,7 @@ from sie_contracts.errors import ErrorInfo, LoraLoadFailed
 from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.messages import Input, Ok, RunOptions
 from sie_contracts.settings import Settings
-from sie_sidecar import rows
+from sie_sidecar import layouts, rows
 from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -86,7 +86,7 @@ class Served:
         options = RunOptions(outputs=() if operation == "score" else ("dense",), normalize=False)
         query = Input(TEXTS[0]) if operation == "score" else None
         work, layout = Work([Input(text) for text in texts], query, options), self.weights.rows[operation]
-        (made,) = rows.make(tokenizer, layout, [work])
+        (made,) = layouts.make(tokenizer, layout, [work])
         return rows.to_batch("lora", self.entry.id, operation, layout.layout, [rows.Part(made.rows, work)], lora=lora)
 
     def answers(self, lora: str = "", texts: Sequence[str] = TEXTS) -> np.ndarray:

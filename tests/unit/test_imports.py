@@ -97,7 +97,13 @@ CORE = {
 }
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids
-TOKENISING = {"sie_sidecar.rows", "sie_sidecar.longtext", "sie_sidecar.tokens", "sie_sidecar.tokenise"}
+TOKENISING = {
+    "sie_sidecar.rows",
+    "sie_sidecar.layouts",
+    "sie_sidecar.longtext",
+    "sie_sidecar.tokens",
+    "sie_sidecar.tokenise",
+}
 
 # of `import sie_gateway.process`: 0.4 s on two cores of an AMD EPYC with nothing else running, Python 3.11.7
 IMPORT_BUDGET_S = 0.5

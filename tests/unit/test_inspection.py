@@ -38,6 +38,7 @@ from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Input, Ok, Operation
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
+from sie_sidecar import layouts
 from sie_sidecar import rows as rowing
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -72,7 +73,7 @@ def run(
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
     work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
-    (made,) = rowing.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
+    (made,) = layouts.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
     message = rowing.to_batch(
         "test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
     )

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from sie_contracts.ipc import Layout, Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate
+from sie_sidecar.layouts import NOWHERE, QUERY_SHARE, make
 from sie_sidecar.longtext import HARD_TEXT
-from sie_sidecar.rows import NOWHERE, QUERY_SHARE, Row, Work, make, offsets_of, texts_of, types_of
+from sie_sidecar.rows import Row, Work, offsets_of, texts_of, types_of
 from sie_sidecar.tokens import ModelTokenizer
 
 KINDS = {

@@ -16,8 +16,9 @@ from parity import tokenizer_recipes as recipes
 
 from sie_contracts.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.messages import Input, RunOptions
-from sie_sidecar import rows
-from sie_sidecar.rows import Made, Work, effort_of, make, offsets_of, reached
+from sie_sidecar import layouts, rows
+from sie_sidecar.layouts import make
+from sie_sidecar.rows import Made, Work, effort_of, offsets_of, reached
 from sie_sidecar.tokens import INLINE_CHARACTERS, ModelTokenizer
 
 TOKENIZER = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
@@ -63,9 +64,9 @@ def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.Monke
     item = work("paper river " * 60, "music", labels=LABELS[:20])
     (made,) = make(TOKENIZER, Rows("hypotheses"), [item])
     tokens = sum(len(row.ids) for row in made.rows)
-    monkeypatch.setattr(rows, "MAX_TOKENS", tokens)
+    monkeypatch.setattr(layouts, "MAX_TOKENS", tokens)
     assert ids(make(TOKENIZER, Rows("hypotheses"), [item])[0]) == ids(made)
-    monkeypatch.setattr(rows, "MAX_TOKENS", tokens - 1)
+    monkeypatch.setattr(layouts, "MAX_TOKENS", tokens - 1)
     (refused,) = make(TOKENIZER, Rows("hypotheses"), [item])
     assert refused.error is not None
     assert str(tokens) in refused.error.message
@@ -73,7 +74,7 @@ def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.Monke
 
 def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
     """Ids, types and lengths of the most that is made of one work item."""
-    assert 5 * rows.MAX_TOKENS + 4 * rows.MAX_ROWS < MAX_REQUEST_BYTES
+    assert 5 * layouts.MAX_TOKENS + 4 * rows.MAX_ROWS < MAX_REQUEST_BYTES
 
 
 def test_no_labels_are_an_error_of_their_own_item() -> None:

@@ -21,8 +21,9 @@ from sie_contracts.ipc import Rows
 from sie_contracts.messages import Failed, Input, Ok, RunOptions
 from sie_contracts.options import counting, decoding, tokenizing
 from sie_sidecar import tokenise
+from sie_sidecar.layouts import make
 from sie_sidecar.longtext import HARD_TEXT
-from sie_sidecar.rows import Work, make
+from sie_sidecar.rows import Work
 from sie_sidecar.tokenise import answer
 
 ALL_HARD = "".join(HARD_TEXT) + " \U0001f469\u200d\U0001f4bb Zürich 東京"

@@ -19,7 +19,7 @@ from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
 from sie_contracts.options import counting, decoding, tokenizing
-from sie_sidecar import rows
+from sie_sidecar import layouts
 from sie_sidecar.hosting import Hosting
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -180,13 +180,13 @@ async def test_what_is_gathered_together_leaves_the_loop_though_each_of_it_is_sh
     short by itself.
     """
     threads: list[str] = []
-    make = rows.make
+    make = layouts.make
 
     def noted(*args: Any) -> Any:
         threads.append(threading.current_thread().name)
         return make(*args)
 
-    monkeypatch.setattr(rows, "make", noted)
+    monkeypatch.setattr(layouts, "make", noted)
     adapter = await cluster.adapter()
     published = [
         await cluster.publish("short text " * 18, options=RunOptions(max_tokens=100 + number))

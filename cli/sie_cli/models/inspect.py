@@ -206,6 +206,7 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     from sie_contracts.ipc import BatchDone
     from sie_contracts.messages import Input, Ok
     from sie_contracts.options import run_options
+    from sie_sidecar import layouts
     from sie_sidecar import rows as rowing
 
     outputs = [name for name in entry.outputs if name in ("dense", "sparse", "multivector")]
@@ -215,7 +216,7 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     work = rowing.Work([Input(text) for text in texts], Input(SAMPLE) if task == "score" else None, options)
     with engine.residency.use(entry.id) as resident:
         layout = resident.weights.rows[task]
-    (made,) = rowing.make(tokenizer, layout, [work])
+    (made,) = layouts.make(tokenizer, layout, [work])
     message = rowing.to_batch(
         "check", entry.id, task, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
     )
