@@ -28,7 +28,7 @@ from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo
-from sie_cli import access, serve
+from sie_cli import access, readiness
 from sie_contracts.settings import Secret
 
 PLAN = Plan(
@@ -136,7 +136,7 @@ def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path)
 async def lacking(stack: Stack, token: str) -> str | None:
     """Why `sie serve` would wait before it says that this gateway and one worker are ready."""
     async with httpx.AsyncClient(trust_env=False) as client:
-        return await serve.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
+        return await readiness.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
 
 
 def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
