@@ -16,7 +16,7 @@ import msgspec
 from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
 from sie_contracts.messages import WorkItem
-from sie_sidecar.held import Held
+from sie_sidecar.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
@@ -37,31 +37,31 @@ class Fetching:
         self._most_bytes = most_bytes
         self._freed = asyncio.Event()
 
-    async def fetch(self, held: Held) -> None:
-        """Put the inputs and the query of `held` in place; `let_go` gives their room back. Raises QueueUnavailable,
+    async def fetch(self, flight: InFlight) -> None:
+        """Put the inputs and the query of `flight` in place; `let_go` gives their room back. Raises QueueUnavailable,
         InternalFailure.
         """
         try:
-            await self._fetch(held)
+            await self._fetch(flight)
         except BaseException:
-            self.let_go(held)
+            self.let_go(flight)
             raise
 
-    async def _fetch(self, held: Held) -> None:
-        item, pause_s, misses = held.item, FIRST_PAUSE_S, 0
+    async def _fetch(self, flight: InFlight) -> None:
+        item, pause_s, misses = flight.item, FIRST_PAUSE_S, 0
         while True:
             try:
-                left_s = held.deadline_s - self._clock()
-                if not held.payload_bytes:
+                left_s = flight.deadline_s - self._clock()
+                if not flight.payload_bytes:
                     size = await self._store.size(item.payload, max(0.05, min(ATTEMPT_S, left_s)))
-                    await self._find_room(held, size)
-                left_s = held.deadline_s - self._clock()
+                    await self._find_room(flight, size)
+                left_s = flight.deadline_s - self._clock()
                 data = await self._store.get(item.payload, max(0.05, min(ATTEMPT_S, left_s)))
-                held.item = _whole(item, data)
+                flight.item = _whole(item, data)
                 return
             except StoreError as error:
                 misses += isinstance(error, PayloadMissing)
-                if misses >= MAX_MISSES or self._clock() + pause_s >= held.deadline_s:
+                if misses >= MAX_MISSES or self._clock() + pause_s >= flight.deadline_s:
                     _logger.error("request %s: its inputs could not be fetched: %s", item.request, error)
                     raise QueueUnavailable(
                         "the payload store, which holds the inputs of this request, could not be read"
@@ -69,22 +69,22 @@ class Fetching:
             await asyncio.sleep(pause_s)  # between attempts at a store that is away
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _find_room(self, held: Held, size: int) -> None:
+    async def _find_room(self, flight: InFlight, size: int) -> None:
         while self.held_bytes and self.held_bytes + size > self._most_bytes:
             self._freed.clear()
             try:
-                async with asyncio.timeout(max(0.0, held.deadline_s - self._clock())):
+                async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):
                     await self._freed.wait()
             except TimeoutError as error:
                 raise StoreError("other large inputs leave no room for these") from error
-        held.payload_bytes = size
+        flight.payload_bytes = size
         self.held_bytes += size
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, flight: InFlight) -> None:
         """The inputs are not needed any more."""
-        if held.payload_bytes:
-            self.held_bytes -= held.payload_bytes
-            held.payload_bytes = 0
+        if flight.payload_bytes:
+            self.held_bytes -= flight.payload_bytes
+            flight.payload_bytes = 0
             self._freed.set()
 
 

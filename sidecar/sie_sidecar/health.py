@@ -60,7 +60,7 @@ class Health:
             return "the catalogue is not loaded"
         if self.worker is None:
             return "starting"
-        if self.worker.pool is None:
+        if self.worker.source.pool is None:
             return "no pool is open to this worker"
         return f"preloading {self.preloading}" if self.preloading else None
 
@@ -86,12 +86,11 @@ class Health:
             if worker
             else ()
         )
-        credit_cost, credit_items = worker.most() if worker else (0, 0)
-        batch_cost, pipeline = worker.ahead() if worker else (0, 0)
+        credit_cost, credit_items = worker.device.capacity() if worker else (0, 0)
         ahead_s = worker.broker_clock.ahead_s() if worker else None
         return Heartbeat(
             worker=self._id,
-            pool=worker.lane.pool if worker else self._lane.pool,
+            pool=worker.source.lane.pool if worker else self._lane.pool,
             own_pool=self._lane.pool if self.asks else "",
             machine_profile=self._lane.machine_profile,
             bundle=self._lane.bundle,
@@ -107,12 +106,12 @@ class Health:
             config_epoch=self.feed.catalogue.epoch,
             models=statuses,
             slots=worker.hosting.slots(description) if worker and description else 0,
-            rate=worker.rate.tokens_per_s if worker else 0.0,
+            rate=worker.device.rate.tokens_per_s if worker else 0.0,
             held_cost=held_cost,
             credit_cost=credit_cost,
             credit_items=credit_items,
-            batch_cost=batch_cost,
-            pipeline=pipeline,
+            batch_cost=worker.device.limits.cost if worker else 0,
+            pipeline=worker.device.depth if worker else 0,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
             reads_parts=True,
         )

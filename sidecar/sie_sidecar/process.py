@@ -31,7 +31,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Live, Metrics
 from sie_sidecar.models import MAX_ATTEMPTS
 from sie_sidecar.status import Status, worker_app
-from sie_sidecar.worker import Worker
+from sie_sidecar.worker import Identity, Worker
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
@@ -102,21 +102,17 @@ async def serve(
         tasks.start(link.run(stop), "adapter link")
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
-        worker = Worker(
-            settings,
-            broker,
-            feed,
-            link,
-            lane,
+        identity = Identity(
             worker_id,
+            lane,
             limits_of(settings, mode),
-            metrics,
-            on_failure=stop.request,
-            on_change=health.changed,
             ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
             store=open_store(settings.payload_store_url),
+            tracer=tracer,
         )
-        worker.tracer = tracer
+        worker = Worker(
+            identity, settings, broker, feed, link, metrics, on_failure=stop.request, on_change=health.changed
+        )
         admission: Admission | None = None
         following: asyncio.Task[None] | None = None
         if settings.pool_admission_enabled and settings.gateway_url is not None:
@@ -145,7 +141,9 @@ async def serve(
             if not stop.requested:
                 await worker.start()
                 if admission is None:
-                    await retry(worker.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull")
+                    await retry(
+                        worker.source.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull"
+                    )
                 else:
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
@@ -157,7 +155,7 @@ async def serve(
                 _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
                 await stop.wait()
         finally:
-            _logger.info("sidecar draining, %d work items held", worker.depth)
+            _logger.info("sidecar draining, %d work items in flight", worker.depth)
             health.leaving = True
             await health.publish()
             if following is not None:
@@ -190,14 +188,14 @@ async def _follow(admission: Admission, worker: Worker, health: Health, stop: St
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
         pool = admission.pool()
-        if pool == worker.pool:
+        if pool == worker.source.pool:
             trouble.passed()
             await stop.wait_woken(admission.changed)
             continue
         _logger.info("the pool of this worker is %s", pool or "none: no gateway says that its own is open")
         try:
-            await worker.serve(pool)
-            worker.load(admission.pinned)
+            await worker.source.serve(pool)
+            worker.loading.ahead(admission.pinned)
         except BrokerError as error:
             trouble.met(error)
             await stop.wait_woken(admission.changed, SERVE_RETRY_S)
@@ -289,7 +287,7 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
     while not await stop.wait_for(REFILL_S):
         rounds += 1
         try:
-            await worker.upkeep(look=rounds % 10 == 0)
+            await worker.source.upkeep(look=rounds % 10 == 0)
         except BrokerError as error:
             _logger.warning("the consumers could not be listed: %s", error)
 

@@ -17,7 +17,7 @@ from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import BatchNote
 from sie_contracts.settings import Settings
 from sie_sidecar.batch import Batch
-from sie_sidecar.held import Held, runnable
+from sie_sidecar.in_flight import InFlight, runnable
 
 _logger = logging.getLogger("sie.sidecar.recording")
 _encode = msgspec.json.Encoder().encode
@@ -40,7 +40,7 @@ class Recording:
             "target_p50_ms": settings.adaptive_target_p50_ms,
         }
 
-    def ran(self, batch: Batch[Held], note: BatchNote, done: BatchDone, lanes: int) -> None:
+    def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
         """A batch came back from a device of so many lanes."""
         if self._file is None:
             return
@@ -88,7 +88,7 @@ def end() -> None:
     _recording = None
 
 
-def ran(batch: Batch[Held], note: BatchNote, done: BatchDone, lanes: int) -> None:
+def ran(batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
     """Free while nothing is recorded."""
     if _recording is not None:
         _recording.ran(batch, note, done, lanes)

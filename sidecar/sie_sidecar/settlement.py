@@ -37,7 +37,7 @@ class Settlement:
 
     def __init__(self, bus: Bus, leases: Leases, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._bus = bus
-        self._leases = leases
+        self.leases = leases
         self._metrics = metrics
         self._clock = clock
 
@@ -57,17 +57,17 @@ class Settlement:
         verdict = await self._answer(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
         if verdict == "fenced":
-            self._leases.drop(lease)
+            self.leases.drop(lease)
             return
         if before_ack is not None:
             await before_ack()
         failpoint("settlement.before_ack")
-        await self._leases.finish(lease)
+        await self.leases.finish(lease)
 
     async def _answer(self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float) -> str:
         only_errors = all(isinstance(outcome, Failed) for outcome in result.outcomes)
         fence = lease if only_errors else None
-        if fence is not None and not self._leases.is_mine(fence):
+        if fence is not None and not self.leases.is_mine(fence):
             return "fenced"
         failpoint("settlement.before_result")
         data = messages.encode(result)
@@ -117,7 +117,7 @@ class Settlement:
         """
         pause_s = FIRST_PAUSE_S
         while True:
-            timeout_s = CONFIRM_TIMEOUT_S if fence is None else min(CONFIRM_TIMEOUT_S, self._leases.left_s(fence))
+            timeout_s = CONFIRM_TIMEOUT_S if fence is None else min(CONFIRM_TIMEOUT_S, self.leases.left_s(fence))
             if timeout_s <= 0:
                 return "fenced"
             try:

@@ -21,7 +21,7 @@ from sie_contracts.trace_context import NONE, Context
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
-    from sie_sidecar.held import Held
+    from sie_sidecar.in_flight import InFlight
 
 # the spans of a work item in their order, with the stage of a reply's timing that each counts for
 _PARTS = (
@@ -49,9 +49,9 @@ def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span |
 
 
 @contextlib.contextmanager
-def batch(tracer: Tracer | None, jobs: Sequence[Held]) -> Iterator[Span | None]:
+def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
     """A span for the batch of these, from here to its answer or its failure; None where none of them is traced."""
-    traced = [held.span for held in jobs if held.span is not None and held.span.is_recording]
+    traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if tracer is None or not traced:
         yield None
         return
@@ -71,14 +71,14 @@ def sealed(span: Span, note: BatchNote, model: str) -> None:
     span.set({"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in told.items()}})
 
 
-def context_of(held: Held) -> Context:
+def context_of(flight: InFlight) -> Context:
     """What the adapter tells of this work item is told below it; nothing where it is not sampled."""
-    return held.span.context if held.span is not None and held.span.is_recording else NONE
+    return flight.span.context if flight.span is not None and flight.span.is_recording else NONE
 
 
-def settled(held: Held, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
+def settled(flight: InFlight, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
     """Its outcome is known, and its stages are."""
-    span = held.span
+    span = flight.span
     if span is None:
         return
     if span.is_recording:

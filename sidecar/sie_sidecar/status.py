@@ -102,7 +102,7 @@ class Status:
                 "ready": health.not_ready() is None,
                 "name": self._id,
                 "machine_profile": self._lane.machine_profile,
-                "pool_name": worker.lane.pool if worker else self._lane.pool,
+                "pool_name": worker.source.lane.pool if worker else self._lane.pool,
                 "gpu_count": self._settings.gpu_count,
                 "bundle": self._lane.bundle,
                 "bundle_config_hash": health.feed.catalogue.epoch,
@@ -191,7 +191,7 @@ class Status:
 
         Without answers lately nothing is calibrated: the median and what it leaves to the target are null then.
         """
-        p50_s, wait_s = worker.gathering()
+        p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms
         p50_ms = None if p50_s is None else round(1000 * p50_s, 3)
         return {

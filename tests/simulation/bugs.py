@@ -18,11 +18,12 @@ from simulation.network import Connection
 
 import sie_gateway.inbox
 import sie_gateway.reply
+import sie_sidecar.device
+import sie_sidecar.dispatch
 import sie_sidecar.inventory
 import sie_sidecar.lease
 import sie_sidecar.process
 import sie_sidecar.settlement
-import sie_sidecar.worker
 from sie_broker import BrokerError
 from sie_contracts import messages
 
@@ -41,7 +42,7 @@ def _around(
 
 def _acked_before_confirmed() -> AbstractContextManager[Any]:
     async def answer(self: Any, lease: Any, item: Any, result: Any, *_: Any, **__: Any) -> None:
-        await self._leases.finish(lease)
+        await self.leases.finish(lease)
         with contextlib.suppress(BrokerError):
             await self._bus.request(item.reply, messages.encode(result), 2.0)
 
@@ -101,10 +102,10 @@ def _limits(**changed: Callable[[Any], Any]) -> Callable[[], AbstractContextMana
 def _together() -> AbstractContextManager[Any]:
     """What was in a batch that ended an adapter runs with others again."""
 
-    async def suspect(self: Any, jobs: Any) -> None:
-        self._again(jobs)
+    def change(on_gone: Any) -> Any:
+        return lambda self, flights, *, suspects: on_gone(self, flights, suspects=False)
 
-    return mock.patch.object(sie_sidecar.worker.Worker, "_suspect", suspect)
+    return _around(sie_sidecar.dispatch.Dispatch, "_on_gone", change)
 
 
 def _slots_reversed() -> AbstractContextManager[Any]:
@@ -121,12 +122,12 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 
     def change(on_gone: Any) -> Any:
         def gone(self: Any, *args: Any, **more: Any) -> Any:
-            self._sent += 1
+            self._device.sent += 1
             return on_gone(self, *args, **more)
 
         return gone
 
-    return _around(sie_sidecar.worker.Worker, "_on_gone", change)
+    return _around(sie_sidecar.dispatch.Dispatch, "_on_gone", change)
 
 
 def _loras_mixed() -> AbstractContextManager[Any]:
@@ -137,7 +138,7 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
         return mixed
 
-    return _around(sie_sidecar.worker.Worker, "_job", change)
+    return _around(sie_sidecar.device.DeviceQueue, "job", change)
 
 
 def _collector_kept() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from fake_adapter import vector_of
 from simulation.adapter import Adapter, rows_of
 from simulation.virtual import SCOPE
 
-import sie_sidecar.worker
+import sie_sidecar.batch
 from sie_contracts import ipc
 from sie_sidecar.batch import Batch
 
@@ -123,7 +123,7 @@ class Checks:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within: each decision of a scheduler is looked at."""
-        core = sie_sidecar.worker.batches
+        core = sie_sidecar.batch
         decide = core.next_batch
 
         def watched(waiting: Any, *args: Any, **more: Any) -> Any:
@@ -170,11 +170,11 @@ class Checks:
             worker, adapter = process.part, process.adapter
             if worker is None or adapter is None or process.scope.dead:
                 continue
-            waiting = worker._waiting
+            waiting = worker.device.waiting
             if not waiting:
                 self._idle_s.pop(process.scope.name, None)
                 continue
-            link = worker._link
+            link = worker.device.link
             bound_s = process.settings.batcher_coalesce_ms / 1000
             is_free = (
                 link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
@@ -215,8 +215,8 @@ class Checks:
         for process in self._world.workers:
             worker = process.part
             self._expect(process, "held cost", worker.inventory.load(bulk=True)[0])
-            self._expect(process, "batches sent", worker._sent)
-            self._expect(process, "work items waiting", len(worker._waiting))
+            self._expect(process, "batches sent", worker.device.sent)
+            self._expect(process, "work items waiting", len(worker.device.waiting))
             for hosted in worker.hosting.all():
                 self._expect(process, f"work held for {hosted.name}", hosted.held)
                 self._expect(process, f"work parked for {hosted.name}", hosted.parked)

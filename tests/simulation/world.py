@@ -471,7 +471,7 @@ class World:
 
     def _is_up(self) -> bool:
         listening = all(process.server is not None and process.server.listening for process in self.gateways)
-        serving = all(process.part is not None and process.part.pulling is not None for process in self.workers)
+        serving = all(process.part is not None and process.part.source is not None for process in self.workers)
         return (
             listening
             and serving

@@ -18,7 +18,7 @@ from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.catalogue import RunDefaults
 from sie_contracts.errors import ModelLoading
 from sie_gateway import inference
-from sie_sidecar import preparing
+from sie_sidecar import prepare
 
 CHANGED = ["NOT_READY config_changed"]
 OTHER = msgspec.structs.replace(ENTRY, run=RunDefaults(pooling="cls"))
@@ -48,7 +48,7 @@ async def test_a_worker_reads_what_a_gateway_knows_already_and_sends_back_what_i
 async def test_a_worker_that_cannot_learn_of_an_entry_leaves_the_work_to_others(
     cluster: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "CATCH_UP_S", 0.05)
+    monkeypatch.setattr(prepare, "CATCH_UP_S", 0.05)
     lagging, knowing = Source(ENTRY), cluster.source
     await cluster.sidecar(source=lagging)
     item = await cluster.publish("a", config_revision=2)

@@ -28,7 +28,7 @@ from sie_contracts.settings import SettingError, StoreUrl, store_url
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_sidecar.fetching import Fetching
-from sie_sidecar.held import Held
+from sie_sidecar.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
@@ -280,10 +280,10 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     store, now_s = opened(str(tmp_path)), time.monotonic
     fetching = Fetching(store, now_s, most_bytes=50_000)
 
-    async def work(size: int, budget_s: float = 10.0, count: int = 1) -> Held:
+    async def work(size: int, budget_s: float = 10.0, count: int = 1) -> InFlight:
         key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
         item = WorkItem("r", 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=count)
-        return Held(None, item, now_s(), now_s() + budget_s)  # type: ignore[arg-type]
+        return InFlight(None, item, now_s(), now_s() + budget_s)  # type: ignore[arg-type]
 
     first, second, large = await work(30_000), await work(30_001), await work(90_000)
     await fetching.fetch(first)

@@ -1,11 +1,18 @@
-"""A work item in our hands, and how its outcomes are put together. Pure: no I/O, no clock."""
+"""A work item in flight: one object with one stage, and how its outcomes are put together. Pure: no I/O, no clock.
+
+    preparing ──► waiting ──► sealed ──► running ──► settled
+        ▲                                 │   ▲
+        └── model evicted, adapter gone ◄─┘   └── isolated: an input of it was in a batch that killed an adapter
+
+It is settled from any stage: cancelled, late, refused or answered. A cancelled item that runs is answered all the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -23,10 +30,12 @@ from sie_sidecar.rows import Row
 if TYPE_CHECKING:
     from sie_runtime.spans import Span
 
+Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settled"]
+
 
 @dataclass(eq=False)
-class Held:
-    """A work item in our hands, with the marks from which its stages are told.
+class InFlight:
+    """A work item from its delivery to its settlement. The times say when it entered each stage.
 
     `rows`: the first `shared` ones belong to all inputs, then each input has equally many, in order.
     """
@@ -37,7 +46,7 @@ class Held:
     deadline_s: float  # when it is late for certain
     due_s: float = math.inf  # when its budget is over: before `deadline_s`, by the doubt about the broker's clock
     hosted: Hosted | None = None
-    entry: ModelEntry | None = None  # as it was when this was taken in: it is run by no other
+    entry: ModelEntry | None = None  # of its model when `hosted` was found, None until then: it is run by no other
     fingerprint: str = ""  # of the copy that runs it, once it is at the device
     layout: ipc.Layout = "text"
     rows: list[Row] = field(default_factory=list)
@@ -49,18 +58,24 @@ class Held:
     tokenised_s: float = 0.0
     sealed_s: float = 0.0
     started_s: float = 0.0
-    settled: bool = False  # its outcome is on its way, or nobody waits for one
-    job: Job[Held] | None = None  # while it waits for the device
+    stage: Stage = "preparing"
+    job: Job[InFlight] | None = None  # while it is waiting for the device
     given_up: SIEError | None = None  # why it becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # of its inputs that are poison
     payload_bytes: int = 0  # what its inputs take that came from the payload store
     counted: int = 0  # its share of the cost that waits for the device
-    coming: bool = False  # hosting does not count it yet
     span: Span | None = None  # where it is traced
 
-    def took_off(self) -> None:
-        """It waits for the device no more."""
-        self.job = None
+    @property
+    def settled(self) -> bool:
+        """Whether its outcome is on its way, or nobody waits for one."""
+        return self.stage == "settled"
+
+    def move(self, stage: Stage, job: Job[InFlight] | None = None) -> None:
+        """Enter a stage, with its `job` if that is `waiting`; settled is the last one."""
+        self.job = job
+        if not self.settled:
+            self.stage = stage
 
     @property
     def is_outdated(self) -> bool:
@@ -94,14 +109,19 @@ class Held:
         return None if row is None else too_long(row)
 
 
-def runnable(held: Held) -> tuple[list[Row], list[int]]:
+def unsettled(flights: Iterable[InFlight]) -> int:
+    """How many of them still need their model."""
+    return sum(not flight.settled for flight in flights)
+
+
+def runnable(flight: InFlight) -> tuple[list[Row], list[int]]:
     """The rows that go to the device, and the inputs they belong to: all, but for those that are stopped."""
-    if held.is_whole:
-        return held.rows, list(range(len(held.item.inputs)))
-    inputs = [index for index, error in enumerate(held.stopped()) if error is None]
+    if flight.is_whole:
+        return flight.rows, list(range(len(flight.item.inputs)))
+    inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
     return [
-        *held.rows[: held.shared],
-        *(row for index in inputs for row in held.of_input(index)),
+        *flight.rows[: flight.shared],
+        *(row for index in inputs for row in flight.of_input(index)),
     ] if inputs else [], inputs
 
 
@@ -122,17 +142,17 @@ def too_long(row: Row) -> InvalidInput:
     )
 
 
-def merge(held: Held, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
     """One outcome per input, told which were cut: of those that ran, and of those that were stopped."""
     ran = iter(outcomes)
-    common = any(row.truncated for row in held.rows[: held.shared])
+    common = any(row.truncated for row in flight.rows[: flight.shared])
     found: list[Outcome] = []
-    for index, error in enumerate(held.stopped()):
+    for index, error in enumerate(flight.stopped()):
         if error is not None:
             found.append(Failed(error.info()))
             continue
         outcome = next(ran)
-        if isinstance(outcome, Ok) and (common or any(each.truncated for each in held.of_input(index))):
+        if isinstance(outcome, Ok) and (common or any(each.truncated for each in flight.of_input(index))):
             outcome = msgspec.structs.replace(outcome, truncated=True)
         found.append(outcome)
     return tuple(found)
@@ -160,10 +180,12 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
     return moved, bytes(block[low:high])
 
 
-def only(held: Held, index: int) -> Held:
+def only(flight: InFlight, index: int) -> InFlight:
     """The same work with one of its inputs. It has the lease of the whole, and must not be settled."""
-    item = msgspec.structs.replace(held.item, inputs=(held.item.inputs[index],), first=held.item.first + index)
-    return replace(held, item=item, rows=[*held.rows[: held.shared], *held.of_input(index)], unfit={}, counted=0)
+    item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
+    return replace(
+        flight, item=item, rows=[*flight.rows[: flight.shared], *flight.of_input(index)], unfit={}, counted=0
+    )
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
@@ -186,25 +208,25 @@ def _size(piece: ArraySlice) -> int:
     return math.prod(piece.shape) * np.dtype(piece.dtype).itemsize
 
 
-def stages_of(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:
+def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:
     """Contiguous marks: received, fetched, loaded, tokenised, sealed, started, answered. Of the last the adapter tells
     its own share.
     """
-    fetched_s = held.fetched_s or held.received_s
-    loaded_s = held.loaded_s or fetched_s
-    tokenised_s = held.tokenised_s or loaded_s
-    sealed_s = held.sealed_s or tokenised_s
+    fetched_s = flight.fetched_s or flight.received_s
+    loaded_s = flight.loaded_s or fetched_s
+    tokenised_s = flight.tokenised_s or loaded_s
+    sealed_s = flight.sealed_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     tokenised_there_ms = done.preprocess_ms if done else 0.0  # by a family that does it itself
     # the notice of the start may be read together with the result: what the adapter did is not waiting
     most_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
-        fetch_ms=(fetched_s - held.received_s) * 1000,
+        fetch_ms=(fetched_s - flight.received_s) * 1000,
         load_ms=(loaded_s - fetched_s) * 1000,
         preprocess_ms=(tokenised_s - loaded_s) * 1000 + tokenised_there_ms,
         batch_wait_ms=(sealed_s - tokenised_s) * 1000,
-        device_wait_ms=max(0.0, min((held.started_s - sealed_s) * 1000, most_ms)),
+        device_wait_ms=max(0.0, min((flight.started_s - sealed_s) * 1000, most_ms)),
         inference_ms=inference_ms,
         postprocess_ms=postprocess_ms,
-        worker_ms=(now_s - held.received_s) * 1000,
+        worker_ms=(now_s - flight.received_s) * 1000,
     )

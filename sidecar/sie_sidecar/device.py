@@ -1,0 +1,218 @@
+"""The queue before the device: what waits for it, what is at it, and who may send the next batch.
+
+put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sie_contracts import costs, ipc
+from sie_contracts.messages import BatchNote
+from sie_contracts.settings import Settings
+from sie_contracts.trace_context import Context
+from sie_sidecar import batch as batches
+from sie_sidecar import rows, spans
+from sie_sidecar.batch import Batch, BatchKey, Job, Limits, Load, Wait, Waiting
+from sie_sidecar.in_flight import InFlight, changed, runnable
+from sie_sidecar.inventory import Inventory
+from sie_sidecar.link import AdapterLink
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.rate import Rate
+from sie_sidecar.rows import Part, Work
+from sie_sidecar.sizing import Ahead
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Span, Tracer
+
+
+class DeviceQueue:
+    """The tokenised work of one worker, and the batches that are at its adapter."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker_id: str,
+        limits: Limits,
+        link: AdapterLink,
+        inventory: Inventory,
+        metrics: Metrics,
+        tracer: Tracer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._worker_id = worker_id
+        self.limits = limits
+        self.link = link
+        self._inventory = inventory
+        self._metrics = metrics
+        self._tracer = tracer
+        self.clock = clock
+        self.waiting: Waiting[InFlight] = Waiting()
+        self.wake = asyncio.Event()  # something changed that decides what is sent next
+        self._ended = asyncio.Event()  # a batch left the adapter
+        self.is_taken = False  # for an input that runs alone
+        self.sent = 0  # batches at the adapter
+        self.number = 0  # batches that were ever sent
+        self.rate = Rate()
+        self._ahead = Ahead()
+
+    @property
+    def lanes(self) -> int:
+        """Batches that run at once."""
+        return self.link.description.lanes if self.link.description else 1
+
+    @property
+    def depth(self) -> int:
+        """Batches that may be at the adapter at once."""
+        ahead = self.lanes + self._settings.rust_pipeline_depth - 1
+        return min(ahead, self._settings.max_concurrent_batches, self._settings.pool_size)
+
+    def capacity(self) -> tuple[int, int]:
+        """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and
+        those that are at the adapter.
+        """
+        full = batches.READY_PER_LANE * self.lanes + self.depth
+        return full * self.limits.cost, full * self.limits.requests
+
+    def room(self, bulk: bool) -> Load | None:
+        """What waits before the next work item of that priority; None while nothing can run. Interactive work does not
+        wait at the broker for bulk work that is here.
+        """
+        if not self.link.connected:
+            return None
+        return Load(*self._inventory.load(bulk=bulk), self.lanes)
+
+    # what waits
+
+    def job(self, flight: InFlight, arrived_s: float) -> Job[InFlight]:
+        """A tokenised work item as the scheduler sees it; its cost is counted from now on as what waits."""
+        assert flight.hosted is not None
+        item, ready = flight.item, flight.hosted.ready
+        padded = ready is not None and ready.loaded.attention.endswith(" padded")
+        key = BatchKey(
+            flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
+        )
+        own = runnable(flight)[0]
+        cost = sum(row.cost for row in own)
+        self._inventory.count(flight, cost)
+        alone = flight.lease.delivery.delivered > 1
+        crossover = ready.loaded.crossover_tokens if ready is not None else 0
+        time_cost = costs.text_cost(cost, sum(row.cost**2 for row in own), crossover)
+        budget_s = item.budget_ms / 1000
+        return Job(key, cost, arrived_s, flight, item.priority == "bulk", alone, flight.due_s, budget_s, time_cost)
+
+    def put(self, flight: InFlight, *, back: bool = False) -> None:
+        """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of
+        arrival.
+        """
+        job = self.job(flight, flight.received_s if back else self.clock())
+        flight.move("waiting", job)
+        if back:
+            self.waiting.put_back(job)
+        else:
+            self.waiting.add(job)
+
+    def withdraw(self, flight: InFlight) -> None:
+        """It must not run any more."""
+        if flight.job is not None:
+            self.waiting.remove(flight.job)
+            flight.job = None
+
+    def next(self, *, more_expected: bool) -> Batch[InFlight] | Wait | None:
+        """The batch to send now, which counts as sent, or until when to wait; None: until something changes.
+
+        `more_expected`: deliveries are on their way, or are being tokenised.
+        """
+        now_s, lanes, depth = self.clock(), self.lanes, self.depth
+        allowed = depth if self.link.connected and not self.is_taken else 0
+        device = batches.Device(self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes))
+        action = batches.next_batch(self.waiting, now_s, self.limits, device)
+        if isinstance(action, Batch):
+            for job in action.jobs:
+                job.work.move("sealed")
+                self._inventory.count(job.work, 0)
+            self.begin(action)
+        return action
+
+    # what is at the adapter
+
+    def begin(self, batch: Batch[InFlight]) -> None:
+        """It takes a place at the adapter, until `end`."""
+        self.sent += 1
+        self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
+
+    def end(self, batch: Batch[InFlight]) -> None:
+        self.sent -= 1
+        self._ahead.ended(id(batch), self.clock(), self.lanes)
+        self._metrics.batches.set(self.sent)
+        self._ended.set()
+        self.wake.set()
+
+    async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
+        """Have the adapter run a batch; `on_started` is called when the device has it. Raises AdapterGone, SIEError."""
+        self.number += 1
+        with spans.batch(self._tracer, [job.work for job in batch.jobs]) as span:
+            frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
+            done = await self.link.run_batch(frame, on_started)
+        if len(done.outcomes) != note.items:
+            raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
+        return done, note
+
+    def alone(self, flight: InFlight) -> Batch[InFlight]:
+        """A batch of this work item, which does not wait in the queue. Raises NotReady: its model has changed."""
+        if flight.is_outdated:
+            raise changed()
+        job = self.job(flight, flight.received_s)
+        self._inventory.count(flight, 0)
+        return Batch(job.key, (job,), job.cost)
+
+    async def take(self) -> None:
+        """Send no more batches until `give_back`. Returns when nothing else is at the adapter."""
+        self.is_taken = True
+        while self.sent:
+            await self.next_end()
+
+    async def next_end(self) -> None:
+        """Return when a batch has left the adapter."""
+        self._ended.clear()
+        await self._ended.wait()
+
+    def give_back(self) -> None:
+        """Send batches again, if it was taken."""
+        if self.is_taken:
+            self.is_taken = False
+            self.wake.set()
+
+
+def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
+    """The batch as the adapter reads it, and what is told of it. `span`: of the batch; without one it belongs to its
+    first work item.
+    """
+    parts = []
+    for job in batch.jobs:
+        item = job.work.item
+        run, chosen = runnable(job.work)
+        work = Work([item.inputs[index] for index in chosen], item.query, item.options)
+        parts.append(Part(run, work, spans.context_of(job.work)))
+    first, key = batch.jobs[0].work, batch.key
+    ready = first.hosted.ready if first.hosted is not None else None
+    above = span or first.span
+    frame = rows.to_batch(
+        name,
+        key.residency,
+        first.item.operation,
+        first.layout,
+        parts,
+        pooling=key.pooling,
+        lora=key.lora,
+        context=above.context if above is not None else Context(first.item.traceparent, first.item.tracestate),
+        fingerprint=ready.loaded.fingerprint if ready is not None else "",
+    )
+    attention = sum(len(row.ids) ** 2 for part in parts for row in part.rows)
+    note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
+    if span is not None:
+        spans.sealed(span, note, key.residency)
+    return frame, note
