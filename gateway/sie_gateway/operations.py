@@ -11,7 +11,6 @@ from starlette.datastructures import QueryParams
 
 from sie_contracts.errors import NotFound
 from sie_gateway.aliases import alias_info
-from sie_gateway.dialects import infinity
 from sie_gateway.models import model_info, model_list
 from sie_gateway.status import CONSOLE_POLICY, console
 from sie_runtime.http import scrape
@@ -43,8 +42,8 @@ async def models(gateway: Gateway, request: Request) -> Response:
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """The catalogue, as Infinity's client reads it."""
-    infos = [infinity.owned(info) for info in await _listed(gateway, request.query_params)]
+    """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity."""
+    infos = [{**info, "owned_by": "infinity"} for info in await _listed(gateway, request.query_params)]
     return json_response({"object": "list", "data": infos, "models": infos})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import orjson
@@ -22,8 +22,10 @@ from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import embedding_types, fields
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
-from sie_gateway.inference import Inference
 from sie_runtime.http import Body
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 

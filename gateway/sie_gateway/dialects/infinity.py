@@ -7,7 +7,7 @@ Its other routes are those of OpenAI and Jina.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import orjson
@@ -16,12 +16,9 @@ from sie_gateway import body as bodies
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import Inference
 
-
-def owned(info: dict[str, Any]) -> dict[str, Any]:
-    """A ModelInfo as `/models` without a version has it: Infinity's client takes no other owner than Infinity."""
-    return {**info, "owned_by": "infinity"}
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,7 +16,9 @@ from sie_gateway import arrow, reply
 from sie_gateway import body as bodies
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.finished import Finished
-from sie_gateway.inference import Inference
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> Answer:

@@ -12,7 +12,7 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -27,8 +27,10 @@ from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import embedding_types, fields, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished, Understood
-from sie_gateway.inference import Inference
 from sie_gateway.quota import Charge
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 MAX_TOKENS = 300_000  # of all inputs of a request
 SPECIAL_TOKENS = 8  # that any tokenizer adds to a text, at most

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import orjson
@@ -19,7 +19,9 @@ from sie_gateway.dialects import fields, tei, voyage
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
-from sie_gateway.inference import Inference
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sie_gateway.call import Asked, Call
 from sie_gateway.finished import Finished
-from sie_gateway.inference import Inference
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 
 async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:

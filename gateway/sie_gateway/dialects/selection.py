@@ -4,14 +4,16 @@ the only one.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sie_contracts.catalogue import Resolved, classifies
 from sie_contracts.errors import InvalidInput
 from sie_contracts.option_values import describe
 from sie_gateway.call import Call
 from sie_gateway.capabilities import CAN
-from sie_gateway.inference import Inference
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -26,7 +26,9 @@ from sie_gateway.dialects import fields
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.finished import Finished
-from sie_gateway.inference import Inference
+
+if TYPE_CHECKING:
+    from sie_gateway.inference import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
 MAP_VALUES = 10  # numbers that are written in the time of a small map
@@ -118,7 +120,7 @@ def _answer(call: Call, finished: Finished, body: Any) -> Answer:
     return Answer(body if not isinstance(body, list | dict) else orjson.dumps(body), "application/json", headers)
 
 
-Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+Handler: TypeAlias = "Callable[[Inference, Call, bytes], Awaitable[Answer]]"
 
 
 async def _encode(
