@@ -5,9 +5,9 @@ device takes the batch and `BatchDone` (or `Refused`) at its end; or one `Ensure
 long as the load; or a `Ping` that permits to unload models. The control connection carries the short questions, one
 question and one answer at a time, so that a health check never queues behind a large frame or a load.
 
-The sidecar decides which models the adapter holds. `may_drop` of a request names the models that may be unloaded for
-it, the first one first; `dropped` of its reply names those that were. The adapter keeps neither list: a model that no
-request names stays loaded.
+The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request names them. The adapter
+decides when, takes the first one first, and names in `dropped` of its reply those that were. It keeps neither list: a
+model that no request names stays loaded.
 
 Token ids, given vectors and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32,
 `types` is uint8.

@@ -1,7 +1,7 @@
 """The life of an inference request.
 
     answer: resolve name ─► read body ─► a client family's handler, which calls
-    run:    merge options ─► choose lane ─► check items ─► split ─► admit ─► publish ─► collect
+    run:    choose lane ─► merge options ─► check items ─► split ─► admit ─► publish ─► collect
 
 Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
 """

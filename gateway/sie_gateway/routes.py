@@ -1,7 +1,7 @@
 """All routes of a gateway, one row for each method and path. Scopes, dispatch, labels in metrics and the OpenAPI
 document derive from it; what is not here is not served.
 
-To add a route, add its row, and its line to the scopes of `tests/unit/test_auth.py`.
+To add a route, see "Where to change what" in ARCHITECTURE.md.
 """
 
 from __future__ import annotations

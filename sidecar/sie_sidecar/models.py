@@ -4,8 +4,8 @@
                     │           └──dropped by the adapter, or the adapter is gone──► available
                     └──refused──► failed ──cool-down──► loading
 
-The worker alone decides which models its adapter holds: each request to the adapter names the models that may be
-dropped for it, and its reply those that were.
+The worker decides which models may be evicted, and in what order; the adapter decides when. Each request to the adapter
+names the models that may be dropped for it, and its reply those that were.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ from sie_contracts.errors import InternalFailure, QueueFull
 from sie_contracts.ipc import BatchDone, Description, Shortages
 from sie_contracts.messages import BatchNote, ConfigDelta, Failed, Ok, WorkResult
 from sie_gateway.metrics import Metrics as GatewayMetrics
+from sie_gateway.routes import ROUTES
 from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
-from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, TABLE, Metric
+from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
 from sie_sidecar.metrics import Metrics, Remedies, of_models
 
@@ -186,6 +187,11 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
 def test_labels_of_fixed_sets_all_have_their_place() -> None:
     fold = Fold(Metric("m", "counter", "", ("status",), most=2))
     assert [fold((status,)) for status in "abab"] == [("a",), ("b",), ("a",), ("b",)]
+
+
+def test_every_label_of_a_route_has_room_in_the_histogram_of_latencies() -> None:
+    latencies = TABLE["gateway"]["sie_gateway_request_latency_seconds"]
+    assert len({row.endpoint for row in ROUTES} | {"ws", OTHER}) <= latencies.rest, "raise _ENDPOINTS"
 
 
 @pytest.mark.parametrize("process", TABLE)
