@@ -28,7 +28,7 @@ from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
 from sie_adapter.raw import extract_options, run_raw
 from sie_adapter.remedies import Remedies
-from sie_adapter.residency import DeviceMemory, Residency
+from sie_adapter.residency import DeviceMemory, Permission, Residency
 from sie_adapter.spoilt import afresh
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
@@ -113,7 +113,7 @@ class Engine:
             _logger.critical("the device is lost, ending: %s", error)
             self._on_device_lost()
 
-    def prepare(self, message: RunBatch) -> Callable[[RunBatch], Reply] | None:
+    def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
         """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane,
         SIE_PREPROCESSOR_WORKERS at once. Returns what runs the batch then, on a lane. Never raises: what fails here
         fails again there, and is answered.
@@ -124,22 +124,27 @@ class Engine:
                 if prepare is None or message.operation != "extract":
                     return None
                 with self._preprocessing:
-                    return functools.partial(self.execute, preparation=prepare(message.texts, extract_options(message)))
+                    preparation = prepare(message.texts, extract_options(message))
+                    return functools.partial(self.execute, preparation=preparation, permission=permission)
         except SIEError:
             return None
         except Exception as error:  # noqa: BLE001  model code may raise anything; the lane logs it
             _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
-    def execute(self, message: RunBatch, preparation: Any = None) -> Reply:
+    def execute(self, message: RunBatch, preparation: Any = None, permission: Permission | None = None) -> Reply:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused, with the models that were
-        unloaded for it. Memory that grew above the threshold is relieved after it.
+        unloaded for it. Memory that grew above the threshold is relieved after it. Never raises.
 
-        `preparation`: what the family made of its texts before.
+        `preparation`: what the family made of its texts before. `permission`: made when the batch arrived.
         """
-        permission = self.residency.permission(message.may_drop)
+        permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation)
-        self.residency.relieve(permission)
+        try:
+            self.residency.relieve(permission)
+        except Exception as error:
+            self._end_if_lost(error)
+            _logger.exception("memory could not be given back after a batch of %s", message.model)
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(self, message: RunBatch, make_room: Callable[[], bool], preparation: Any) -> BatchDone | Refused:

@@ -8,6 +8,7 @@ Every request gets exactly one terminal reply. A malformed frame ends its connec
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import selectors
@@ -129,11 +130,14 @@ class Server:
             except OSError as error:
                 broken.append(error)
 
-        run = None
+        # a model that is used while the batch waits for a lane stays
+        permission = self._engine.residency.permission(request.may_drop)
+        run: Callable[[ipc.RunBatch], Reply] | None = None
         if is_raw := bool(request.texts) and not request.ids:
             # said before its texts are touched: should they end the process, they are the suspects
             answer(ipc.BatchStarted(request.batch))
-            run = self._engine.prepare(request)
+            run = self._engine.prepare(request, permission)
+        run = run or functools.partial(self._engine.execute, permission=permission)
         job = Job(request, answer, run, is_started=is_raw)
         self._engine.lanes.submit(job)
         job.finished.wait()

@@ -123,8 +123,10 @@ class Record(Generic[T]):
         on_lost: Callable[[], None] = lambda: None,
         read: Callable[[KeyValue], Awaitable[tuple[Sequence[Entry], int]]] | None = None,
         drops_unreadable: bool = False,
+        wants: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        """`decode` raises ValueError for what is no value, as msgspec does.
+        """`decode` raises ValueError for what is no value, as msgspec does. Only values of keys that the owner `wants`
+        are decoded.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or changed here; None for a key
         that was removed. A change may be there before the watch brings what was written earlier: the owner ignores a
@@ -141,35 +143,48 @@ class Record(Generic[T]):
         self._on_lost = on_lost
         self._read = read or _read_all
         self._drops_unreadable = drops_unreadable
+        self._wants = wants
         self._watch: Subscription | None = None
         self._created = ""  # when the bucket that is followed was made
         self._last = 0  # revision that the watch brought last
         self._reconnects = 0
+        self._closings = 0
 
     async def follow(self) -> bool:
         """Read all values and watch from there on, unless the same bucket is followed already.
 
-        Returns whether they were read. Raises BrokerError; then the values before stay.
+        Returns whether they were read: not if `close` was called meanwhile. Raises BrokerError; then the values before
+        stay.
         """
-        reconnects = self._reconnects
+        reconnects, closings = self._reconnects, self._closings
         bucket = await self.bucket.open()
         created, _, revision = (await bucket.epoch()).rpartition(":")
         if self._watch is not None and created == self._created:
             self.is_stale = self._reconnects != reconnects
             return False
         entries, after = await self._read(bucket)
-        await self.close()
+        await self._end_watch()
+        if closings != self._closings:
+            return False
         self._on_lost()
         for entry in entries:
             self.take(entry)
         # The revision is the leader's. The entries may come from a replica that is behind: the watch brings the rest.
         self._last = min(int(revision), after)
-        self._watch = await bucket.watch(self._on_entry, self._last)
+        watch = await bucket.watch(self._on_entry, self._last)
+        if closings != self._closings:
+            await watch.stop()
+            return False
+        self._watch = watch
         self._created, self.is_stale = created, self._reconnects != reconnects
         return True
 
     async def close(self) -> None:
-        """Stop the watch. The owner may follow again later."""
+        """Stop the watch, also one that `follow` is about to open. The owner may follow again later."""
+        self._closings += 1
+        await self._end_watch()
+
+    async def _end_watch(self) -> None:
         watch, self._watch, self.is_stale = self._watch, None, True
         if watch is not None:
             await watch.stop()
@@ -190,6 +205,8 @@ class Record(Generic[T]):
         """Decode an entry that was read and give it to the owner, or to another `on_value`. One that cannot be decoded
         is logged.
         """
+        if not self._wants(entry.key):
+            return
         try:
             value = None if entry.value is None else self._decode(entry)
         except ValueError as error:

@@ -90,6 +90,10 @@ class StoredTable:
         """As `put`, of an entry that was read. Raises ValueError: then the table stays as it was."""
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
+    def has(self, key: str) -> bool:
+        """Whether the key is one of this table."""
+        return key == self.key or topology.part_number(self.key, key) is not None
+
     def put(self, key: str, stored: Stored | None, revision: int) -> bool:
         """What a key has now; None: it was removed, or cannot be read. Returns whether the table is another one now."""
         number = topology.part_number(self.key, key)

@@ -221,6 +221,8 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         """Before this start is ready, the gateway must be, and know that as many workers are healthy."""
         self._await_answer(name, port)
+        if self._plan.settings.gateway_workers is not None:
+            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows the workers of that list alone
         self._readiness[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",

@@ -31,5 +31,8 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
         return f"no answer ({type(error).__name__})"
     if answer.status_code != 200:
         return f"{url} answers {answer.status_code}"
-    healthy = answer.json()["cluster"]["worker_count"]
+    try:
+        healthy = int(answer.json()["cluster"]["worker_count"])
+    except (ValueError, KeyError, TypeError):
+        return f"{url} does not answer as a gateway of SIE does"
     return None if healthy >= count else f"{healthy} of {count} healthy"

@@ -93,7 +93,9 @@ class Assignment:
             self._on_value,
             on_lost=self._stored.forget,  # the last table counts until the new bucket has one
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
+            wants=self._stored.has,
         )
+        self._is_stopped = False
 
     async def start(self) -> None:
         """Read the table, and learn of each change. Raises BrokerError."""
@@ -114,6 +116,8 @@ class Assignment:
         self._on_change()
 
     async def stop(self) -> None:
+        """Hear of no change any more."""
+        self._is_stopped = True
         self._end_wait()
         await self._record.close()
 
@@ -187,6 +191,8 @@ class Assignment:
         """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises
         BrokerError.
         """
+        if self._is_stopped:
+            return
         if self._record.is_stale:
             await self._record.follow()
         before, self._seen = self._seen, frozenset()

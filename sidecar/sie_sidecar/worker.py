@@ -186,10 +186,7 @@ class Worker:
 
     async def _prepare_and_dispatch(self, group: list[InFlight], together: int) -> None:
         with self._settle.answering(group, "preparing the input"):
-            ready = await self._prepare.run(group, together)
-            if not ready:
-                return
-            for flight in ready:
+            for flight in await self._prepare.run(group, together):
                 self.dispatch.add(flight)
                 self.source.weigh(flight)
         self.device.wake.set()

@@ -191,6 +191,34 @@ async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(site: S
     assert not owner.record.is_stale
 
 
+async def test_a_record_that_is_closed_while_it_is_read_stays_closed(site: Site) -> None:
+    writer = await site.bucket()
+    await writer.write([thing("a", 1)])
+    owner = Owner(await site.bucket())
+
+    async def read(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
+        await owner.record.close()
+        return await bucket.entries(), 0
+
+    owner.record = Record(owner.record.bucket, decode, owner._on_value, read=read)
+    assert not await owner.record.follow()
+    assert owner.record.is_stale
+    assert owner.record._watch is None
+    assert owner.sizes == {}
+
+
+async def test_only_keys_that_are_wanted_are_decoded(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    writer = await site.bucket()
+    await writer.write([thing("mine/a", 1), Write("theirs/a", b"\xc1")])
+    owner = Owner(await site.bucket())
+    owner.record = Record(owner.record.bucket, decode, owner._on_value, wants=lambda key: key.startswith("mine/"))
+    await owner.record.follow()
+    await writer.write([Write("theirs/b", b"\xc1"), thing("mine/b", 2)])
+    await owner.shows({"mine/a": 1, "mine/b": 2})
+    assert "cannot be read" not in caplog.text
+    await owner.record.close()
+
+
 async def test_a_watch_that_brings_lower_revisions_makes_the_record_stale(nats: NatsSite) -> None:
     """The bucket was removed and made anew by somebody else, and no connection was lost."""
     writer = await nats.bucket()

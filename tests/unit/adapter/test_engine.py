@@ -16,7 +16,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.packing import Packed
-from sie_adapter.residency import Resident
+from sie_adapter.residency import Permission, Resident
 from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, Rows, RunBatch
 from sie_contracts.messages import RunOptions
@@ -52,6 +52,17 @@ def reply_of(engine: Engine, encoder: Any, sequences: Sequence[Sequence[int]] = 
         reply = engine.execute(message(list(map(list, sequences)), **changes))
     assert resident.running == 0
     return reply
+
+
+def test_a_batch_is_answered_where_memory_cannot_be_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(permission: Permission) -> None:
+        permission.record_drop("other")
+        raise OSError("the memory of the device cannot be read")
+
+    monkeypatch.setattr(engine.residency, "relieve", fails)
+    reply = reply_of(engine, FakeEncoder())
+    assert isinstance(reply, BatchDone)
+    assert reply.dropped == ("other",)
 
 
 @pytest.mark.parametrize(("may_drop", "dropped"), [(("absent", "other"), ("other",)), ((), ())])
