@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -49,15 +49,14 @@ def top(cluster: Cluster, once: bool) -> None:
 
     from sie_sdk.errors import AuthenticationError, SIEConnectionError, SIEError
 
-    # its warnings of attempts would break the picture, which tells of them
-    logging.getLogger("sie_sdk").setLevel(logging.ERROR)
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     token = secret.reveal() if secret else None
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=PIPE_WIDTH, height=PIPE_HEIGHT)
     try:
-        asyncio.run(_shown(View(public_url(url)), url, token, console, once))
+        with _quiet_client():
+            asyncio.run(_shown(View(public_url(url)), url, token, console, once))
     except AuthenticationError as error:
         refuse(ValueError(f"{error}: set SIE_AUTH_TOKEN to a token with the scope read"))
     except SIEConnectionError as error:
@@ -71,6 +70,18 @@ def top(cluster: Cluster, once: bool) -> None:
     except BrokenPipeError:
         # the reader of the pipe has seen enough; nothing more may be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _quiet_client() -> Iterator[None]:
+    """The client's warnings of attempts would break the picture, which tells of them."""
+    logger = logging.getLogger("sie_sdk")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 async def _shown(view: View, url: str, token: str | None, console: Console, once: bool) -> None:

@@ -15,9 +15,11 @@ StoreError             no answer in time, or one that may be another one later
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import random
 import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +35,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
+EXIT_PAUSE_S = 0.1
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
@@ -99,6 +102,9 @@ def opened(url: str, setting: str) -> ObjectStore:
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
 
+    atexit.unregister(_let_threads_finish)
+    atexit.register(_let_threads_finish)
+
     where = store_url(url)
     limits: dict[str, Any] = {
         # plain HTTP only where the operator's endpoint says so; options given here replace those of the environment
@@ -118,6 +124,13 @@ def opened(url: str, setting: str) -> ObjectStore:
         return kind(where.bucket, prefix=where.path or None, **limits)
     except (BaseError, OSError) as error:
         raise SettingError(setting, _first_line(error)) from error
+
+
+def _let_threads_finish() -> None:
+    """At exit. obstore's threads drop what they hold of Python a moment after an answer; if the interpreter is being
+    finalized by then, the process is aborted (SIGABRT).
+    """
+    time.sleep(EXIT_PAUSE_S)
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:

@@ -338,10 +338,10 @@ async def test_nothing_is_refused_without_a_measured_wait(cluster: InProcess) ->
 
 
 async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_over(cluster: InProcess) -> None:
-    """Sixty requests of 3 s of work with budgets of 1.5 s, all before anything is known: the first are answered, the
+    """Sixty requests of 6 s of work with budgets of 3 s, all before anything is known: the first are answered, the
     others told early.
     """
-    adapter = TimedAdapter(cluster.folder / "timed.sock", 5e-4)
+    adapter = TimedAdapter(cluster.folder / "timed.sock", 1e-3)
     await adapter.start()
     cluster.adapters.append(adapter)
     gateway = await cluster.gateway()
@@ -353,7 +353,7 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
     begun_s = asyncio.get_running_loop().time()
 
     async def one(number: int) -> tuple[int, float]:
-        answer = await gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="1500")
+        answer = await gateway.encode(f"{number:098d}", X_SIE_Timeout_Ms="3000")
         return answer.status_code, asyncio.get_running_loop().time() - begun_s
 
     found = await asyncio.gather(*map(one, range(60)))
@@ -361,7 +361,7 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
     refused_s = [ended_s for status, ended_s in found if status == 503]
     assert statuses.count(200) >= 5
     assert len(refused_s) >= 10
-    assert sorted(refused_s)[len(refused_s) // 2] < 1.2
+    assert sorted(refused_s)[len(refused_s) // 2] < 2.4
     assert await gateway.metric("sie_gateway_rejected_requests_total", reason="late") == len(refused_s)
     assert [await gateway.metric(f"sie_gateway_permits_held_{unit}") for unit in ("tokens", "messages")] == [0, 0]
 
