@@ -31,7 +31,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
-from sie_adapter.residency import DeviceMemory, Residency
+from sie_adapter.residency import DeviceMemory, Permission, Residency
 from sie_adapter.server import Server
 from sie_contracts import ipc
 from sie_contracts.catalogue import ModelEntry, parse_entry
@@ -380,7 +380,8 @@ def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers
         with mock.patch.object(
             engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))
         ):
-            threads = [threading.Thread(target=engine.prepare, args=(message,)) for _ in range(3 * workers)]
+            arguments = message, Permission((), 0.0)
+            threads = [threading.Thread(target=engine.prepare, args=arguments) for _ in range(3 * workers)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -394,17 +395,20 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
     """
     held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
 
-    def execute(message: RunBatch) -> Reply:
+    def hold(message: RunBatch) -> Reply:
         assert held.wait(30)
         return done
 
     class Busy:
-        lanes = Lanes(1, execute)
+        lanes = Lanes(1, hold)
         residency = mock.Mock()
 
-        def prepare(self, message: RunBatch) -> None:
+        def prepare(self, message: RunBatch, permission: object) -> None:
             if message.batch == "second":
                 prepared.set()
+
+        def execute(self, message: RunBatch, permission: object) -> Reply:
+            return hold(message)
 
     server = Server(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
     pairs = [socket.socketpair() for _ in range(2)]
