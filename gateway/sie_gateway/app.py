@@ -216,7 +216,7 @@ class Edge:
         path = scope["path"]
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
-        if len(path) > 1 and path.endswith("/"):
+        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):  # one final slash says nothing, two do
             path = path[:-1]
         if path in PROBES and not is_socket:
             await self._probes({**scope, "path": path}, receive, send)
