@@ -206,7 +206,7 @@ def test_the_documents_render_and_call_this_gateway_alone(cluster: Cluster, page
     page.wait("document.querySelectorAll('.opblock').length", lambda count: count == served, timeout_s=30)
     page.evaluate(
         "window.block = [...document.querySelectorAll('.opblock-get')].find(each => "
-        "each.innerText.includes('/health')), 0"
+        "each.querySelector('.opblock-summary-path')?.dataset.path === '/health'), 0"
     )
     for button in (".opblock-summary-control", ".try-out__btn", ".execute"):
         page.wait(f"block.querySelectorAll('{button}').length", lambda count: count == 1)
