@@ -10,7 +10,7 @@ import pytest
 from inprocess import until
 from nats_server import NatsServer
 
-from sie_broker import Broker, BrokerUnavailable, CoreMessage
+from sie_broker import Broker, BrokerUnavailable, CoreMessage, Delivery, Pulls
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import PULL_EXPIRES_S, NatsBroker, connect
 from sie_contracts.topology import ConsumerSpec, Lane, work_consumer, work_stream, work_subject
@@ -160,6 +160,16 @@ async def publish(broker: Broker, model: str, count: int, first: int = 0) -> lis
     return [
         (await broker.publish(subject_of(model), b"%d" % number, f"{model}-{number}")).sequence for number in numbers
     ]
+
+
+async def pulling(broker: Broker, spec: ConsumerSpec, *, published: int, wanted: int) -> tuple[Box[Delivery], Pulls]:
+    """Pulls of the consumer of model a that want some of its messages, and the box that they fill."""
+    await broker.ensure_consumer(spec)
+    await publish(broker, "a", published)
+    box: Box[Delivery] = Box()
+    pulls = broker.pulls(STREAM.name, box.put)
+    pulls.want(spec.name, wanted)
+    return box, pulls
 
 
 async def messages_left(broker: Broker, count: int) -> None:

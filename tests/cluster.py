@@ -115,6 +115,11 @@ class Cluster:
                     found.append((child.create_time(), child.pid))
         return [pid for _, pid in sorted(found)]
 
+    def sidecar(self, worker: str) -> int:
+        """The process of the sidecar with that worker id."""
+        (pid,) = (pid for pid in self.pids("sidecar") if worker in psutil.Process(pid).cmdline())
+        return pid
+
     def signal(self, pid: int, number: int) -> None:
         os.kill(pid, number)
 

@@ -28,6 +28,7 @@ class Outcome:
     right: bool = False
     failure: str = ""
     deliveries: int = 0
+    worker: str = ""
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Load:
                 body = arrays.unpack(arrays.decode_msgpack(answer.content))
                 vector = body["items"][0]["dense"]["values"]
                 outcome.right = bool(oracle.cosines(vector, self._expected[number % len(TEXTS)]) > 0.998)
-                outcome.deliveries = body["explain"][0]["batch"].get("deliveries", 1)
+                ran = body["explain"][0]
+                outcome.worker, outcome.deliveries = ran["worker"], ran["batch"].get("deliveries", 1)
             else:
                 error = answer.json()["error"]
                 outcome.code, outcome.retryable = error["code"], error["retryable"]

@@ -83,10 +83,10 @@ class SettingOption(click.Option):
 class ManyOptions(click.Command):
     """A command with the options of many settings: --help shows them by their headings, each group by the alphabet.
 
-    Before them are the options of the names in `first`, under MOST_USED and in that order, and the command's own.
+    Before them are the options of the names in `first`, under FIRST and in that order, and the command's own.
     """
 
-    MOST_USED, OWN = "Most used options", "Options"
+    FIRST, OWN = "Most used options", "Options"
 
     def __init__(self, *args: Any, first: Sequence[str] = (), **given: Any) -> None:
         super().__init__(*args, **given)
@@ -98,15 +98,15 @@ class ManyOptions(click.Command):
             record = param.get_help_record(ctx)
             if record is not None:
                 sections.setdefault(self._heading(param), {})[param.opts[0]] = record
-        headings = [self.MOST_USED, self.OWN, *dict.fromkeys(row.heading for row in ROWS)]
+        headings = [self.FIRST, self.OWN, *dict.fromkeys(row.heading for row in ROWS)]
         for heading in (each for each in headings if each in sections):
-            order = self._first if heading == self.MOST_USED else sorted(sections[heading])
+            order = self._first if heading == self.FIRST else sorted(sections[heading])
             with formatter.section(heading):
                 formatter.write_dl([sections[heading][name] for name in order])
 
     def _heading(self, param: click.Parameter) -> str:
         if param.opts[0] in self._first:
-            return self.MOST_USED
+            return self.FIRST
         return param.heading if isinstance(param, SettingOption) else self.OWN
 
 

@@ -15,6 +15,7 @@ from sie_contracts.api.shapes import (
     ManyTexts,
     Map,
     Number,
+    Reply,
     Text,
     Texts,
     Timing,
@@ -93,16 +94,7 @@ class Embedding(Struct, kw_only=True):
     offset: Number = UNSET
 
 
-class _Reply(Struct, kw_only=True):
-    model: Text = UNSET
-    usage: Usage | UnsetType = UNSET
-    timing: Timing | UnsetType = UNSET
-    fingerprint: Text = UNSET
-    warnings: Texts = UNSET
-    explain: list[dict[str, Any]] | UnsetType = UNSET
-
-
-class EmbeddingsReply(_Reply, kw_only=True):
+class EmbeddingsReply(Reply, kw_only=True):
     """A vector for each input, in their order."""
 
     EXAMPLE: ClassVar[Any] = {
@@ -160,7 +152,7 @@ class RankedDocument(Relevance, kw_only=True):
     document: dict[str, Any] | str | UnsetType = UNSET
 
 
-class Ranked(_Reply, kw_only=True):
+class Ranked(Reply, kw_only=True):
     """Documents, best first."""
 
     EXAMPLE: ClassVar[Any] = {
@@ -266,7 +258,7 @@ class Label(Struct, kw_only=True):
 CLASSES = [{"label": "joy", "score": 0.92}, {"label": "anger", "score": 0.08}]
 
 
-class Classified(_Reply, kw_only=True):
+class Classified(Reply, kw_only=True):
     """All classes of each text, best first."""
 
     EXAMPLE: ClassVar[Any] = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Text, Texts, Timing, Usage, Whole
+from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Reply, Text, Texts, Timing, Whole
 
 Dtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 Truncation = Literal["END", "START", "NONE"]
@@ -216,16 +216,7 @@ class ExtractedItem(_Slot, kw_only=True):
     data: Map = UNSET
 
 
-class _Reply(Struct, kw_only=True):
-    model: Text = UNSET
-    timing: Timing | UnsetType = UNSET
-    usage: Usage | UnsetType = UNSET
-    fingerprint: Text = UNSET
-    warnings: Texts = UNSET
-    explain: list[dict[str, Any]] | UnsetType = UNSET
-
-
-class Encoded(_Reply, kw_only=True):
+class Encoded(Reply, kw_only=True):
     """The vectors of each input, in their order."""
 
     EXAMPLE: ClassVar[Any] = {
@@ -238,7 +229,7 @@ class Encoded(_Reply, kw_only=True):
     items: list[EncodedItem] | UnsetType = UNSET
 
 
-class Scored(_Reply, kw_only=True):
+class Scored(Reply, kw_only=True):
     """The scores, best first."""
 
     EXAMPLE: ClassVar[Any] = {"model": MINI, "scores": [{"item_id": "item-0", "score": 0.83, "rank": 0}], **SHARED}
@@ -247,7 +238,7 @@ class Scored(_Reply, kw_only=True):
     scores: list[ScoredItem] | UnsetType = UNSET
 
 
-class Extracted(_Reply, kw_only=True):
+class Extracted(Reply, kw_only=True):
     """What was found in each input, in their order."""
 
     EXAMPLE: ClassVar[Any] = {

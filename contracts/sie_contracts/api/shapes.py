@@ -53,3 +53,14 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: Whole = msgspec.UNSET
     total_tokens: Whole = msgspec.UNSET
     truncated_items: list[int] | UnsetType = msgspec.UNSET
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What every reply of inference may tell beside its result."""
+
+    model: Text = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET
+    fingerprint: Text = msgspec.UNSET
+    warnings: Texts = msgspec.UNSET
+    explain: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, subject_of
+from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerError, ConsumerState, Delivery, StreamFull, TopologyMismatch
 from sie_contracts.topology import TOPOLOGY_VERSION
@@ -61,11 +61,7 @@ async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -
 async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(broker: Broker) -> None:
     """L16 L18: a mismatch names the field and keeps the delivery state."""
     spec = consumer_of("a", ack_wait_s=20.0)
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 2)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 1)
+    box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (first,) = await box.fill(1)
 
     with pytest.raises(TopologyMismatch) as refusal:

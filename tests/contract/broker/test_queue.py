@@ -7,7 +7,7 @@ import dataclasses
 import time
 
 import pytest
-from broker_harness import LANE, STREAM, Box, Harness, consumer_of, messages_left, publish, subject_of
+from broker_harness import LANE, STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import (
     Broker,
@@ -99,12 +99,7 @@ async def test_a_message_above_the_limit_is_refused_without_harm_to_the_connecti
 async def test_pulls_deliver_no_more_than_wanted_and_in_order(broker: Broker) -> None:
     """L8 S5: credit is used up by deliveries, and what waits in the stream is not touched."""
     spec = consumer_of("a")
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 10)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-
-    pulls.want(spec.name, 4)
+    box, pulls = await pulling(broker, spec, published=10, wanted=4)
     await box.fill(4)
     await box.quiet(0.2)
     assert pulls.outstanding(spec.name) == 0
@@ -180,11 +175,7 @@ async def test_a_handler_that_tops_up_itself_gets_everything_once(broker: Broker
 
 async def test_an_ack_removes_the_message(broker: Broker) -> None:
     spec = consumer_of("a")
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 3)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 3)
+    box, pulls = await pulling(broker, spec, published=3, wanted=3)
     deliveries = await box.fill(3)
 
     assert (await broker.stream_state(STREAM.name)).messages == 3
@@ -200,11 +191,7 @@ async def test_an_ack_removes_the_message(broker: Broker) -> None:
 async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
     """L5 L8: the count grows by one, nothing limits it, and other messages are not held up."""
     spec = consumer_of("a")
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 2)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 1)
+    box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (first,) = await box.fill(1)
     pulls.want(spec.name, 2)
 
@@ -271,11 +258,7 @@ async def test_in_progress_extends_a_lease(broker: Broker) -> None:
     2.
     """
     spec = consumer_of("a", ack_wait_s=0.6)
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 1)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 1)
+    box, pulls = await pulling(broker, spec, published=1, wanted=1)
     (delivery,) = await box.fill(1)
     pulls.want(spec.name, 1)
 
@@ -294,11 +277,7 @@ async def test_in_progress_extends_a_lease(broker: Broker) -> None:
 async def test_a_terminated_message_is_gone(broker: Broker) -> None:
     """L5"""
     spec = consumer_of("a", ack_wait_s=0.5)
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 1)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 2)
+    box, pulls = await pulling(broker, spec, published=1, wanted=2)
     (delivery,) = await box.fill(1)
     await delivery.term("poison")
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from broker_harness import STREAM, WAIT_S, Box, Harness, consumer_of, messages_left, publish, subject_of
+from broker_harness import STREAM, WAIT_S, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerUnavailable, CoreMessage, Delivery, Entry, Write
 
@@ -93,11 +93,7 @@ async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker:
 async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker, harness: Harness) -> None:
     """L24: the work is done and answered, so its ack is right whenever it arrives."""
     spec = consumer_of("a")
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 2)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 1)
+    box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (delivery,) = await box.fill(1)
     await harness.cut()
     await delivery.ack()

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 import pytest
-from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, subject_of
+from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerError, Delivery
 from sie_contracts.topology import dead_letter_stream, dead_letter_subject
@@ -17,11 +17,7 @@ async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: 
     the delivery.
     """
     spec = consumer_of("a")
-    await broker.ensure_consumer(spec)
-    await publish(broker, "a", 2)
-    box: Box[Delivery] = Box()
-    pulls = broker.pulls(STREAM.name, box.put)
-    pulls.want(spec.name, 2)
+    box, pulls = await pulling(broker, spec, published=2, wanted=2)
     first, second = await box.fill(2)
     await second.ack()
     await broker.flush()
