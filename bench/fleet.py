@@ -37,7 +37,7 @@ from stack import Device, Plan, Stack
 
 from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
 
 BEAT_S = 5.0
 SETTLE_S = 12.0  # two rounds of heartbeats

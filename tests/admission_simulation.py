@@ -24,10 +24,11 @@ from unittest.mock import Mock
 
 from inprocess import settings_of
 
-from sie_contracts import messages
+from sie_contracts import heartbeats, messages
 from sie_contracts.batch_times import BatchTimes
 from sie_contracts.errors import QueueFull
-from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
 from sie_gateway.backlog import Backlog
@@ -362,7 +363,7 @@ class World:
 
     def announce(self, one: Admission) -> None:
         """What a gateway tells the others reaches them a way later."""
-        beat = messages.decode_gateway(messages.encode(one.peers.beat()))
+        beat = heartbeats.decode_gateway(messages.encode(one.peers.beat()))
         for other, _ in self.gateways:
             self.at(self.now_s + WAY_S, lambda other=other: other.peers.note(beat))
         self.at(self.now_s + one.peers.pause_s(), lambda: self.announce(one))

@@ -13,9 +13,9 @@ from sie_broker import CoreMessage
 from sie_broker.memory import MemoryServer
 from sie_config.app import ConfigService, create_app
 from sie_config.store import CatalogueStore, open_store
-from sie_contracts import messages
+from sie_contracts import configs
 from sie_contracts.bundles import Bundle
-from sie_contracts.messages import ConfigDelta
+from sie_contracts.configs import ConfigDelta
 from sie_contracts.trust import Allowed, Trust
 
 ADMIN = "admin-token-of-a-test"
@@ -48,7 +48,7 @@ class Api:
         self.service.begin(store, self.trust or anything())
 
         async def heard(message: CoreMessage) -> None:
-            self.deltas.append(messages.decode_delta(message.data))
+            self.deltas.append(configs.decode_delta(message.data))
 
         await self.server.connect("listener").subscribe(self._subject, heard)
         return self

@@ -24,9 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from sie_broker import CoreMessage, Entry
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.embedded import free_port
-from sie_contracts import messages, topology
+from sie_contracts import heartbeats, topology
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.messages import ConfigEpoch, ConfigExport, ConfigModel, Heartbeat
+from sie_contracts.configs import ConfigEpoch, ConfigExport, ConfigModel
+from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Mode, Settings, load
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime.process import Stop
@@ -168,7 +169,7 @@ class InProcess:
         await self.close()
 
     async def _on_beat(self, message: CoreMessage) -> None:
-        self.beats.append(messages.decode_heartbeat(message.data))
+        self.beats.append(heartbeats.decode_heartbeat(message.data))
 
     async def send(self, subject: str, data: bytes) -> None:
         """As some other process on the broker."""

@@ -15,10 +15,10 @@ import pytest
 from sie_broker.nats import connect
 from sie_config.mirror import Held
 from sie_config.store import SEED_BATCH, Change, normalised, open_store
-from sie_contracts import messages
+from sie_contracts import configs, messages
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document
+from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.errors import ModelNotFound
-from sie_contracts.messages import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.settings import load
 from sie_runtime.feed import packaged_catalogue
 
@@ -89,7 +89,7 @@ def applying_us(catalogue: Catalogue) -> float:
     data = messages.encode(ConfigDelta("sie-config", "large:9", "large:12", "new/model", 1, raw))
 
     def applied() -> None:
-        delta = messages.decode_delta(data)
+        delta = configs.decode_delta(data)
         new = catalogue.with_model(delta.model, parse_document(delta.entry), delta.revision, delta.epoch)
         assert new.resolve("new/Model").entry.id == "new/model"
 

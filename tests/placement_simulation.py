@@ -22,7 +22,8 @@ from itertools import count
 
 import numpy as np
 
-from sie_contracts.messages import Heartbeat, ModelStatus, Placement
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.records import Placement
 from sie_gateway.placement import EVERY_S
 from sie_gateway.planner import Planner, Waiting
 from sie_sidecar.assignment import AHEAD_AGAIN_S, role

@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sie_broker import Entry, KeyValue, PayloadTooBig, Write
-from sie_contracts import messages, topology
-from sie_contracts.messages import Placement, PlacementPart
+from sie_contracts import messages, records, topology
+from sie_contracts.records import Placement, PlacementPart
 
 WHOLE_BYTES = 64 << 10  # of a table that is one message; every worker of the lane reads it each 5 s while there is work
 PART_BYTES = 32 << 10
@@ -51,7 +51,7 @@ def decode(entry: Entry) -> Stored:
     """Raises ValueError for what is no table and no part of one."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
-    return Stored(messages.decode_placement_part(value) if is_part else messages.decode_placement(value), len(value))
+    return Stored(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
@@ -62,7 +62,7 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
     if head is None:
         return [], 0
     try:
-        has_parts = head.value is not None and bool(messages.decode_placement(head.value).parts)
+        has_parts = head.value is not None and bool(records.decode_placement(head.value).parts)
     except ValueError:
         has_parts = False
     if not has_parts:

@@ -18,8 +18,8 @@ from sie_cli.options import loaded, refuse, settings_options
 from sie_config.process import prepare
 from sie_config.reload import Reload
 from sie_config.store import CatalogueStore
+from sie_contracts.configs import ConfigEpoch, ConfigExport
 from sie_contracts.errors import SIEError
-from sie_contracts.messages import ConfigEpoch, ConfigExport
 from sie_contracts.settings import SettingError, Settings
 from sie_runtime.process import Stop, Tasks, own_stderr
 from sie_runtime.process import run as run_process

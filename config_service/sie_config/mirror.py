@@ -22,8 +22,8 @@ from sie_broker import BrokerUnavailable, Entry, KeyValue, Write
 from sie_contracts import configs, topology
 from sie_contracts.aliases import is_alias
 from sie_contracts.bundles import DEFAULT, Bundle, serving
+from sie_contracts.configs import ConfigEpoch
 from sie_contracts.errors import NotReady
-from sie_contracts.messages import ConfigEpoch
 
 REPLIES = "replies"  # first part of the keys that are not of the catalogue
 BEHIND_S = 2.0  # for which a replica of the broker may not have seen what its leader has

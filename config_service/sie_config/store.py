@@ -36,8 +36,8 @@ from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue, ModelEntry
+from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.errors import ModelNotFound
-from sie_contracts.messages import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.names import Names
 from sie_contracts.settings import Settings
 from sie_runtime.failpoints import failpoint

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 from sie_broker import Bus, CoreMessage
-from sie_contracts import messages, topology
-from sie_contracts.messages import GatewayBeat, Heartbeat
+from sie_contracts import heartbeats, topology
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat
 
 _logger = logging.getLogger("sie.config")
 
@@ -32,13 +32,13 @@ class Workers:
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:
-            self.note(messages.decode_heartbeat(message.data))
+            self.note(heartbeats.decode_heartbeat(message.data))
         except msgspec.DecodeError as error:
             _logger.warning("a heartbeat could not be read: %s", error)
 
     async def _on_gateway(self, message: CoreMessage) -> None:
         try:
-            self.note_gateway(messages.decode_gateway(message.data))
+            self.note_gateway(heartbeats.decode_gateway(message.data))
         except msgspec.DecodeError as error:
             _logger.warning("a gateway's announcement could not be read: %s", error)
 

@@ -1,7 +1,12 @@
-"""The catalogue over HTTP, as the config service and every gateway answer what only reads it: one wording of each
-reply.
+"""The catalogue on its way from the config service to its readers.
 
-A document is JSON, or YAML where `Accept` says so. `config_shape` is how errors of these routes look.
+    config service ──ConfigDelta, over NATS──────────────────► gateways, sidecars
+                   ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
+                   ──replies of /v1/configs, also by gateways──► clients
+
+The rules of evolution of the structs are those of `messages`. The config service and every gateway answer the reads of
+`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML where `Accept` asks
+for it. `config_shape` is the shape of an error of these routes.
 """
 
 from __future__ import annotations
@@ -17,11 +22,62 @@ from sie_contracts import plain
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
-from sie_contracts.messages import Heartbeat
+from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.names import did_you_mean
 
 JSON, YAML = "application/json", "application/x-yaml"
 _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
+
+
+class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
+    """One committed write of the catalogue. `entry` is null for a removal.
+
+    Applied only by a reader that stands at `previous`; one that follows the subject's bundle alone may stand anywhere
+    from `since`, the epoch of the last write before that concerned the bundle (empty: `previous`), to `previous`.
+    """
+
+    producer: str
+    previous: str
+    epoch: str
+    model: str
+    revision: int
+    entry: dict[str, Any] | None = None
+    since: str = ""
+
+
+class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of an export. `written`: the number in the epoch of the write that made this revision (0: not told)."""
+
+    model_id: str
+    model_config: dict[str, Any]
+    revision: int = 0
+    affected_bundles: tuple[str, ...] = ()
+    raw_yaml: str = ""
+    written: int = 0
+
+
+class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the catalogue stands. `bundles`: the epoch of the last write that concerned each bundle, as far as it is
+    known.
+    """
+
+    epoch: str
+    bundles: dict[str, str] = {}
+    bundles_hash: str = ""
+    bundle_config_hashes_hash: str = ""
+
+
+class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
+    """The whole catalogue at one epoch."""
+
+    epoch: str
+    models: tuple[ConfigModel, ...]
+    bundles: tuple[dict[str, Any], ...] = ()
+    snapshot_version: int = 1
+    generated_at: str = ""
+
+
+decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:

@@ -23,7 +23,8 @@ from typing import Any, Literal
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import Fetched, Operation, Outcome, RunOptions
+from sie_contracts.heartbeats import Fetched
+from sie_contracts.messages import Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids

@@ -1,8 +1,9 @@
-"""What travels over NATS: work, results, heartbeats and config deltas.
+"""The messages of a request over NATS: work items, their results, and dead letters.
 
-Evolution: a new field has a default, nothing changes type or meaning, nothing is renamed; readers ignore what they do
-not know. One encoded example of every message and version is kept under tests/contract/fixtures and decoded in both
-directions.
+What processes announce about themselves is in `heartbeats`, values of key-value buckets are in `records`, the catalogue
+is in `configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
+meaning, no field is renamed, and readers ignore fields that they do not know. tests/contract/fixtures keeps one encoded
+example of every message and version; tests decode old bytes with new types and new bytes with old types.
 """
 
 from __future__ import annotations
@@ -254,210 +255,6 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
     verdict: Literal["taken", "duplicate", "unknown", "part"]
 
 
-class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a fetch of weights is. `total_bytes` is 0 until it is known; `bytes_per_s` counts what arrived, not what
-    was there before.
-    """
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-    bytes_per_s: float = 0.0
-
-
-class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """In which precision a loaded model computes. `requested`: what its entry or profile asks for, else the worker's
-    default. `reason`: why `served` is another one, empty if it is not.
-    """
-
-    served: str
-    requested: str = ""
-    reason: str = ""
-
-
-class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held
-    for it, `cost_rate` the tokens a second that were taken in for it lately, `fetched` how far its weights are while
-    they come to the worker's disk. `crossover_tokens`: the length of a text at which attention takes as long as
-    everything else (`costs`; 0: not known).
-    """
-
-    model: str
-    state: Literal["available", "loading", "loaded", "unloading", "failed"]
-    memory_bytes: int = 0
-    queued: int = 0
-    fingerprint: str = ""
-    error: ErrorInfo | None = None
-    certificate: dict[str, Any] | None = None
-    load_s: float = 0.0
-    oldest_s: float = 0.0
-    cost_rate: float = 0.0
-    fetched: Fetched | None = None
-    precision: ServedPrecision | None = None
-    crossover_tokens: int = 0
-
-
-class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it
-    drains.
-
-    `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs
-    while it is busy (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost`
-    and `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has
-    `batch_cost` tokens at most, and at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from
-    now; `own_pool` its own, of a worker that asks which pool to serve (empty: it serves `pool` whatever is assigned).
-    `clock_ahead_s`: its wall clock less the broker's, as it measured that (None: not yet, or not told). `reads_parts`:
-    whether it reads a placement table that is in parts.
-    """
-
-    worker: str
-    pool: str
-    machine_profile: str
-    bundle: str
-    ready: bool
-    version: str
-    leaving: bool = False
-    gpu_count: int = 1
-    gpu: str = ""
-    device: str = ""
-    memory_used_bytes: int = 0
-    memory_total_bytes: int = 0
-    queue_depth: int = 0
-    config_epoch: str = ""
-    models: tuple[ModelStatus, ...] = ()
-    slots: int = 0
-    rate: float = 0.0
-    held_cost: int = 0
-    credit_cost: int = 0
-    credit_items: int = 0
-    batch_cost: int = 0
-    pipeline: int = 0
-    own_pool: str = ""
-    clock_ahead_s: float | None = None
-    reads_parts: bool = False
-
-
-class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway puts into the queue at one priority of a lane: messages and their tokens lately (halved each
-    minute), tokens a second, and the tokens that wait in the gateway for their turn.
-    """
-
-    messages: float
-    tokens: float
-    rate: float = 0.0
-    waiting: int = 0
-
-
-class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """A client that was refused comes again in `due_s` seconds, with a request of `cost` tokens. `client`: a digest."""
-
-    client: bytes
-    due_s: float
-    cost: float
-
-
-class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """One model (`residency`) at one priority of a lane, as a gateway sees it: the tokens that it has in the queue, the
-    tokens of its own that leave the queue per second (0: not known), the turns that it promised since its last
-    announcement, and the clients whose turn it was.
-    """
-
-    pool: str
-    machine_profile: str
-    bundle: str
-    priority: Priority
-    residency: str
-    tokens: int
-    rate: float = 0.0
-    turns: tuple[Turn, ...] = ()
-    claimed: tuple[bytes, ...] = ()
-
-
-class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine
-    profile.bundle.priority`. `qps`: inference requests that it answered per second lately. `config_epoch`: of the
-    catalogue that it serves by. `queued`: work in the queue, told only while there are other gateways, and then five
-    times a second.
-    """
-
-    gateway: str
-    leaving: bool = False
-    traffic: dict[str, LaneTraffic] = {}
-    qps: float = 0.0
-    config_epoch: str = ""
-    queued: tuple[QueuedWork, ...] = ()
-
-
-class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Somebody asked a lane for what no worker of it had ready. It counts until DEMAND_LIFE_S after `at_s`, the
-    broker's time.
-    """
-
-    at_s: float
-
-
-class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s`
-    of the last host that a model got.
-
-    A large table is in parts: `parts` are their stamps, and `hosts` has the rows of those workers that read no parts.
-    """
-
-    at_s: float
-    hosts: dict[str, tuple[str, ...]] = {}
-    raised_s: dict[str, float] = {}
-    parts: tuple[int, ...] = ()
-
-
-class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
-    """Rows of a placement table. `stamp` is a digest of them."""
-
-    stamp: int
-    hosts: dict[str, tuple[str, ...]] = {}
-    raised_s: dict[str, float] = {}
-
-
-class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reservation asks for: at least so many GPUs of each machine profile, and `minimum_worker_count` workers in
-    all, of `bundle` if it names one. Its lease lasts `ttl_seconds`.
-    """
-
-    name: str
-    gpus: dict[str, int]
-    bundle: str = ""
-    minimum_worker_count: int = 0
-    ttl_seconds: int = 1200
-    gpu_caps: dict[str, int] = {}
-    pinned_models: tuple[str, ...] = ()
-
-
-class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation with its lease. Times are the broker's. `takes_last`: it may take a worker of which no other of its
-    bundle would serve the pool of everybody.
-    """
-
-    spec: PoolSpec
-    created_s: float
-    renewed_s: float
-    takes_last: bool = False
-
-    @property
-    def expires_s(self) -> float:
-        return self.renewed_s + self.spec.ttl_seconds
-
-
-class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
-    """All reservations by name, and those that have ended, and when, until their streams are removed."""
-
-    pools: dict[str, Reservation] = {}
-    ended: dict[str, float] = {}
-
-
-class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
-    """Which reservation has which worker: worker id to pool."""
-
-    workers: dict[str, str] = {}
-
-
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
     """Work that was given up, whole: `item` is the encoded WorkItem as it was delivered, so that it can be published
     again.
@@ -473,54 +270,6 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
     at_s: float
 
 
-class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """One committed write of the catalogue. `entry` is null for a removal.
-
-    Applied only by a reader that stands at `previous`; one that follows the subject's bundle alone may stand anywhere
-    from `since`, the epoch of the last write before that concerned the bundle (empty: `previous`), to `previous`.
-    """
-
-    producer: str
-    previous: str
-    epoch: str
-    model: str
-    revision: int
-    entry: dict[str, Any] | None = None
-    since: str = ""
-
-
-class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of an export. `written`: the number in the epoch of the write that made this revision (0: not told)."""
-
-    model_id: str
-    model_config: dict[str, Any]
-    revision: int = 0
-    affected_bundles: tuple[str, ...] = ()
-    raw_yaml: str = ""
-    written: int = 0
-
-
-class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the catalogue stands. `bundles`: the epoch of the last write that concerned each bundle, as far as it is
-    known.
-    """
-
-    epoch: str
-    bundles: dict[str, str] = {}
-    bundles_hash: str = ""
-    bundle_config_hashes_hash: str = ""
-
-
-class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
-    """The whole catalogue at one epoch."""
-
-    epoch: str
-    models: tuple[ConfigModel, ...]
-    bundles: tuple[dict[str, Any], ...] = ()
-    snapshot_version: int = 1
-    generated_at: str = ""
-
-
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
@@ -528,13 +277,5 @@ decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
 decode_payload = msgspec.msgpack.Decoder(Payload).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
-decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode
-decode_demand = msgspec.msgpack.Decoder(Demand).decode
-decode_placement = msgspec.msgpack.Decoder(Placement).decode
-decode_placement_part = msgspec.msgpack.Decoder(PlacementPart).decode
-decode_reservations = msgspec.msgpack.Decoder(Reservations).decode
-decode_assigned = msgspec.msgpack.Decoder(Assigned).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode
-decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
-decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode

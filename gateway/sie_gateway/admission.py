@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sie_broker import Bus
 from sie_contracts.errors import QueueFull
-from sie_contracts.messages import PRIORITIES, GatewayBeat, Heartbeat, Priority, QueuedWork, WorkResult
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat, QueuedWork
+from sie_contracts.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog

@@ -15,8 +15,8 @@ import msgspec
 
 from sie_broker import BrokerError, Store, Write
 from sie_broker.record import Bucket
-from sie_contracts import messages, topology
-from sie_contracts.messages import Demand
+from sie_contracts import messages, records, topology
+from sie_contracts.records import Demand
 from sie_contracts.topology import Lane
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop
@@ -90,7 +90,7 @@ class DemandRecords:
         if entry is None or entry.value is None:
             return False
         try:
-            return is_live(messages.decode_demand(entry.value).at_s, self._now_s())
+            return is_live(records.decode_demand(entry.value).at_s, self._now_s())
         except msgspec.DecodeError as error:
             _logger.warning("the demand of %s could not be read: %s", lane, error)
             return False

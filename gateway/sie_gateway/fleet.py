@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_broker import Bus, CoreMessage
-from sie_contracts import messages, topology
+from sie_contracts import heartbeats, topology
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type
-from sie_contracts.messages import Fetched, Heartbeat, ModelStatus, PoolSpec
+from sie_contracts.heartbeats import Fetched, Heartbeat, ModelStatus
+from sie_contracts.records import PoolSpec
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 
@@ -116,7 +117,7 @@ class Fleet:
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:
-            heartbeat = messages.decode_heartbeat(message.data)
+            heartbeat = heartbeats.decode_heartbeat(message.data)
         except msgspec.DecodeError as error:
             _logger.warning("a heartbeat could not be read: %s", error)
             return

@@ -29,17 +29,8 @@ from sie_contracts.errors import (
     Provisioning,
     QueueFull,
 )
-from sie_contracts.messages import (
-    Failed,
-    Heartbeat,
-    Input,
-    Operation,
-    Priority,
-    RunOptions,
-    Vectors,
-    WorkItem,
-    WorkResult,
-)
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.messages import Failed, Input, Operation, Priority, RunOptions, Vectors, WorkItem, WorkResult
 from sie_contracts.option_values import describe
 from sie_contracts.options import TOKEN_STATES, RequestOptions, run_options
 from sie_contracts.settings import Settings

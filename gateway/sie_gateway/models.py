@@ -8,7 +8,7 @@ from typing import Any
 
 from sie_contracts import families
 from sie_contracts.catalogue import Catalogue, ModelEntry, classifies, listed_outputs, widths
-from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.places import without_paths
 from sie_gateway.aliases import alias_infos
 from sie_gateway.fleet import Fleet

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
-from sie_contracts import messages, topology
-from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority, QueuedWork
+from sie_contracts import heartbeats, messages, topology
+from sie_contracts.heartbeats import GatewayBeat, LaneTraffic, QueuedWork
+from sie_contracts.messages import Priority
 from sie_contracts.settings import default_worker_id
 from sie_contracts.topology import Lane
 from sie_runtime.process import Stop
@@ -148,7 +149,7 @@ class Peers:
 
     async def _on_beat(self, message: CoreMessage) -> None:
         try:
-            beat = messages.decode_gateway(message.data)
+            beat = heartbeats.decode_gateway(message.data)
         except msgspec.DecodeError as error:
             _logger.warning("a gateway's announcement could not be read: %s", error)
             return

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from sie_contracts.batch_times import BatchTimes
 from sie_contracts.costs import text_cost
-from sie_contracts.messages import Heartbeat, Ok, Priority, QueuedWork, WorkResult
+from sie_contracts.heartbeats import Heartbeat, QueuedWork
+from sie_contracts.messages import Ok, Priority, WorkResult
 from sie_contracts.topology import Lane
 from sie_gateway.drain import EXPIRY_S, MIN_SAMPLES, Drain, Known, Wait
 from sie_gateway.turns import Turns

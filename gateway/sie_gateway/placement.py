@@ -19,7 +19,9 @@ from sie_broker import tables as stored_tables
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Change, Stored, StoredTable
 from sie_contracts import topology
-from sie_contracts.messages import Heartbeat, ModelStatus, Placement, WorkItem
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import WorkItem
+from sie_contracts.records import Placement
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.fleet import Fleet

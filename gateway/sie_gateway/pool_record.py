@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from sie_broker import Entry, Store, Write, WrongRevision
 from sie_broker.record import Bucket, Record
-from sie_contracts import messages, topology
+from sie_contracts import messages, records, topology
 from sie_contracts.errors import NotReady, QueueUnavailable
-from sie_contracts.messages import Assigned, Reservation, Reservations
+from sie_contracts.records import Assigned, Reservation, Reservations
 from sie_contracts.settings import Settings
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
@@ -25,7 +25,7 @@ _RESERVATIONS, _ASSIGNED = "reservations", "assigned"
 
 def _decode(entry: Entry) -> Reservations | Assigned:
     value = entry.value or b""
-    return messages.decode_assigned(value) if entry.key == _ASSIGNED else messages.decode_reservations(value)
+    return records.decode_assigned(value) if entry.key == _ASSIGNED else records.decode_reservations(value)
 
 
 class PoolRecord:

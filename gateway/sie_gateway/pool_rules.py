@@ -13,7 +13,8 @@ import msgspec
 from sie_contracts import topology
 from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
-from sie_contracts.messages import Heartbeat, PoolSpec, Reservation, Reservations
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import PoolSpec, Reservation, Reservations
 
 MAX_RESERVATIONS = 64
 HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"

@@ -18,7 +18,8 @@ from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts import topology
 from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolOperationForbidden, QueueUnavailable
-from sie_contracts.messages import Heartbeat, PoolSpec, Reservation, Reservations
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import PoolSpec, Reservation, Reservations
 from sie_contracts.settings import Settings
 from sie_gateway import assignments, pool_rules
 from sie_gateway.assignments import Candidate

@@ -27,8 +27,8 @@ from sie_contracts.api.operations import (
 )
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
-from sie_contracts.messages import PoolSpec
 from sie_contracts.names import did_you_mean
+from sie_contracts.records import PoolSpec
 from sie_gateway import assignments
 from sie_gateway.operations import json_response
 from sie_gateway.pool_rules import not_found

@@ -24,7 +24,8 @@ import numpy as np
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SIEError
-from sie_contracts.messages import PRIORITIES, Failed, Heartbeat, Ok
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.messages import PRIORITIES, Failed, Ok
 from sie_contracts.topology import Lane
 from sie_gateway import reply
 from sie_gateway.admission import Admission

@@ -24,7 +24,7 @@ from sie_broker import BrokerError, Queue
 from sie_contracts import topology
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
-from sie_contracts.messages import Heartbeat
+from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet

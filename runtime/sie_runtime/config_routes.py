@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sie_contracts.api import configs as api
 from sie_contracts.api.shapes import MINI
-from sie_contracts.messages import ConfigEpoch, ConfigExport
+from sie_contracts.configs import ConfigEpoch, ConfigExport
 from sie_runtime.routes import JSON, YAML, Content, Parameter, Route
 
 PREFIX = "/v1/configs/"

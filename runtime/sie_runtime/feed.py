@@ -23,13 +23,12 @@ import httpx
 import msgspec
 
 from sie_broker import Bus, CoreMessage, Subscription
-from sie_contracts import messages, topology
+from sie_contracts import configs, topology
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, parse_bundle
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_document, parse_entry
-from sie_contracts.configs import has_seen
+from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_contracts.errors import SIEError, ValidationFailed
-from sie_contracts.messages import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.settings import Secret
 from sie_runtime.process import Stop, Trouble, retry
 
@@ -295,7 +294,7 @@ class CatalogueFeed:
     async def _on_delta(self, message: CoreMessage) -> None:
         kind, result = "unknown", "invalid"
         try:
-            delta = messages.decode_delta(message.data)
+            delta = configs.decode_delta(message.data)
             result = self._apply(delta)
             kind = "removal" if delta.entry is None else "put"
         except (msgspec.DecodeError, SIEError) as error:

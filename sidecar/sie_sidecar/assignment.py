@@ -22,7 +22,7 @@ from sie_broker import tables as stored_tables
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Stored, StoredTable
 from sie_contracts import messages, topology
-from sie_contracts.messages import Placement
+from sie_contracts.records import Placement
 from sie_contracts.topology import Lane
 
 FIRST_S = 5.0

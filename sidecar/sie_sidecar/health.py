@@ -14,7 +14,7 @@ import sie_contracts
 from sie_broker import BrokerError, Bus
 from sie_contracts import ipc, messages, topology
 from sie_contracts.errors import SIEError
-from sie_contracts.messages import Heartbeat
+from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_runtime.feed import CatalogueFeed

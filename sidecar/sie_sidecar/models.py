@@ -18,7 +18,7 @@ from typing import Literal
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.messages import Fetched, ModelStatus, ServedPrecision
+from sie_contracts.heartbeats import Fetched, ModelStatus, ServedPrecision
 from sie_sidecar.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]

@@ -14,44 +14,38 @@ from typing import Any
 import msgspec
 
 from sie_contracts import ipc, messages
+from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.heartbeats import (
+    Fetched,
+    GatewayBeat,
+    Heartbeat,
+    LaneTraffic,
+    ModelStatus,
+    QueuedWork,
+    ServedPrecision,
+    Turn,
+)
 from sie_contracts.ipc import Group, LoadedModel, Rows, Side
 from sie_contracts.messages import (
     ArraySlice,
-    Assigned,
     BatchNote,
     Cancel,
-    ConfigDelta,
-    ConfigExport,
-    ConfigModel,
     Confirmation,
     DeadLetter,
-    Demand,
     Failed,
-    Fetched,
     Fragment,
-    GatewayBeat,
-    Heartbeat,
     Input,
-    LaneTraffic,
-    ModelStatus,
     Ok,
     Payload,
-    Placement,
-    PlacementPart,
-    PoolSpec,
-    QueuedWork,
-    Reservation,
-    Reservations,
     RunOptions,
-    ServedPrecision,
     Stages,
-    Turn,
     Vectors,
     WorkItem,
     WorkResult,
 )
 from sie_contracts.muvera import Muvera
+from sie_contracts.records import Assigned, Demand, Placement, PlacementPart, PoolSpec, Reservation, Reservations
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from make_fixtures import EXAMPLES, FIXTURES, encoded, path_of
 
-from sie_contracts import ipc, messages
-from sie_contracts.messages import ConfigExport, Input, Ok, RunOptions
+from sie_contracts import configs, heartbeats, ipc, messages, records
+from sie_contracts.configs import ConfigExport
+from sie_contracts.messages import Input, Ok, RunOptions
 
 
 class V1Error(msgspec.Struct):
@@ -865,18 +866,18 @@ Message = (
     messages.WorkItem
     | messages.WorkResult
     | messages.Confirmation
-    | messages.Heartbeat
-    | messages.ConfigDelta
+    | heartbeats.Heartbeat
+    | configs.ConfigDelta
     | messages.Fragment
     | messages.Cancel
     | messages.Payload
-    | messages.Placement
+    | records.Placement
     | messages.DeadLetter
-    | messages.GatewayBeat
-    | messages.Demand
-    | messages.Reservations
-    | messages.Assigned
-    | messages.PlacementPart
+    | heartbeats.GatewayBeat
+    | records.Demand
+    | records.Reservations
+    | records.Assigned
+    | records.PlacementPart
 )
 decode_any = msgspec.msgpack.Decoder(Message).decode
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)

@@ -28,7 +28,7 @@ from stack import Device, Part, Plan, Stack
 
 from sie_broker import CoreMessage
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
+from sie_contracts import messages, records, topology
 from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
 
@@ -228,6 +228,6 @@ async def behind_a_busy_device(stack: Stack, client: httpx.AsyncClient) -> None:
         table = await (await broker.key_value(topology.PLACEMENT_BUCKET)).get(topology.lane_key(LANE))
         assert table is not None
         assert table.value is not None
-        assert abs(messages.decode_placement(table.value).at_s - time.time()) < OFFSET_S / 2
+        assert abs(records.decode_placement(table.value).at_s - time.time()) < OFFSET_S / 2
     finally:
         await broker.close()

@@ -18,7 +18,7 @@ from stack import Device, Part, Plan, Stack
 
 from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.messages import ConfigDelta
+from sie_contracts.configs import ConfigDelta
 
 pytestmark = pytest.mark.serial
 

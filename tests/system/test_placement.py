@@ -30,7 +30,9 @@ from sie_broker import Broker, CoreMessage, Write
 from sie_broker.nats import connect
 from sie_contracts import messages, topology
 from sie_contracts.catalogue import parse_entry
-from sie_contracts.messages import Confirmation, Heartbeat, Input, Placement, RunOptions, WorkItem
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem
+from sie_contracts.records import Placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog

@@ -20,10 +20,11 @@ from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
-from sie_contracts import ipc, messages, topology
+from sie_contracts import heartbeats, ipc, messages, topology
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import QueueFull
-from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, WorkResult
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import BatchNote, WorkResult
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
@@ -89,7 +90,7 @@ async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs
     await until(lambda: {mean_cost(one.traffic(LANE, "bulk")) for one in peers} == {200.0}, "one mean at all")
     assert {sum(flow.waiting for flow in one.traffic(LANE, "bulk")) for one in peers} == {1500}
     assert mean_cost(peers[0].traffic(LANE, "interactive")) == 0.0
-    peers[0].note(messages.GatewayBeat(peers[2].id, leaving=True))
+    peers[0].note(heartbeats.GatewayBeat(peers[2].id, leaving=True))
     assert peers[0].count() == 2
     now_s = 7.0
     await announce(peers[0])
@@ -132,7 +133,7 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
     assert first.everywhere(now_s, 400) == (500, 0.5)
     for one in both:
         assert one.peers.pause_s() < 1
-    await both[1].peers._send(messages.GatewayBeat(both[1].peers.id, leaving=True))
+    await both[1].peers._send(heartbeats.GatewayBeat(both[1].peers.id, leaving=True))
     await until(lambda: both[0].peers.count() == 1, "the other has left")
     assert both[0].peers.beat().queued == ()
     now_s += 5

@@ -15,8 +15,8 @@ from sie_contracts.bundles import Bundle, lacking, parse_bundle, serving
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
 from sie_contracts.errors import BundleConflict, ValidationFailed
 from sie_contracts.families import FAMILIES
-from sie_contracts.messages import PoolSpec
 from sie_contracts.options import run_options
+from sie_contracts.records import PoolSpec
 from sie_gateway.fleet import Fleet
 from sie_gateway.models import model_info
 from sie_runtime.feed import read_bundles

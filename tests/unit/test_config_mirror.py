@@ -14,10 +14,11 @@ from sie_broker.memory import MemoryServer
 from sie_config.app import ConfigService
 from sie_config.mirror import Held, bundle_key
 from sie_config.store import Change, model_key, open_store, reply_of
-from sie_contracts import configs, messages, topology
+from sie_contracts import configs, topology
 from sie_contracts.bundles import Bundle
+from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import NotReady
-from sie_contracts.messages import ConfigDelta, GatewayBeat, Heartbeat
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat
 
 GOLDEN, GOLDEN_OF_ALL = "6c8092142aed7873", "028e4de7345bb2f4"
 BUNDLES = {name: Bundle(name) for name in ("default", "vision")}
@@ -47,7 +48,7 @@ class Replica:
         await self.store.seed_bundles(BUNDLES)
 
         async def heard(message: CoreMessage) -> None:
-            self.deltas.append((message.subject.rpartition(".")[2], messages.decode_delta(message.data)))
+            self.deltas.append((message.subject.rpartition(".")[2], configs.decode_delta(message.data)))
 
         await self.server.connect("listener").subscribe(f"{topology.CONFIG_SUBJECT}.*", heard)
         return self

@@ -8,7 +8,8 @@ import pytest
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.costs import CROSSOVER_WIDTHS, crossover_tokens, text_cost
-from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission

@@ -22,8 +22,9 @@ from inprocess import GatewayProcess, InProcess, Source
 
 from sie_adapter.epilogues import dtypes
 from sie_contracts import __version__
+from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import ConfigExport, RunOptions
+from sie_contracts.messages import RunOptions
 from sie_gateway import reply
 from sie_gateway.app import ClientVersions
 from sie_gateway.dialects import embedding_types, fields, openai, vocabulary

@@ -23,7 +23,7 @@ from sie_cli.doctor.gpu import Driver, Torch, gpu_faults
 from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
 from sie_cli.doctor.ports import ports
 from sie_cli.doctor.settings import faults_of
-from sie_contracts.messages import ConfigEpoch
+from sie_contracts.configs import ConfigEpoch
 from sie_contracts.settings import load
 
 EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_contracts.messages import Turn
+from sie_contracts.heartbeats import Turn
 from sie_gateway.drain import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
 from sie_gateway.turns import MAX_RETRY_S, MAX_TURNS, Pace, Turns
 

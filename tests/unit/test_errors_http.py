@@ -26,8 +26,8 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_broker import Write
+from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
-from sie_contracts.messages import ConfigExport
 from sie_gateway import app, operations, queue
 from sie_gateway.routes import ROUTES
 from sie_runtime import keys

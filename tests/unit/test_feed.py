@@ -12,8 +12,8 @@ from inprocess import until
 from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
 from sie_contracts.catalogue import Catalogue
+from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.messages import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_runtime.feed import CatalogueFeed, ConfigUnavailable, snapshot
 from sie_runtime.process import Stop
 

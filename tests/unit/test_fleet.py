@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Resolved
-from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet

@@ -16,20 +16,10 @@ from inprocess import GatewayProcess, InProcess, Source, until
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias, choose
 from sie_contracts.catalogue import Catalogue, parse_document
+from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelLoadFailed, ModelLoading, SIEError
-from sie_contracts.messages import (
-    PRIORITIES,
-    ConfigDelta,
-    ConfigExport,
-    ConfigModel,
-    Failed,
-    Heartbeat,
-    ModelStatus,
-    Ok,
-    Priority,
-    RunOptions,
-    WorkResult,
-)
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import PRIORITIES, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
 from sie_gateway import chunk, shadow

@@ -10,7 +10,7 @@ from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import NotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type
-from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet import Fleet
 
 ENTRY = toy_entry()

@@ -10,7 +10,7 @@ from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
-from sie_contracts.messages import Heartbeat, ModelStatus, ServedPrecision
+from sie_contracts.heartbeats import Heartbeat, ModelStatus, ServedPrecision
 from sie_gateway.fleet import Fleet
 from sie_gateway.models import model_info
 

@@ -24,7 +24,7 @@ from sie_config.workers import Workers
 from sie_contracts.aliases import Alias, Target
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import SIEError, ValidationFailed
-from sie_contracts.messages import Heartbeat
+from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop
 

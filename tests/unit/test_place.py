@@ -9,7 +9,8 @@ import pytest
 from inprocess import settings_of
 
 from sie_contracts.errors import QueueFull
-from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
 from sie_gateway.backlog import Backlog

@@ -17,10 +17,12 @@ from sie_broker import Write
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.hosts import Holdings
 from sie_contracts.layout import HOT
-from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem, decode_placement
+from sie_contracts.messages import Input, RunOptions, WorkItem
 from sie_contracts.placement import LOWER_AFTER_S, USED, Replicas, replicas
+from sie_contracts.records import Placement, decode_placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet

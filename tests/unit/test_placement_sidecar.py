@@ -18,10 +18,11 @@ from inprocess import InProcess, free_port, placing, until
 
 from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
-from sie_contracts import messages, topology
+from sie_contracts import messages, records, topology
 from sie_contracts.catalogue import ModelEntry, RunDefaults
 from sie_contracts.errors import ModelLoadFailed, PoolNotFound
-from sie_contracts.messages import Heartbeat, Placement
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import Placement
 from sie_contracts.topology import Lane
 from sie_gateway.assignments import assigned
 from sie_sidecar import assignment, process
@@ -41,7 +42,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 async def table(cluster: InProcess) -> Placement | None:
     bucket = await cluster.server.connect("reader").key_value(topology.PLACEMENT_BUCKET)
     entry = await bucket.get(topology.lane_key(LANE))
-    return messages.decode_placement(entry.value) if entry is not None and entry.value is not None else None
+    return records.decode_placement(entry.value) if entry is not None and entry.value is not None else None
 
 
 async def put(cluster: InProcess, hosts: dict[str, tuple[str, ...]], at_s: float = 1e12) -> None:
@@ -217,7 +218,7 @@ async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the
     entry = await bucket.get(topology.lane_key(LANE))
     assert entry is not None
     assert entry.value is not None
-    standing = messages.decode_placement(entry.value)
+    standing = records.decode_placement(entry.value)
     raised = msgspec.structs.replace(
         standing, hosts={**standing.hosts, model: ("w1", "w0")}, raised_s={model: standing.at_s}
     )

@@ -12,7 +12,9 @@ import pytest
 
 from sie_broker.memory import MemoryServer
 from sie_contracts import topology
-from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import Input, RunOptions, WorkItem
+from sie_contracts.records import Placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet

@@ -21,7 +21,7 @@ from sie_broker import Write
 from sie_contracts import topology
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
-from sie_contracts.messages import PoolSpec, Reservation
+from sie_contracts.records import PoolSpec, Reservation
 from sie_contracts.settings import Settings
 from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
 from sie_gateway.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW

@@ -18,8 +18,9 @@ from sie_broker import Delivery
 from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
 from sie_contracts.catalogue import Catalogue
+from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.messages import ConfigDelta, Heartbeat, ModelStatus
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
 from sie_gateway.auth import Gate

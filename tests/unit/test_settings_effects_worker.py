@@ -17,8 +17,8 @@ from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of,
 
 from sie_contracts import ipc, messages, topology
 from sie_contracts.catalogue import Catalogue
+from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import ConfigDelta
 from sie_contracts.settings import SettingError
 from sie_sidecar.hosting import Hosting
 

@@ -23,10 +23,10 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import sie_contracts
-from sie_contracts import messages, topology
+from sie_contracts import heartbeats, messages, topology
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_contracts.ipc import RanBatch
-from sie_contracts.messages import GatewayBeat, Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_gateway import status as statuses
 from sie_gateway import workers
@@ -916,4 +916,4 @@ async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(
 
 def test_a_gateway_of_before_says_nothing_of_its_rate() -> None:
     """P2"""
-    assert messages.decode_gateway(messages.encode(GatewayBeat("g"))).qps == 0.0
+    assert heartbeats.decode_gateway(messages.encode(GatewayBeat("g"))).qps == 0.0

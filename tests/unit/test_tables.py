@@ -17,7 +17,8 @@ from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
 from sie_broker.tables import PART_BYTES, WHOLE_BYTES, StoredTable
 from sie_contracts import messages, topology
-from sie_contracts.messages import Heartbeat, Placement
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import Placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet

@@ -13,9 +13,8 @@ from sie_cli.display import counted
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.gateway import FORBIDDEN
 from sie_cli.doctor.look import Absent, Look
-from sie_contracts.configs import has_seen
+from sie_contracts.configs import ConfigEpoch, has_seen
 from sie_contracts.errors import SIEError
-from sie_contracts.messages import ConfigEpoch
 from sie_contracts.settings import SettingError, public_url
 from sie_contracts.trust import is_bucket
 

@@ -25,8 +25,9 @@ import msgspec
 
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
-from sie_contracts import ipc, messages, topology
-from sie_contracts.messages import ConfigEpoch, GatewayBeat, Heartbeat
+from sie_contracts import heartbeats, ipc, topology
+from sie_contracts.configs import ConfigEpoch
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat
 from sie_contracts.settings import Secret, public_url
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Heard:
 
     async def on_worker(self, message: CoreMessage) -> None:
         try:
-            beat = messages.decode_heartbeat(message.data)
+            beat = heartbeats.decode_heartbeat(message.data)
         except msgspec.DecodeError:
             self.unreadable.add(message.subject)
         else:
@@ -93,7 +94,7 @@ class Heard:
 
     async def on_gateway(self, message: CoreMessage) -> None:
         try:
-            beat = messages.decode_gateway(message.data)
+            beat = heartbeats.decode_gateway(message.data)
         except msgspec.DecodeError:
             self.unreadable.add(message.subject)
         else:

@@ -1,0 +1,86 @@
+"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations.
+
+The rules of evolution are those of `messages`. `sie_broker.record` follows such values and changes them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
+    """Somebody asked a lane for what no worker of it had ready. It counts until DEMAND_LIFE_S after `at_s`, the
+    broker's time.
+    """
+
+    at_s: float
+
+
+class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
+    """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s`
+    of the last host that a model got.
+
+    A large table is in parts: `parts` are their stamps, and `hosts` has the rows of those workers that read no parts.
+    """
+
+    at_s: float
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+    parts: tuple[int, ...] = ()
+
+
+class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
+    """Rows of a placement table. `stamp` is a digest of them."""
+
+    stamp: int
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+
+
+class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a reservation asks for: at least so many GPUs of each machine profile, and `minimum_worker_count` workers in
+    all, of `bundle` if it names one. Its lease lasts `ttl_seconds`.
+    """
+
+    name: str
+    gpus: dict[str, int]
+    bundle: str = ""
+    minimum_worker_count: int = 0
+    ttl_seconds: int = 1200
+    gpu_caps: dict[str, int] = {}
+    pinned_models: tuple[str, ...] = ()
+
+
+class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A reservation with its lease. Times are the broker's. `takes_last`: it may take a worker of which no other of its
+    bundle would serve the pool of everybody.
+    """
+
+    spec: PoolSpec
+    created_s: float
+    renewed_s: float
+    takes_last: bool = False
+
+    @property
+    def expires_s(self) -> float:
+        return self.renewed_s + self.spec.ttl_seconds
+
+
+class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
+    """All reservations by name, and those that have ended, and when, until their streams are removed."""
+
+    pools: dict[str, Reservation] = {}
+    ended: dict[str, float] = {}
+
+
+class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
+    """Which reservation has which worker: worker id to pool."""
+
+    workers: dict[str, str] = {}
+
+
+decode_demand = msgspec.msgpack.Decoder(Demand).decode
+decode_placement = msgspec.msgpack.Decoder(Placement).decode
+decode_placement_part = msgspec.msgpack.Decoder(PlacementPart).decode
+decode_reservations = msgspec.msgpack.Decoder(Reservations).decode
+decode_assigned = msgspec.msgpack.Decoder(Assigned).decode
