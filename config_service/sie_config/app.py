@@ -48,7 +48,9 @@ _logger = logging.getLogger("sie.config")
 
 
 class ConfigService:
-    """What the routes share. `store` is None until the broker was reached and the catalogue seeded."""
+    """What the routes share. `store` is None until the broker was reached and the catalogue seeded, also again after
+    the broker lost it.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.leaving = False  # no new connections are wanted; what comes is answered
@@ -63,6 +65,15 @@ class ConfigService:
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
         self.store, self.writer, self.trust = store, Writer(store), trust
+
+    def end(self) -> None:
+        """The catalogue is not there any more: all is refused as before it was seeded."""
+        self.store = self.writer = None
+
+    async def reconnected(self) -> None:
+        """The broker was away."""
+        if self.store is not None:
+            await self.store.reconnected()
 
     def not_ready(self) -> str | None:
         if self.leaving:

@@ -6,6 +6,9 @@ cost no more than one.
 
 The epoch is when the bucket was made and the number of the last write of the catalogue in it: a kept reply moves no
 epoch.
+
+A mirror belongs to one bucket. A broker that loses the bucket (memory storage, or somebody deletes it) gives another
+one, made later and empty at first: the mirror then refuses to read it and stays `is_lost`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sie_broker import BrokerUnavailable, Entry, KeyValue, Write
+from sie_broker import BrokerError, BrokerUnavailable, Entry, Write
+from sie_broker.record import Bucket
 from sie_contracts import configs, topology
 from sie_contracts.aliases import is_alias
 from sie_contracts.bundles import DEFAULT, Bundle, serving
@@ -156,11 +160,15 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
 class Mirror:
     """Follows the bucket whenever somebody asks. What it cannot read changes nothing of what it has."""
 
-    def __init__(self, bucket: KeyValue) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._lock = asyncio.Lock()
         self._now = Snapshot()
         self._read = 0  # the bucket's revision up to which it was read
+        self._created = ""  # when the bucket was made; empty until it was read
+        self.is_lost = False  # the broker has another bucket now
+        self.suspect = asyncio.Event()  # the bucket may be lost: `check` tells
+        self.before = Snapshot()  # what was read before `forget`
 
     @property
     def last(self) -> Snapshot | None:
@@ -168,9 +176,17 @@ class Mirror:
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> Snapshot:
-        """All as the broker's leader has it now. Raises BrokerError, NotReady."""
+        """All as the broker's leader has it now. Raises BrokerError; NotReady also once the bucket is lost."""
         async with self._lock:
-            created, _, last = (await self._bucket.epoch()).rpartition(":")
+            try:
+                created, _, last = (await self._bucket.use(lambda bucket: bucket.epoch())).rpartition(":")
+            except BrokerError:
+                self.suspect.set()
+                raise
+            if self._created not in ("", created):
+                self.is_lost = True
+                self.suspect.set()
+                raise NotReady("the broker lost the catalogue, which is seeded again now; try again in a few seconds")
             if self._now.created != created or self._read > int(last):
                 await self._begin(created, int(last))
             if self._read < int(last):
@@ -180,7 +196,20 @@ class Mirror:
     async def forget(self) -> None:
         """Read all of it again next time: the broker was away, and what it has now may be an older copy."""
         async with self._lock:
+            if self._now.epoch:
+                self.before = self._now
             self._now, self._read = Snapshot(), 0
+        self.suspect.set()
+
+    async def check(self) -> bool:
+        """Open the bucket again and read it. Returns whether it is lost. Raises BrokerError, NotReady."""
+        await self._bucket.open()
+        try:
+            await self.snapshot()
+        except NotReady:
+            if not self.is_lost:
+                raise
+        return self.is_lost
 
     async def write(self, writes: Sequence[Write]) -> tuple[Snapshot | None, int]:
         """Do a batch. Returns all as it was just before, None where that cannot be told, and the bucket's last
@@ -202,19 +231,21 @@ class Mirror:
 
     async def _begin(self, created: str, last: int) -> None:
         """Read all models, and all bundles. What any write up to `last` concerned is not known."""
-        models = await self._bucket.entries("model")
-        bundles = [decoded(_bundle, entry) for entry in await self._bucket.entries("bundle")]
+        models = await self._bucket.use(lambda bucket: bucket.entries("model"))
+        found = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
+        bundles = [decoded(_bundle, entry) for entry in found]
         held = {}
         for entry in models:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = Held(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
+        self._created = created
         self._now = Snapshot(f"{created}:{self._read}", held, {bundle.id: bundle for bundle in bundles}, {}, last)
 
     async def _since(self, last: int) -> list[Entry]:
         """What was written since, up to revision `last` at least. Raises BrokerUnavailable."""
         for _ in range(int(BEHIND_S / _PAUSE_S)):
-            entries = await self._bucket.since(self._read)
+            entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
             await asyncio.sleep(_PAUSE_S)  # until another replica of the broker answers, or this one has caught up

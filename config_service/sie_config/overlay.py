@@ -66,6 +66,7 @@ class Overlay:
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
         self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
         self._kept: dict[str, tuple[tuple[int, int, int], Any]] = {}
+        self.last: Folders | None = None  # that could be read
 
     def told(self) -> str:
         """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises
@@ -144,7 +145,8 @@ class Overlay:
                 raise _in_file(invalid(loc, why, self._line(path, loc)), path)
         wanted = _filtered(models, self._settings.model_filter)
         seeded({model: entry for model, (entry, _) in wanted.items()})
-        return Folders(wanted, bundles, files)
+        self.last = Folders(wanted, bundles, files)
+        return self.last
 
     def _line(self, path: str, loc: str) -> int | None:
         file = Path(self.name).expanduser() / path

@@ -1,4 +1,6 @@
-"""The config service process: connect, seed the catalogue, serve it, follow the folder of models."""
+"""The config service process: connect, seed the catalogue, serve it, follow the folder of models. A catalogue that the
+broker lost is seeded again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 
 from sie_broker import Broker, BrokerError
 from sie_config.app import ConfigService, create_app
-from sie_config.overlay import Overlay, Signature
+from sie_config.overlay import MAX_TOLD, Overlay, Signature
 from sie_config.reload import Reload, tell_broken, warn_of_others
 from sie_config.store import CatalogueStore, open_store
 from sie_contracts.errors import NotReady, ValidationFailed
@@ -32,23 +34,69 @@ class Prepared:
     seen: Signature
 
 
-async def prepare(settings: Settings, broker: Broker) -> Prepared:
-    """Open the store and bring it up to what the folders say. Raises SettingError, BrokerError."""
-    overlay = Overlay(settings)
+async def prepare(settings: Settings, broker: Broker, known: Overlay | None = None) -> Prepared:
+    """Open the store and bring it up to what the folders say. `known`: as they were read before, which counts where
+    they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """
+    overlay = known or Overlay(settings)
+    seen: Signature = {}
     try:
         _logger.info("%s", await asyncio.to_thread(overlay.told))
         seen = await asyncio.to_thread(overlay.look)
         folders = await asyncio.to_thread(overlay.folders)
-    except (ValidationFailed, OSError) as error:
-        raise SettingError("SIE_MODELS_DIR", f"{overlay.name}: {error}") from error
+    except (SettingError, ValidationFailed, OSError) as error:
+        if overlay.last is None:
+            if isinstance(error, SettingError):
+                raise
+            raise SettingError("SIE_MODELS_DIR", f"{overlay.name}: {error}") from error
+        _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
+        folders = overlay.last
     store = await open_store(broker, settings)
+    await store.snapshot()  # from here on the store goes by this bucket and no later one
     await store.seed_bundles(folders.bundles)
     changes = await store.seed(folders.models)
     read = await store.snapshot()
     warn_of_others(folders, read)
     tell_broken(read, await store.alias_index(), changes)
-    _logger.info("the catalogue holds %d models, %d changed at start", len(folders.models), len(changes))
+    _logger.info("the catalogue holds %d models, seeding changed %d", len(folders.models), len(changes))
     return Prepared(store, overlay, seen)
+
+
+async def keep(service: ConfigService, settings: Settings, broker: Broker, prepared: Prepared, stop: Stop) -> None:
+    """Serve the catalogue and follow the folder of models. If the broker loses the catalogue, seed it again.
+
+    Each replica does so; compare-and-set decides between them, and what is written over the API meanwhile stays.
+    """
+    while True:
+        service.begin(prepared.store, prepared.overlay.trust())
+        following = Stop()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Reload(prepared.store, prepared.overlay, prepared.seen, service.workers).run(following))
+            is_lost = await prepared.store.lost(stop)
+            following.request()
+        if not is_lost:
+            return
+        service.end()
+        _logger.warning("the broker lost the catalogue: requests are refused until it is seeded again from the folders")
+        again = await seeded(settings, broker, stop, prepared.overlay)
+        if again is None:
+            return
+        if gone := prepared.store.written_over_api():
+            told = ", ".join(gone[:MAX_TOLD]) + (", ..." if len(gone) > MAX_TOLD else "")
+            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(gone), told)
+        prepared = again
+
+
+async def seeded(settings: Settings, broker: Broker, stop: Stop, known: Overlay | None = None) -> Prepared | None:
+    """`prepare` until it has worked; None at the stop. Raises SettingError."""
+    found: Prepared | None = await retry(
+        lambda: prepare(settings, broker, known),
+        errors=(BrokerError, NotReady),
+        stop=stop,
+        logger=_logger,
+        what="seeding the catalogue",
+    )
+    return found
 
 
 async def run(
@@ -86,17 +134,10 @@ async def run(
                     keys = Keys(broker, settings.stream_replicas)
                     service.gate.go_by(keys)
                     tasks.start(keys.run(served), "keys")
-                prepared = await retry(
-                    lambda: prepare(settings, broker),
-                    errors=(BrokerError, NotReady),
-                    stop=stop,
-                    logger=_logger,
-                    what="seeding the catalogue",
-                )
+                prepared = await seeded(settings, broker, stop)
                 if prepared is not None:
-                    service.begin(prepared.store, prepared.overlay.trust())
-                    reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers)
-                    tasks.start(reload.run(served), "folder of models")
+                    broker.on_reconnect(service.reconnected)
+                    tasks.start(keep(service, settings, broker, prepared, served), "catalogue")
             await stop.wait()
             service.leaving = True
             server.leave()

@@ -28,8 +28,8 @@ from typing import Any
 
 import msgspec
 
-from sie_broker import Broker, BrokerError, Bus, KeyValue, Write
-from sie_broker.record import retry_conflicts
+from sie_broker import Broker, BrokerError, Bus, Entry, Write
+from sie_broker.record import Bucket, retry_conflicts
 from sie_config.aliases import INDEX_KEY, Index, index_of
 from sie_config.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
 from sie_contracts import messages, topology
@@ -37,11 +37,12 @@ from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue, ModelEntry
 from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
-from sie_contracts.errors import ModelNotFound
+from sie_contracts.errors import ModelNotFound, NotReady
 from sie_contracts.names import Names
 from sie_contracts.settings import Settings
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import snapshot
+from sie_runtime.process import Stop, retry
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5
@@ -120,11 +121,10 @@ def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
 class CatalogueStore:
     """Reads and writes of the bucket. What it remembers it can read again."""
 
-    def __init__(self, broker: Bus, bucket: KeyValue) -> None:
+    def __init__(self, broker: Bus, bucket: Bucket) -> None:
         self._broker = broker
         self._bucket = bucket
         self._mirror = Mirror(bucket)
-        broker.on_reconnect(self._mirror.forget)
         self._exported: tuple[Snapshot | None, bytes] = (None, b"")
         self._parsed: tuple[Snapshot | None, Catalogue] = (None, Catalogue())
 
@@ -143,6 +143,28 @@ class CatalogueStore:
     def last_read(self) -> Snapshot | None:
         """What was read last, without asking the broker."""
         return self._mirror.last
+
+    async def reconnected(self) -> None:
+        """The broker was away: what it has now may be an older copy, or nothing."""
+        await self._mirror.forget()
+
+    async def lost(self, stop: Stop) -> bool:
+        """Wait until the broker has lost the bucket, which is True, or until `stop`.
+
+        Asks the broker after a reconnect and after a read that failed, not otherwise.
+        """
+        while not await stop.wait_woken(self._mirror.suspect):
+            what = "looking whether the broker still has the catalogue"
+            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, what=what):
+                return True
+        return False
+
+    def written_over_api(self) -> list[str]:
+        """The models and aliases that were written or removed over the API, as they were read last. No file has
+        them.
+        """
+        held = (self._mirror.last or self._mirror.before).held
+        return sorted(model for model, each in held.items() if each.stored is not None and each.stored.source == "api")
 
     async def bundles(self) -> dict[str, Bundle]:
         """All bundles, by id."""
@@ -173,6 +195,9 @@ class CatalogueStore:
         entry = await self._bucket.get(model_key(model))
         return Held() if entry is None or entry.value is None else Held(_stored.decode(entry.value), entry.revision)
 
+    async def _entries(self, within: str) -> list[Entry]:
+        return await self._bucket.use(lambda bucket: bucket.entries(within))
+
     async def not_found(self, model: str) -> ModelNotFound:
         """The error for a model that is not there: it was removed, or its name is nearly another's."""
         held = await self.held(model)
@@ -191,7 +216,7 @@ class CatalogueStore:
 
     async def history(self, model: str) -> list[Stored]:
         """The revisions of a model that are kept, newest first."""
-        entries = await self._bucket.entries(f"history.{topology.token(model)}")
+        entries = await self._entries(f"history.{topology.token(model)}")
         found = [_stored.decode(entry.value) for entry in entries if entry.value is not None]
         return sorted(found, key=lambda each: -each.revision)
 
@@ -200,7 +225,7 @@ class CatalogueStore:
         more.
         """
         created = (await self.snapshot()).created
-        entries = await self._bucket.entries(f"history.{topology.token(model)}")
+        entries = await self._entries(f"history.{topology.token(model)}")
         found = sorted((entry.revision, decoded(_stored, entry).revision) for entry in entries)
 
         def revision_at(epoch: str) -> int | None:
@@ -316,7 +341,7 @@ class CatalogueStore:
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in wanted.items()}
 
         async def attempt() -> bool:
-            present = {entry.key: entry for entry in await self._bucket.entries("bundle")}
+            present = {entry.key: entry for entry in await self._entries("bundle")}
             writes = [
                 Write(key, value, present[key].revision if key in present else 0)
                 for key, value in values.items()
@@ -403,7 +428,8 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> Reply:
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
     """The store, with its bucket made if it is not there."""
-    bucket = await broker.key_value(
-        topology.CATALOGUE_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+    bucket = Bucket(
+        broker, topology.CATALOGUE_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
     )
+    await bucket.open()
     return CatalogueStore(broker, bucket)
