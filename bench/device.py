@@ -42,7 +42,7 @@ from transformers import AutoModel, BertConfig, PreTrainedConfig, PreTrainedToke
 
 from sie_adapter.engine import Engine, prepare_process
 from sie_adapter.lanes import Job
-from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.settings import Settings
 

@@ -111,7 +111,8 @@ def engine(precision: str, attention: str = "auto") -> Run:
 
     from sie_adapter.engine import Engine, prepare_process
     from sie_adapter.lanes import Job
-    from sie_contracts.catalogue import packaged_folder, parse_entry
+    from sie_contracts.catalogue import packaged_folder
+    from sie_contracts.entries import parse_entry
     from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch
     from sie_contracts.settings import Settings
 

@@ -148,7 +148,8 @@ def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
     import yaml
 
     from sie_adapter.engine import Engine, prepare_process
-    from sie_contracts.catalogue import packaged_folder, parse_entry
+    from sie_contracts.catalogue import packaged_folder
+    from sie_contracts.entries import parse_entry
     from sie_contracts.settings import Settings
 
     prepare_process()

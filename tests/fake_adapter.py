@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue, ModelEntry, fingerprint, parse_entry
+from sie_contracts.catalogue import Catalogue, fingerprint
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, LoraLoading, ModelLoading, SIEError
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome
 

@@ -31,7 +31,8 @@ from fake_adapter import TOKENIZER, WIDTH, ids_of
 
 import sie_contracts
 from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue, fingerprint, parse_entry
+from sie_contracts.catalogue import Catalogue, fingerprint
+from sie_contracts.entries import parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.messages import ArraySlice, Ok
 from sie_sidecar.models import MEMORY_USED

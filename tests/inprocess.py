@@ -25,8 +25,8 @@ from sie_broker import CoreMessage, Entry
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.embedded import free_port
 from sie_contracts import heartbeats, topology
-from sie_contracts.catalogue import ModelEntry
 from sie_contracts.configs import ConfigEpoch, ConfigExport, ConfigModel
+from sie_contracts.entries import ModelEntry
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Mode, Settings, load
 from sie_gateway.process import serve as serve_gateway

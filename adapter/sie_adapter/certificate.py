@@ -31,7 +31,8 @@ from sie_adapter.device import Compute
 from sie_adapter.heads import Row, States
 from sie_adapter.packing import Items
 from sie_adapter.tokenizer import Needs, fault
-from sie_contracts.catalogue import ModelEntry, Resolved, packaged_folder
+from sie_contracts.catalogue import Resolved, packaged_folder
+from sie_contracts.entries import ModelEntry
 from sie_contracts.load_errors import load_failed
 from sie_contracts.options import TOKEN_STATES
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.device import Compute
-from sie_contracts.catalogue import LoadOptions
+from sie_contracts.entries import LoadOptions
 from sie_contracts.load_errors import load_failed
 
 # While transformers constructs a model it changes torch for the whole process: its default precision, which would

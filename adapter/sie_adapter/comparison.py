@@ -16,7 +16,7 @@ import transformers
 
 from sie_adapter.loading import family_of
 from sie_adapter.weight_files import check_weights
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.families import FAMILIES
 from sie_contracts.load_errors import load_failed
 

@@ -27,7 +27,7 @@ from sie_adapter.checkpoint import Modules, construction, read_json, read_module
 from sie_adapter.comparison import compare_files
 from sie_adapter.families.text_encoder import _stored_activation
 from sie_adapter.late_interaction import late_interaction
-from sie_contracts.catalogue import HeadOptions, ModelEntry, parse_entry
+from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.load_errors import load_failed
 from sie_store.selection import FILES, PICKLED
 

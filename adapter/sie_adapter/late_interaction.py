@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sie_adapter.checkpoint import Modules, read_json
-from sie_contracts.catalogue import HeadOptions
+from sie_contracts.entries import HeadOptions
 from sie_contracts.load_errors import load_failed
 
 _EXPANDED = 32  # tokens of an expanded query where no file says it

@@ -27,7 +27,8 @@ from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.weight_files import check_weights, safetensors_of
-from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
+from sie_contracts.catalogue import Resolved, fingerprint
+from sie_contracts.entries import ModelEntry, Precision
 from sie_contracts.errors import SIEError
 from sie_contracts.families import FAMILIES
 from sie_contracts.load_errors import load_failed

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sie_contracts.catalogue import Precision
+from sie_contracts.entries import Precision
 
 _DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # the limits of oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; an unknown name limits

@@ -27,7 +27,8 @@ import msgspec
 
 from sie_adapter.device import Memory
 from sie_adapter.remedies import Remedy
-from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, fingerprint
+from sie_contracts.catalogue import Catalogue, Resolved, fingerprint
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.ipc import LoadedModel, Rows
 

@@ -23,7 +23,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.lanes import Job
 from sie_adapter.residency import Permission
 from sie_contracts import ipc
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.ipc import FrameError, Refused, Reply, Request
 from sie_contracts.places import public

@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer, models, processors
 from transformers import AutoTokenizer
 
 from sie_contracts import families
-from sie_contracts.catalogue import LoadOptions
+from sie_contracts.entries import LoadOptions
 from sie_contracts.load_errors import load_failed
 
 # each is a vocabulary, as published folders have them

@@ -18,7 +18,8 @@ import msgspec
 
 from sie_broker import Write
 from sie_contracts.aliases import Alias, changes_vectors, check, is_alias, model_of
-from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ContentConflict, ValidationFailed
 
 if TYPE_CHECKING:

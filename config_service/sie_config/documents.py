@@ -17,7 +17,7 @@ from sie_config.fields import said
 from sie_contracts import plain
 from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle, parse_bundle
-from sie_contracts.catalogue import ModelEntry, parse_document
+from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ValidationFailed
 
 T = TypeVar("T")

@@ -25,8 +25,9 @@ from sie_config.aliases import seeded
 from sie_config.documents import checked, checked_bundle, invalid, read
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import DEFAULT, Bundle, lacking, serving
-from sie_contracts.catalogue import ModelEntry, packaged_folder
+from sie_contracts.catalogue import packaged_folder
 from sie_contracts.configs import YAML
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.names import Names
 from sie_contracts.settings import SettingError, Settings

@@ -35,8 +35,9 @@ from sie_config.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundle
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import Catalogue, ModelEntry
+from sie_contracts.catalogue import Catalogue
 from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelNotFound, NotReady
 from sie_contracts.names import Names
 from sie_contracts.settings import Settings

@@ -25,7 +25,7 @@ from sie_config.mirror import Held, bundles_of
 from sie_config.store import CatalogueStore, Change, digest_of, normalised, reply_of
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, lacking, serving
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotFound, PermissionDenied, QueueUnavailable
 from sie_contracts.trust import Trust
 

@@ -18,7 +18,8 @@ import msgspec
 
 from sie_contracts import families, muvera
 from sie_contracts.api.inference import Dtype
-from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults, needs_labels
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.entries import VECTORS, ModelEntry, RunDefaults, needs_labels
 from sie_contracts.errors import InvalidInput
 from sie_contracts.families import FAMILIES
 from sie_contracts.messages import Operation, RunOptions

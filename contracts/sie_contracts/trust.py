@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 
 USUAL = "./models"
 MAX_FILES = 10_000  # of a folder of weights that is looked through for links

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sie_contracts.catalogue import ModelEntry, Resolved
+from sie_contracts.catalogue import Resolved
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
 from sie_contracts.trace_context import NONE, Context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sie_contracts import families
-from sie_contracts.catalogue import ModelEntry, classifies
+from sie_contracts.entries import ModelEntry, classifies
 
 Able = Callable[[ModelEntry], bool]
 

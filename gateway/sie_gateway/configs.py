@@ -14,7 +14,8 @@ from sie_contracts.errors import ModelNotFound
 from sie_gateway.operations import json_response
 
 if TYPE_CHECKING:
-    from sie_contracts.catalogue import Catalogue, ModelEntry
+    from sie_contracts.catalogue import Catalogue
+    from sie_contracts.entries import ModelEntry
     from sie_gateway.app import Gateway
 
 SOURCE = "catalogue"  # who wrote an entry, the config service knows alone

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from sie_contracts import families, messages, topology
-from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import (
     CONFIG_CHANGED,
     ErrorInfo,

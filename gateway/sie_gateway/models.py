@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sie_contracts import families
-from sie_contracts.catalogue import Catalogue, ModelEntry, classifies, listed_outputs, widths
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.places import without_paths
 from sie_gateway.aliases import alias_infos

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from sie_contracts import arrays
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import AllItemsFailed, ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_gateway.body import Item

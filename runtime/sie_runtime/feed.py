@@ -26,8 +26,9 @@ from sie_broker import Bus, CoreMessage, Subscription
 from sie_contracts import configs, topology
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, parse_bundle
-from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_document, parse_entry
+from sie_contracts.catalogue import Catalogue, packaged_folder
 from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
+from sie_contracts.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.settings import Secret
 from sie_runtime.process import Stop, Trouble, retry

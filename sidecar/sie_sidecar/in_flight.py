@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from sie_contracts import ipc
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEError
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.batch import Job

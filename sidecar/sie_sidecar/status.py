@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 import sie_contracts
-from sie_contracts.catalogue import ModelEntry, RunDefaults, listed_outputs, widths
+from sie_contracts.entries import ModelEntry, RunDefaults, listed_outputs, widths
 from sie_contracts.errors import NotFound, SIEError, Unauthenticated
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane

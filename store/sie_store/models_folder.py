@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sie_contracts.catalogue import ModelEntry, packaged_folder, parse_document
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import SIEError
 from sie_contracts.ownership import distrusted, is_open
 from sie_contracts.settings import SettingError

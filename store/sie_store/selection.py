@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.families import FAMILIES
 from sie_store.manifest import MANIFEST
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.heartbeats import Fetched
 from sie_contracts.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
 from sie_contracts.settings import Settings

@@ -24,7 +24,7 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from sie_adapter.device import Compute, attention_facts, resolve_attention
 from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_contracts.catalogue import LoadOptions, Precision
+from sie_contracts.entries import LoadOptions, Precision
 from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")

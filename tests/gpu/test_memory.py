@@ -17,7 +17,7 @@ from unit.adapter.allocation_failures import adversarial
 
 from sie_adapter.engine import Engine
 from sie_adapter.frontier import Frontier
-from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Ok
 from sie_contracts.settings import Settings

@@ -16,7 +16,7 @@ from parity.reference import Reference
 from parity.score_checkpoints import ScoringEngine, scoring_engine
 from parity.table import ParityTable
 
-from sie_contracts.catalogue import Precision
+from sie_contracts.entries import Precision
 from sie_runtime.feed import packaged_catalogue
 
 Folders = Callable[[str], Path]

@@ -17,7 +17,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.residency import Resident
-from sie_contracts.catalogue import Precision, parse_entry
+from sie_contracts.entries import Precision, parse_entry
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.messages import Ok, RunOptions
 from sie_contracts.settings import Settings

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sie_adapter.device import AttentionFacts, Compute
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 
 GlinerKind = Literal["span", "token", "bi", "bi-token"]
 

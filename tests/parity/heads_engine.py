@@ -20,7 +20,7 @@ from parity.table import Agreement, ParityTable, path_of
 
 from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_contracts.catalogue import parse_entry
+from sie_contracts.entries import parse_entry
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Input, Ok, Operation, RunOptions
 from sie_contracts.settings import Settings

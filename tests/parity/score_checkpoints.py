@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sie_adapter.engine import Engine
 from sie_adapter.residency import Resident
-from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.ipc import BatchDone, Rows
 from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome
 from sie_contracts.options import run_options

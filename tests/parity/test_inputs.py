@@ -22,7 +22,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions, Vectors

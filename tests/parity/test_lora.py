@@ -30,7 +30,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 from sie_adapter.engine import Engine
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.linear import BlockedLinear
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed
 from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.messages import Input, Ok, RunOptions

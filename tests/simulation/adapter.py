@@ -19,7 +19,8 @@ from fake_adapter import TOKENIZER, WIDTH, vector_of
 from simulation.virtual import SCOPE, Listening, Scope, VirtualLoop
 
 from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue, fingerprint, parse_entry
+from sie_contracts.catalogue import Catalogue, fingerprint
+from sie_contracts.entries import parse_entry
 from sie_contracts.errors import LoraLoading, ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.messages import ArraySlice, Ok
 

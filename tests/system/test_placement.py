@@ -29,7 +29,7 @@ from unit.adapter import toys
 from sie_broker import Broker, CoreMessage, Write
 from sie_broker.nats import connect
 from sie_contracts import messages, topology
-from sie_contracts.catalogue import parse_entry
+from sie_contracts.entries import parse_entry
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem
 from sie_contracts.records import Placement

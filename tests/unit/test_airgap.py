@@ -23,7 +23,8 @@ from safetensors.numpy import save
 from sie_cli.airgap import placing
 from sie_cli.airgap.command import airgap
 from sie_config.overlay import Overlay
-from sie_contracts.catalogue import ModelEntry, fingerprint, profile_fingerprint
+from sie_contracts.catalogue import fingerprint, profile_fingerprint
+from sie_contracts.entries import ModelEntry
 from sie_contracts.settings import Settings, load
 from sie_store.manifest import MANIFEST, FileFact, Manifest, digest, encode
 from sie_store.sources import WeightSources

@@ -20,7 +20,8 @@ from sie_contracts.aliases import (
     model_of,
     resolve_all,
 )
-from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document, parse_entry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError, ValidationFailed
 from sie_contracts.options import run_options
 

@@ -12,7 +12,8 @@ from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle, lacking, parse_bundle, serving
-from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
+from sie_contracts.catalogue import Catalogue, packaged_folder
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import BundleConflict, ValidationFailed
 from sie_contracts.families import FAMILIES
 from sie_contracts.options import run_options

@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_contracts.catalogue import (
-    Catalogue,
-    LoadOptions,
-    ModelEntry,
-    Resolved,
-    classifies,
-    fingerprint,
-    needs_labels,
-    packaged_folder,
-    parse_entry,
-)
+from sie_contracts.catalogue import Catalogue, Resolved, fingerprint, packaged_folder
+from sie_contracts.entries import LoadOptions, ModelEntry, classifies, needs_labels, parse_entry
 from sie_contracts.errors import BundleConflict, InvalidInput, ModelNotFound, ValidationFailed
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.muvera import Muvera

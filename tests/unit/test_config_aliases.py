@@ -18,7 +18,7 @@ from sie_config.aliases import ALIAS_BROKEN, VECTORS_CHANGED
 from sie_config.store import Change
 from sie_contracts import topology
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import parse_document
+from sie_contracts.entries import parse_document
 from sie_runtime.feed import snapshot
 
 MODELS = "/v1/configs/models"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sie_config.documents import MAX_DEPTH, MAX_DIFFERENCES, Document, checked, difference, merged, read
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
 
 ENTRY = """\

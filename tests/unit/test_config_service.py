@@ -29,7 +29,7 @@ from sie_config.store import (
 )
 from sie_contracts import topology
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import parse_entry
+from sie_contracts.entries import parse_entry
 from sie_contracts.heartbeats import Heartbeat
 from sie_runtime import keys as records
 from sie_runtime.config_routes import CONFIG_ROUTES

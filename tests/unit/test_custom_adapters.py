@@ -22,7 +22,8 @@ from unit.test_inspection import SETTINGS, run
 
 from sie_adapter.engine import Engine
 from sie_adapter.loading import Loader
-from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_store.sources import WeightSources
 

@@ -20,7 +20,7 @@ from sie_cli import processes
 from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.supervisor import Child, Supervisor
-from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError
 from sie_contracts.settings import load
 from sie_gateway.auth import Gate

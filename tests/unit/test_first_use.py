@@ -15,6 +15,7 @@ ENTRY = {"id": "toy/one", "weights": {"path": "/toy"}, "family": "toy", "outputs
 MANIFEST = {"repository": "toy/one", "revision": "0" * 40, "files": {"config.json": {"bytes": 2, "sha256": "0" * 64}}}
 LEARNT_WHILE = """
 import json, sys
+from sie_contracts import entries
 from sie_contracts import catalogue
 from sie_store import manifest
 names = []
@@ -26,7 +27,7 @@ print("get_class_annotations" in names)
 
 
 @pytest.mark.parametrize(
-    "use", [f"catalogue.parse_entry({ENTRY!r})", f"manifest.decode(json.dumps({MANIFEST!r}).encode())"]
+    "use", [f"entries.parse_entry({ENTRY!r})", f"manifest.decode(json.dumps({MANIFEST!r}).encode())"]
 )
 def test_a_type_that_threads_decode_is_learnt_at_import(use: str) -> None:
     told = subprocess.run(

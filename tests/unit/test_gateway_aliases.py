@@ -15,8 +15,9 @@ from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias, choose
-from sie_contracts.catalogue import Catalogue, parse_document
+from sie_contracts.catalogue import Catalogue
 from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
+from sie_contracts.entries import parse_document
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.messages import PRIORITIES, Failed, Ok, Priority, RunOptions, WorkResult

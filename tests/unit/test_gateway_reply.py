@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pytest
 
 from sie_contracts import arrays
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_contracts.muvera import Muvera

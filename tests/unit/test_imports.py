@@ -72,6 +72,7 @@ CORE = {
     "sie_contracts.records",
     "sie_contracts.topology",
     "sie_contracts.catalogue",
+    "sie_contracts.entries",
     "sie_contracts.errors",
     "sie_contracts.families",
     "sie_contracts.arrays",

@@ -32,7 +32,8 @@ from sie_adapter.inspection import Inspection, inspect
 from sie_adapter.lanes import Job
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
-from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Input, Ok, Operation

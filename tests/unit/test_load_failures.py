@@ -28,7 +28,7 @@ from unit.adapter import toys
 
 from sie_adapter.engine import Engine
 from sie_adapter.server import Server
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Allowed
 from sie_store.models_folder import worker_trust

@@ -16,7 +16,7 @@ from sie_broker.memory import MemoryServer
 from sie_config import reload
 from sie_config.overlay import Overlay
 from sie_config.process import prepare
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop

@@ -35,7 +35,8 @@ from sie_cli.models.service import Service, Write
 from sie_config.app import ConfigService, create_app
 from sie_config.store import open_store
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import Catalogue, packaged_folder, parse_entry
+from sie_contracts.catalogue import Catalogue, packaged_folder
+from sie_contracts.entries import parse_entry
 from sie_contracts.settings import SettingError, load
 from sie_runtime.feed import read_bundles
 from sie_runtime.http import HttpServer

@@ -22,7 +22,7 @@ from sie_config.reload import Reload
 from sie_config.store import CatalogueStore, normalised
 from sie_config.workers import Workers
 from sie_contracts.aliases import Alias, Target
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import SettingError

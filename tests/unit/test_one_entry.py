@@ -15,7 +15,7 @@ from inprocess import InProcess, Source, until
 
 from sie_adapter.device import Memory
 from sie_adapter.residency import DeviceMemory, Residency
-from sie_contracts.catalogue import RunDefaults
+from sie_contracts.entries import RunDefaults
 from sie_contracts.errors import ModelLoading
 from sie_gateway import inference
 from sie_sidecar import prepare

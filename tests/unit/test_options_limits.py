@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from fake_adapter import toy_entry
 
-from sie_contracts.catalogue import Catalogue, ModelEntry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
 from sie_contracts.option_values import MAX_HYPOTHESIS, MAX_OWN_BYTES

@@ -19,7 +19,7 @@ from inprocess import InProcess, free_port, placing, until
 from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
 from sie_contracts import messages, records, topology
-from sie_contracts.catalogue import ModelEntry, RunDefaults
+from sie_contracts.entries import ModelEntry, RunDefaults
 from sie_contracts.errors import ModelLoadFailed, PoolNotFound
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.records import Placement

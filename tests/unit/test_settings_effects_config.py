@@ -13,7 +13,8 @@ from overlays import wanted_models
 
 from sie_config import access
 from sie_config.app import ConfigService, create_app
-from sie_contracts.catalogue import ModelEntry, packaged_folder
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import SettingError
 from sie_gateway.auth import Gate

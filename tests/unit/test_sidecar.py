@@ -9,7 +9,8 @@ import pytest
 
 from sie_broker import BrokerUnavailable
 from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_sidecar.batch import BatchKey, Job, Waiting
 from sie_sidecar.hosting import Hosting

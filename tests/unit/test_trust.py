@@ -30,7 +30,7 @@ from sie_broker.memory import MemoryServer
 from sie_config.overlay import Overlay
 from sie_contracts import ipc
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import ModelEntry, Profile, parse_entry
+from sie_contracts.entries import ModelEntry, Profile, parse_entry
 from sie_contracts.places import without_paths
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.trust import Allowed, Trust, claims

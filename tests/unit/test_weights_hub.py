@@ -18,7 +18,7 @@ from fetching import END_S, REPOSITORY, obtain
 from hub_stub import COMMIT, HubStub
 from object_stores import Place
 
-from sie_contracts.catalogue import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
+from sie_contracts.entries import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 from sie_runtime.process import configure_logging
 from sie_store.cache import LocalCache

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.tokenizer import fault
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.load_errors import load_failed
 

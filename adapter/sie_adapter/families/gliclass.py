@@ -37,7 +37,7 @@ from sie_adapter.families.extraction import (
     without_remote_code,
 )
 from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed

@@ -37,7 +37,7 @@ from sie_adapter.families.extraction import (
 )
 from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.tokenizer import bare_tokenizer, fault
-from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed

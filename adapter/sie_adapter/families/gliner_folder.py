@@ -26,7 +26,7 @@ from sie_adapter.checkpoint import _cast, construction
 from sie_adapter.device import Compute
 from sie_adapter.families.extraction import refuse_misfits, without_remote_code
 from sie_adapter.tokenizer import read_tokenizer
-from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.load_errors import load_failed
 
 

@@ -44,7 +44,7 @@ from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed, expanded
 from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer, special_ids
 from sie_contracts import families
-from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation, RunOptions

@@ -20,7 +20,7 @@ from sie_cli.airgap import placing
 from sie_cli.airgap.archive import INDEX, Reader, Told, digest, write
 from sie_cli.options import loaded, named_options
 from sie_cli.refusal import Refused, refusing
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.settings import BY_NAME, SettingError, Settings
 
 FOLDER = "airgap"

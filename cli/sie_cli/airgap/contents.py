@@ -29,7 +29,8 @@ from sie_config.overlay import PLUG_INS, Folders
 from sie_contracts import families
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, serving
-from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
+from sie_contracts.catalogue import Catalogue, packaged_folder
+from sie_contracts.entries import ModelEntry
 from sie_contracts.topology import token
 from sie_runtime.feed import read_bundles
 from sie_store.locks import Lock

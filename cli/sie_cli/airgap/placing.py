@@ -23,7 +23,7 @@ from sie_cli import display
 from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Told, decode, sums
 from sie_cli.refusal import Refused
 from sie_contracts.aliases import Alias, parse_alias
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import SIEError
 from sie_contracts.topology import token
 from sie_store import durable

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_store.manifest import FileFact
 
 SOFTWARE = "sie-cluster[serve]"

@@ -12,7 +12,8 @@ from sie_cli.models.inspect import described, source_arguments
 from sie_cli.models.service import MODELS, YAML, Write, path_of, write_options
 from sie_cli.refusal import Refused
 from sie_contracts.aliases import Alias
-from sie_contracts.catalogue import ModelEntry, packaged_folder
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.trust import USUAL

@@ -15,7 +15,8 @@ import click
 
 from sie_cli.options import loaded
 from sie_cli.refusal import Refused
-from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
+from sie_contracts.catalogue import Catalogue, packaged_folder
+from sie_contracts.entries import MODEL_ID, ModelEntry, parse_entry
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder

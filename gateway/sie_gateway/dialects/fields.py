@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Priority
 from sie_contracts.option_values import describe

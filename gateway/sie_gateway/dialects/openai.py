@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from sie_contracts import options
-from sie_contracts.catalogue import ModelEntry, Resolved
+from sie_contracts.catalogue import Resolved
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
 from sie_gateway import body as bodies

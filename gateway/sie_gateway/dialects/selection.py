@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from sie_contracts.catalogue import Resolved, classifies
+from sie_contracts.catalogue import Resolved
+from sie_contracts.entries import classifies
 from sie_contracts.errors import InvalidInput
 from sie_contracts.option_values import describe
 from sie_gateway.call import Call

@@ -16,7 +16,8 @@ import orjson
 import sie_contracts
 from sie_contracts import options
 from sie_contracts.arrays import Array
-from sie_contracts.catalogue import ModelEntry, Resolved, classifies, widths
+from sie_contracts.catalogue import Resolved
+from sie_contracts.entries import ModelEntry, classifies, widths
 from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
 from sie_gateway import body as bodies
 from sie_gateway import reply

@@ -26,7 +26,7 @@ from sie_adapter import device as devices
 from sie_adapter import engine as engines
 from sie_adapter.frontier import Frontier
 from sie_contracts import ipc
-from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
+from sie_contracts.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.messages import Ok
 from sie_contracts.settings import Settings
 

@@ -24,7 +24,8 @@ from unit.adapter import toys
 from sie_adapter import attention, backbone, certificate
 from sie_adapter.attention import Kernel, Pattern
 from sie_adapter.loading import Loader
-from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, Weights
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue

@@ -17,7 +17,8 @@ from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.packing import Packed
 from sie_adapter.residency import Permission, Resident
-from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, Rows, RunBatch
 from sie_contracts.messages import RunOptions
 from sie_contracts.settings import Settings

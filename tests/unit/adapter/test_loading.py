@@ -35,7 +35,8 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.linear import BlockedLinear, block_linears
 from sie_adapter.loading import Loader, family_of
 from sie_adapter.tokenizer import load_tokenizer
-from sie_contracts.catalogue import Catalogue, LoadOptions, Resolved
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.entries import LoadOptions
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.families import FAMILIES
 from sie_contracts.settings import Settings

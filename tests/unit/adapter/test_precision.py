@@ -18,7 +18,8 @@ from oracle import model_folder
 from sie_adapter import loading
 from sie_adapter.loading import Loader
 from sie_adapter.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
-from sie_contracts.catalogue import Catalogue, parse_entry
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import parse_entry
 from sie_store.sources import WeightSources
 
 EPYC = {"avx2": True, "avx512_bf16": True}

@@ -12,8 +12,9 @@ import pytest
 
 from sie_adapter.device import Memory
 from sie_adapter.residency import DeviceMemory, Residency
-from sie_contracts.catalogue import HeadOptions, LoadOptions, ModelEntry, Resolved, RunDefaults
-from sie_contracts.catalogue import Weights as Source
+from sie_contracts.catalogue import Resolved
+from sie_contracts.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
+from sie_contracts.entries import Weights as Source
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.load_errors import load_failed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hub_stub import HubStub
 
-from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_store.sources import WeightSources, package_folder
 

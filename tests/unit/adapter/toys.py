@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.device import AttentionFacts, Backend, Compute
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
+from sie_contracts.entries import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120
 # a tokenizer that reads no plain sentence is refused

