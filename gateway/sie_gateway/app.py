@@ -30,21 +30,18 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.settings import Settings
-from sie_gateway import operations, spans
-from sie_gateway.admission import Admission
+from sie_gateway import operations, telemetry
 from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
 from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
-from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.inference import Inference
 from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
-from sie_gateway.lag import Lag
-from sie_gateway.metrics import Live, Metrics
+from sie_gateway.metrics import Metrics
+from sie_gateway.peers import Peers
 from sie_gateway.pools import Pools
 from sie_gateway.quota import Quotas
-from sie_gateway.request_log import RequestLog
 from sie_gateway.routes import PROBES, TABLE, GatewayRoute, InferenceRoute, openapi_document
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
@@ -63,61 +60,55 @@ _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
-class Gateway:
-    """What the routes share."""
+class Readiness:
+    """Whether this gateway is ready, and how far its shutdown is. `keys` only in mode token."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        broker: Connection,
-        feed: CatalogueFeed,
-        fleet: Fleet,
-        inference: Inference,
-        metrics: Metrics,
-        status: Status,
-        scaling: Scaling,
-        admission: Admission,
-        demand: DemandRecords,
-        keys: Keys | None,
-        pools: Pools,
-        lag: Lag,
-    ) -> None:
-        """`keys` in mode token, and there alone. Raises SettingError."""
-        self.settings = settings
-        self.broker = broker
-        self.feed = feed
-        self.fleet = fleet
-        self.inference = inference
-        self.metrics = metrics
-        self.status = status
-        self.scaling = scaling
-        self.admission = admission
-        self.demand = demand
-        self.keys = keys
-        self.pools = pools
-        self.lag = lag
-        self.tracer: Tracer | None = None
-        self.gate = Gate(settings, keys)
-        self.quotas = Quotas(admission.peers.count)
-        self.intake = Intake()
-        self.leaving = False  # no new connections are wanted; what comes is answered
-        self.draining = False  # new work is refused
+    def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
+        self._broker = broker
+        self._feed = feed
+        self._keys = keys
         self.started = False
+        self.leaving = False  # no new connections are wanted; requests are still answered
+        self.draining = False  # new work is refused
 
     def not_ready(self) -> str | None:
         """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
         if self.leaving:
             return "draining"
-        if not self.feed.loaded:
+        if not self._feed.loaded:
             return "the catalogue is not loaded"
-        if not self.broker.connected:
+        if not self._broker.connected:
             return "no connection to the broker"
-        if self.keys is not None and not self.keys.loaded:
+        if self._keys is not None and not self._keys.loaded:
             return "the keys are not read"
         return None if self.started else "starting"
 
 
-def create_app(gateway: Gateway) -> App:
+class Gateway:
+    """The parts of a gateway that handlers of routes use."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        fleet: Fleet,
+        pools: Pools,
+        peers: Peers,
+        inference: Inference,
+        status: Status,
+        scaling: Scaling,
+    ) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.fleet = fleet
+        self.pools = pools
+        self.peers = peers
+        self.inference = inference
+        self.status = status
+        self.scaling = scaling
+
+
+def create_app(gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None = None) -> App:
     """The application of the main port."""
     app = FastAPIOffline(  # the page of documents must work where nothing else can be reached
         title="SIE",
@@ -132,7 +123,7 @@ def create_app(gateway: Gateway) -> App:
     app.openapi = lambda: openapi_document(about)  # type: ignore[method-assign]  # FastAPI's way to set its schema
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return Edge(app, gateway)
+    return Edge(app, gateway, gate, readiness, tracer)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -198,14 +189,18 @@ class Edge:
     all the rest.
     """
 
-    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
+    def __init__(self, app: FastAPI, gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None) -> None:
         self._app = app
         self._gateway = gateway
-        healthy = functools.partial(_healthy_workers, gateway)
-        self._probes = probes(gateway.not_ready, None, healthy)
+        self._gate = gate
+        self._readiness = readiness
+        self._tracer = tracer
+        self._quotas = Quotas(gateway.peers.count)
+        self._intake = Intake()
+        self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
-        self._log = RequestLog()
+        self._log = telemetry.RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
@@ -229,7 +224,7 @@ class Edge:
         }
         call = Call(uuid7(), received_s, headers, path=path, receive=receive, client=(scope.get("client") or ("",))[0])
         scope["sie.call"] = call
-        spans.begin(None if is_socket else self._gateway.tracer, call, scope.get("method", "GET"))
+        telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
         self._versions.met(headers.get("x-sie-sdk-version", ""))
         status, is_whole = 0, False
 
@@ -257,7 +252,7 @@ class Edge:
                 call.shape = config_shape
             self._admit(call, method, path)
             if is_socket:
-                watched = self._gateway.gate.watched(path, headers.get("authorization", ""), tagged)
+                watched = self._gate.watched(path, headers.get("authorization", ""), tagged)
                 await self._gateway.status.show(
                     path, scope["query_string"].decode("latin-1"), call.key, scope, receive, watched
                 )
@@ -307,8 +302,7 @@ class Edge:
             raise InvalidInput(
                 "Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding"
             )
-        gateway = self._gateway
-        body = gateway.intake.reader(
+        body = self._intake.reader(
             call.headers, receive, min(MAX_BODY_BYTES, call.grant.limits.body_bytes or MAX_BODY_BYTES)
         )
 
@@ -316,23 +310,23 @@ class Edge:
             await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
 
         try:
-            await gateway.inference.answer(call, route, body.read, send_answer)
+            await self._gateway.inference.answer(call, route, body.read, send_answer)
         finally:
             body.close()
 
     def _admit(self, call: Call, method: str, path: str) -> None:
-        call.grant = self._gateway.gate.check(method, path, call.headers.get("authorization", ""))
-        call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
-        if self._gateway.draining and method == "POST":
+        call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
+        call.charge = self._quotas.charge(call.key, call.grant.limits)
+        if self._readiness.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")
 
     def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
         endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"
         self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
-        spans.end(call, endpoint, status)
+        telemetry.end_trace(call, endpoint, status)
         if "endpoint" in call.labels and seconds is not None:
             if status != CLIENT_GONE:
-                self._gateway.admission.peers.answered()
+                self._gateway.peers.answered()
             self._log.ended(call, endpoint, status, seconds)
 
 
@@ -340,13 +334,12 @@ def _healthy_workers(gateway: Gateway) -> int:
     return sum(seen.info.healthy for seen in gateway.status.workers())
 
 
-def metrics_app(gateway: Gateway) -> App:
+def metrics_app(gateway: Gateway, readiness: Readiness) -> App:
     """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing
     else.
     """
-    registry = gateway.metrics.registry
-    registry.register(Live(gateway))
-    inner = probes(gateway.not_ready, registry, functools.partial(_healthy_workers, gateway))
+    healthy = functools.partial(_healthy_workers, gateway)
+    inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         match = TABLE.match(scope["path"]) if scope["type"] == "http" and scope["method"] == "GET" else None

@@ -58,7 +58,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
         }
         bundles[bundle] = configs.bundle_hash(revisions), workers
     revision, since = present.revisions[entry.id], present.since(entry.id)
-    gateways = gateway.admission.peers.epochs()
+    gateways = gateway.peers.epochs()
 
     def revision_at(epoch: str) -> int | None:  # of others that lag, or lead, this gateway knows no revision
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None

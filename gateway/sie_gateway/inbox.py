@@ -93,10 +93,17 @@ class Collector:
 class Inbox:
     """All open requests of this gateway. The subject holds 122 random bits: nobody who was not told can send here."""
 
-    def __init__(self, bus: Bus, metrics: Metrics, fragments: Fragments | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        metrics: Metrics,
+        fragments: Fragments | None = None,
+        *,
+        on_late: Callable[[WorkResult], None] = lambda result: None,
+    ) -> None:
+        """`on_late` is called with each result whose request is over."""
         self.subject = f"sie.result.{uuid.uuid4().hex}"
-        # called with each result whose request is over
-        self.on_late: Callable[[WorkResult], None] = lambda result: None
+        self._on_late = on_late
         self._bus = bus
         self._metrics = metrics
         self._open: dict[str, Collector] = {}
@@ -175,7 +182,7 @@ class Inbox:
         verdict: Verdict = "unknown" if collector is None else "taken" if collector.offer(result) else "duplicate"
         self._metrics.outcomes.labels(verdict).inc()
         if verdict == "unknown":
-            self.on_late(result)
+            self._on_late(result)
         if verdict == "taken":
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict

@@ -52,6 +52,14 @@ class Lag:
         """By model, pool, machine profile, bundle and priority."""
         return self._models
 
+    async def oldest_s(self, lane: Lane) -> float:
+        """How long the oldest message of a lane waits, seconds; 0 where there is none. Raises BrokerError."""
+        first = await self._queue.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane))
+        return 0.0 if first is None else self._age_s(first)
+
+    def _age_s(self, stored: Stored) -> float:
+        return max(0.0, self._now_s() - stored.sent_s)
+
     async def run(self, stop: Stop) -> None:
         """Look each EVERY_S until `stop`."""
         trouble = Trouble(_logger, "the age of the queue is not known")
@@ -106,7 +114,7 @@ class Lag:
                 raise first
             if first is None:  # it was answered meanwhile
                 continue
-            oldest_s = max(0.0, self._now_s() - first.sent_s)
+            oldest_s = self._age_s(first)
             if of_lane is not None:
                 lanes[of_lane] = Waiting(lanes[of_lane].count, oldest_s)
             if first.subject not in seen and (model := _model_of(first)) is not None:

@@ -50,8 +50,9 @@ async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
 async def model(gateway: Gateway, request: Request) -> Response:
     """One model or alias."""
     resolved = gateway.inference.resolve(request.path_params["model"])
-    info = model_info(gateway.feed.catalogue, gateway.fleet, resolved.entry, resolved.profile)
-    alias = gateway.feed.catalogue.aliases.get(resolved.alias)
+    catalogue = gateway.inference.catalogue
+    info = model_info(catalogue, gateway.fleet, resolved.entry, resolved.profile)
+    alias = catalogue.aliases.get(resolved.alias)
     return json_response(info if alias is None else alias_info(info, alias))
 
 

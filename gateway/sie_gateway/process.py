@@ -17,7 +17,8 @@ from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
-from sie_gateway.app import Gateway, create_app, metrics_app
+from sie_gateway.app import Gateway, Readiness, create_app, metrics_app
+from sie_gateway.auth import Gate
 from sie_gateway.backlog import Backlog
 from sie_gateway.cold import ColdStarts
 from sie_gateway.demand import DemandRecords
@@ -25,13 +26,14 @@ from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
 from sie_gateway.lag import Lag
-from sie_gateway.metrics import Metrics
+from sie_gateway.metrics import Live, Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_gateway.placement import Ages, Placer
 from sie_gateway.pool_keeper import PoolKeeper
 from sie_gateway.pool_rules import not_found
 from sie_gateway.pools import Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
+from sie_gateway.runner import Runner
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
 from sie_runtime import tracing
@@ -87,7 +89,7 @@ async def serve(
         initial=initial,
     )
     fleet = Fleet(broker, settings)
-    inbox = Inbox(broker, metrics)
+    inbox = Inbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
         _logger.error("a work stream was lost with the broker; %d open requests fail", len(inbox))
@@ -124,18 +126,19 @@ async def serve(
             part.forget(name)
 
     keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
-    scaling = Scaling(settings, broker, feed, fleet, backlog, admission.peers, demand, pools, clock.now_s)
-    inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, cold)
+    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
+    inference = Inference(settings, feed, fleet, pools, metrics, admission, runner)
     lag = Lag(broker, backlog, pools, clock.now_s)
+    scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = Status(settings, broker, feed, fleet, admission.peers, pools.own, lag, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
-    gateway = Gateway(
-        settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag
-    )
-    gateway.tracer = tracer
+    gate = Gate(settings, keys)
+    readiness = Readiness(broker, feed, keys)
+    gateway = Gateway(settings, metrics, fleet, pools, admission.peers, inference, status, scaling)
+    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     names = settings.allowed_hosts
     main = HttpServer(
-        create_app(gateway),
+        create_app(gateway, gate, readiness, tracer),
         host,
         port,
         setting="--port",
@@ -145,7 +148,7 @@ async def serve(
     )
     try:
         side = HttpServer(
-            metrics_app(gateway),
+            metrics_app(gateway, readiness),
             host,
             settings.gateway_metrics_port,
             setting="SIE_GATEWAY_METRICS_PORT",
@@ -201,19 +204,19 @@ async def serve(
             )
 
         broker.on_reconnect(on_reconnect)
-        gateway.started = not stop.requested
+        readiness.started = not stop.requested
         if on_listening is not None:
             on_listening(main.port)
         _logger.info("gateway listening on %s:%d, metrics on %d", host, main.port, side.port)
         await stop.wait()
-        gateway.leaving = True
+        readiness.leaving = True
         main.leave()
         side.leave()
-        if lame_duck_s and gateway.started:  # nobody is sent to one that was never ready
+        if lame_duck_s and readiness.started:  # nobody is sent to one that was never ready
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
             await main.hang_up()  # without a lame duck this would meet requests on their way
-        gateway.draining = True
+        readiness.draining = True
         inference.away.close()
         await inference.shadows.close()
         _logger.info("gateway draining, %d requests in progress", inference.in_progress)

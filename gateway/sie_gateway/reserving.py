@@ -26,7 +26,7 @@ from sie_contracts.api.operations import (
     Pools,
 )
 from sie_contracts.catalogue import Catalogue
-from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.names import did_you_mean
 from sie_contracts.records import PoolSpec
 from sie_gateway import assignments
@@ -196,9 +196,8 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 async def create(gateway: Gateway, request: Request) -> Response:
     """Reserve workers, or renew the same reservation."""
-    if not gateway.feed.loaded:
-        raise NotReady("the catalogue is not loaded yet")
-    spec = parse_spec(await _body(request), _profiles(gateway), gateway.feed.catalogue)
+    catalogue = gateway.inference.catalogue
+    spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
     takes_last = "admin" in request.scope["sie.call"].grant.scopes
     await _written(gateway.pools.create(spec, takes_last=takes_last))
     return json_response(gateway.pools.pool(spec.name), 201)

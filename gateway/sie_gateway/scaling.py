@@ -5,9 +5,8 @@ autoscaler polls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from sie_broker import BrokerError, Queue
+from sie_broker import BrokerError
 from sie_contracts import topology
 from sie_contracts.api.operations import LaneFigures
 from sie_contracts.errors import NotFound, QueueUnavailable
@@ -17,6 +16,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet, worker_rate
+from sie_gateway.lag import Lag
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.pools import Pools
 from sie_runtime.feed import CatalogueFeed
@@ -49,25 +49,22 @@ class Scaling:
     def __init__(
         self,
         settings: Settings,
-        queue: Queue,
         feed: CatalogueFeed,
         fleet: Fleet,
         backlog: Backlog,
+        lag: Lag,
         peers: Peers,
         demand: DemandRecords,
         pools: Pools,
-        now_s: Callable[[], float],
     ) -> None:
-        """`now_s` is the broker's time."""
         self._settings = settings
-        self._queue = queue
         self._feed = feed
         self._fleet = fleet
         self._backlog = backlog
+        self._lag = lag
         self._peers = peers
         self._demand = demand
         self._pools = pools
-        self._now_s = now_s
 
     def find(self, name: str) -> Lane:
         """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to. Raises
@@ -95,11 +92,7 @@ class Scaling:
             await self._backlog.fresh(lane.pool, 0.0)
             counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
             items = sum(counts.values())
-            oldest = (
-                await self._queue.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane))
-                if items
-                else None
-            )
+            oldest_s = await self._lag.oldest_s(lane) if items else 0.0
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
             raise QueueUnavailable("the broker could not be asked for the backlog") from error
@@ -137,7 +130,7 @@ class Scaling:
             lane=str(lane),
             backlog_items=items,
             backlog_cost=round(cost),
-            oldest_age_s=round(max(0.0, self._now_s() - oldest.sent_s), 3) if oldest else 0.0,
+            oldest_age_s=round(oldest_s, 3),
             ready_workers=len(workers),
             wanted_replicas=wanted,
             reserved=reserved,

@@ -15,9 +15,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,10 +50,6 @@ _logger = logging.getLogger("sie.gateway.shadow")
 Result = Literal["done", "failed", "busy", "loaded", "cold", "paused", "large", "unsuited"]
 
 
-class Runner(Protocol):
-    async def __call__(self, call: Call, asked: Asked) -> Finished: ...
-
-
 class Shadows:
     """Owned by the gateway's loop. `after` returns at once and raises nothing."""
 
@@ -63,7 +59,7 @@ class Shadows:
         fleet: Fleet,
         admission: Admission,
         metrics: Metrics,
-        run: Runner,
+        run: Callable[[Call, Asked], Awaitable[Finished]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._catalogue = catalogue

@@ -221,7 +221,7 @@ class Checks:
                 self._expect(process, f"work held for {hosted.name}", hosted.held)
                 self._expect(process, f"work parked for {hosted.name}", hosted.parked)
         for process in self._world.gateways:
-            self._expect(process, "open collectors", len(process.part.inference._inbox))
+            self._expect(process, "open collectors", len(process.part.inference._runner._inbox))
         for process in (*self._world.workers, *self._world.gateways):
             self._bounded(process)
 

@@ -40,6 +40,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.queue import WorkQueue
 from sie_gateway.routes import NATIVE
+from sie_gateway.runner import Runner
 from sie_gateway.scaling import wanted_replicas
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop
@@ -187,21 +188,13 @@ class Alone:
             initial=Catalogue({entry.id: entry}, {}, {}, "test:1"),
         )
         self.fleet = Fleet(self.broker, settings)
-        self.inbox = Inbox(self.broker, self.metrics)
         self.queue = WorkQueue(self.broker, settings, self.metrics, lambda: None)
         self.admission = Admission(settings, self.broker, self.fleet, Backlog(self.broker, {"_default"}), self.metrics)
+        self.inbox = Inbox(self.broker, self.metrics, on_late=self.admission.answered_late)
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
-        self.inference = Inference(
-            settings,
-            self.feed,
-            self.fleet,
-            self.queue,
-            self.inbox,
-            self.metrics,
-            {"_default"},
-            self.admission,
-            ColdStarts(self.fleet, demand, self.metrics, lambda pool: ""),
-        )
+        cold = ColdStarts(self.fleet, demand, self.metrics, lambda pool: "")
+        runner = Runner(self.feed, self.queue, self.inbox, self.metrics, self.admission, cold, settings.load_hold_s)
+        self.inference = Inference(settings, self.feed, self.fleet, {"_default"}, self.metrics, self.admission, runner)
 
     async def ask(self, number: int, key: str, texts: int) -> None:
         async def read() -> bytes:

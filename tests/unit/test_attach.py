@@ -313,7 +313,7 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     assert queued(cluster) == 1
     await until(lambda: not queued(cluster), "the queue is empty")
     await until(lambda: told, "a cancellation")
-    assert (len(inference._inbox), inference.in_progress) == (0, 0)
+    assert (len(inference._runner._inbox), inference.in_progress) == (0, 0)
     assert len(told[0].requests) == 1
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
@@ -442,7 +442,7 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
     """
     gateway, _ = await held(cluster, SIE_CHUNK_COST="64")
     inference = inference_of(gateway)
-    inbox, texts = inference._inbox, [f"{number:098d}" for number in range(80)]
+    inbox, texts = inference._runner._inbox, [f"{number:098d}" for number in range(80)]
     stored = set()
     for turns in range(150):
         client = await Connection.ask(gateway, *texts)

@@ -21,9 +21,8 @@ from sie_contracts.muvera import Muvera
 from sie_gateway import arrow, body, chunk, reply
 from sie_gateway.body import Item
 from sie_gateway.call import Call
-from sie_gateway.chunk import Chunk, Limits
+from sie_gateway.chunk import Chunk, Limits, result_bytes
 from sie_gateway.finished import Finished
-from sie_gateway.inference import _result_bytes
 
 ENTRY = parse_entry(
     {
@@ -441,17 +440,17 @@ def entry(**outputs: int) -> ModelEntry:
 def test_a_result_is_estimated_from_what_was_asked_for() -> None:
     """Bytes of an input and bytes of each of its tokens, beside a constant of its own."""
     many = entry(dense=1024, sparse=30000, multivector=128, score=0, entities=0)
-    constant, _ = _result_bytes("score", many, RunOptions(outputs=("dense",)))
-    assert _result_bytes("score", many, RunOptions(outputs=("dense", "multivector"))) == (constant, 0)
-    assert _result_bytes("encode", many, RunOptions()) == (constant + 4096, 0)
-    assert _result_bytes("encode", many, RunOptions(outputs=("multivector",))) == (constant, 512)
+    constant, _ = result_bytes("score", many, RunOptions(outputs=("dense",)))
+    assert result_bytes("score", many, RunOptions(outputs=("dense", "multivector"))) == (constant, 0)
+    assert result_bytes("encode", many, RunOptions()) == (constant + 4096, 0)
+    assert result_bytes("encode", many, RunOptions(outputs=("multivector",))) == (constant, 512)
     sketch = Muvera(final_projection_dim=500)
-    assert _result_bytes("encode", many, RunOptions(muvera=sketch, outputs=("dense", "multivector"))) == (
+    assert result_bytes("encode", many, RunOptions(muvera=sketch, outputs=("dense", "multivector"))) == (
         constant + 2000,
         512,
     )
-    assert _result_bytes("encode", many, RunOptions(outputs=("sparse",)))[1] > 8
-    assert _result_bytes("extract", many, RunOptions())[1] > 0
+    assert result_bytes("encode", many, RunOptions(outputs=("sparse",)))[1] > 8
+    assert result_bytes("extract", many, RunOptions())[1] > 0
 
 
 # bodies
