@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from sie_adapter.checkpoint import Modules, construction, read_json, read_modules
 from sie_adapter.comparison import compare_files
-from sie_adapter.families.text_encoder import _stored_activation
+from sie_adapter.families.text_model import stored_activation
 from sie_adapter.late_interaction import late_interaction
 from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.load_errors import load_failed
@@ -333,7 +333,7 @@ def _head(
     folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[str, Any], report: Inspection
 ) -> dict[str, Any]:
     if entry["family"] == "cross-encoder":
-        activation = _stored_activation(folder, config)
+        activation = stored_activation(folder, config)
         report.found.append(f"activation {activation}: as sentence-transformers decides")
         return {"activation": activation}
     if "sparse" in entry["outputs"] and "multivector" not in entry["outputs"]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sie_adapter.checkpoint import Modules, read_json
+from sie_adapter.packing import Items, expanded
 from sie_contracts.entries import HeadOptions
 from sie_contracts.load_errors import load_failed
 
@@ -48,6 +51,22 @@ class LateInteraction:
     filler: str
     attends: bool
     skipped: tuple[str, ...]
+
+
+class Filling(NamedTuple):
+    """Query expansion: queries are filled up to `length` tokens with the id `filler`. `attended`: the other tokens
+    attend to the filled ones.
+    """
+
+    length: int
+    filler: int
+    attended: bool
+
+    def of(self, batch: Items, queries: np.ndarray) -> Items:
+        """`batch` with the items that `queries` (bool [items]) marks filled up."""
+        if not queries.any():
+            return batch
+        return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
 
 
 def late_interaction(modules: Modules, given: HeadOptions, *, is_stanford: bool) -> LateInteraction:

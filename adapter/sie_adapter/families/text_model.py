@@ -1,0 +1,396 @@
+"""From the files of a text model to what serves it: backbone, tokenizer, heads, and how rows become answers.
+
+    folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
+
+family                  transformers class            heads
+text-encoder            bare model, or masked LM      dense (and tokens), sparse, multivector
+cross-encoder           sequence classification       score
+decoder-reranker        causal LM                     answer
+zero-shot-classifier    sequence classification       label
+text-classifier         sequence classification       class
+token-classifier        token classification          token
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+
+from sie_adapter import answers, checkpoint
+from sie_adapter.answers import Answers
+from sie_adapter.checkpoint import Modules, read_json
+from sie_adapter.device import Compute
+from sie_adapter.entities import entities
+from sie_adapter.heads import Head, Row
+from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
+from sie_adapter.heads.multivector import MultivectorHead
+from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
+from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
+from sie_adapter.heads.tokens import TokenStatesHead
+from sie_adapter.heads.transformers_head import TransformersHead
+from sie_adapter.late_interaction import Filling, late_interaction
+from sie_adapter.tokenizer import fitted, special_ids
+from sie_contracts import families
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.ipc import Group, Rows, RunBatch, Side
+from sie_contracts.load_errors import load_failed
+from sie_contracts.options import TOKEN_STATES
+
+_logger = logging.getLogger("sie.adapter")
+# answers of the inputs of one work item, from the batch, the item's group, the rows of one head, and the rows' numbers
+# in the batch
+Finish = Callable[[RunBatch, Group, Sequence[Row], list[int]], Answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The heads of one model. `rows`: how the inputs of each operation become rows of ids.
+
+    A model that gives vectors has a head for each output, and `per_row` as `answers.side_scores` takes it. Every other
+    model has one head, and `finish` makes answers of its rows.
+    """
+
+    heads: dict[str, Head]
+    rows: dict[str, Rows]
+    finish: Finish | None = None
+    per_row: bool = False
+    filling: Filling | None = None
+    query_weights: TokenTable | None = None
+
+
+def class_of(entry: ModelEntry, folder: Path) -> Any:
+    """The transformers class that is made from the files of `folder`."""
+    # a masked LM is loaded whole only where its head is what the sparse output is made from
+    family = families.row(entry.family)
+    if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
+        return AutoModelForMaskedLM
+    return getattr(transformers, family.transformers_class)
+
+
+def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
+    """Tensors beside those of the class, which a head reads."""
+    return ("linear.weight",) if "multivector" in entry.outputs else ()
+
+
+class Builder:
+    """Loads the model of one entry and makes its heads."""
+
+    def __init__(
+        self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
+    ) -> None:
+        self.modules, self.entry, self.load, self.compute = modules, entry, load, compute
+        self.folder = folder = modules.root
+        self.head_bytes = 0
+        auto_class = class_of(entry, folder)
+        self.is_masked = auto_class is AutoModelForMaskedLM
+        self.linear = checkpoint.tensor(modules.folder, "linear.weight") if "multivector" in entry.outputs else None
+        float32_head = auto_class not in (AutoModel, AutoModelForMaskedLM)
+        model = checkpoint.load_model(
+            auto_class, modules.folder, load, compute, consumed_by(entry), float32_head=float32_head
+        )
+        self.config = model.config
+        self.tokenizer, beyond = fitted(tokenizer, model.get_input_embeddings().num_embeddings)
+        if beyond:
+            _logger.info(
+                "%s: text like any other, since its weights have no embedding for it: %s", entry.id, ", ".join(beyond)
+            )
+        if families.row(entry.family).reads_answer:
+            self._keep_answers(model)
+        self.head: TransformersHead | None = None
+        if model.base_model is model:
+            self.backbone: PreTrainedModel = model
+        else:
+            self.head = TransformersHead(model, in_float32=not self.is_masked)
+            self.backbone = self.head.backbone
+            if self.is_masked and compute.device.type == "cpu":
+                self.head.block()
+            self.head_bytes = self.head.memory_bytes
+
+    def parts(self) -> Parts:
+        """The heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the entry."""
+        return {
+            "text-encoder": self._text_encoder,
+            "cross-encoder": self._cross_encoder,
+            "decoder-reranker": self._decoder_reranker,
+            "zero-shot-classifier": self._zero_shot,
+            "text-classifier": self._text_classifier,
+            "token-classifier": self._token_classifier,
+        }[self.entry.family]()
+
+    # text-encoder
+
+    def _text_encoder(self) -> Parts:
+        outputs = self.entry.outputs
+        heads: dict[str, Head] = {}
+        query = document = Side()
+        query_weights: TokenTable | None = None
+        filling: Filling | None = None
+        if "dense" in outputs:
+            heads["dense"] = self._dense()
+            heads[TOKEN_STATES] = TokenStatesHead()
+        if "sparse" in outputs:
+            heads["sparse"] = self._sparse()
+            query_weights = self._query_weights()
+            query = Side(special=False) if query_weights else query
+        if "multivector" in outputs:
+            heads["multivector"], query, document, filling = self._multivector()
+        width = outputs.get("multivector", 0)
+        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width)}
+        if "score" in self.entry.tasks:
+            rows["score"] = Rows("sides", query, document, vectors=width)
+        return Parts(heads=heads, rows=rows, per_row="score" in outputs, filling=filling, query_weights=query_weights)
+
+    def _dense(self) -> DenseHead:
+        pooling = self.entry.run.pooling or self.modules.pooling or "mean"
+        if pooling not in POOLINGS:
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
+            )
+        # without a pooling before them they are those of late interaction
+        layers = (
+            self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
+        )
+        width = layers[-1].out_features if layers else self.config.hidden_size
+        self._expect_width("dense", width)
+        return DenseHead(cast(Pooling, pooling), nn.Sequential(*layers) if layers else None, self.compute.device)
+
+    def _expect_width(self, output: str, width: int) -> None:
+        if self.entry.outputs[output] != width:
+            said = self.entry.outputs[output]
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {said}, the model's is {width} wide"
+            )
+
+    def _sparse(self) -> Head:
+        options = self.entry.head
+        vocabulary = self.backbone.get_input_embeddings().num_embeddings
+        self._expect_width("sparse", vocabulary)
+        if not self.is_masked:
+            layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
+            unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))  # as FlagEmbedding
+            return TokenWeightHead(layer, vocabulary, unused)
+        assert self.head is not None
+        activation = options.sparse_activation or ""
+        pooling = self.modules.settings.get("SpladePooling", {})
+        twice = activation == "log1p_log1p_relu" if activation else pooling.get("activation_function") == "log1p_relu"
+        if pooling.get("pooling_strategy", "max") != "max":
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: SpladePooling by {pooling['pooling_strategy']}, expected max"
+            )
+        dropped = special_ids(self.modules.folder, self.load) if options.sparse_special_tokens is False else frozenset()
+        return MaskedLanguageHead(self.head, vocabulary, self.compute.device, twice=twice, dropped=dropped)
+
+    def _query_weights(self) -> TokenTable | None:
+        """The table of inference-free queries, where the entry asks for it or the model's files route queries to one;
+        else None.
+        """
+        stored = self.modules.query_weights
+        asked = self.entry.head.query_encoder
+        if asked == "model" or (asked is None and stored is None):
+            return None
+        table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
+        if stored is not None:
+            if stored.ndim != 1 or len(stored) > len(table):
+                raise load_failed(
+                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} weights of queries, a vocabulary of {len(table)}"
+                )
+            table[: len(stored)] = stored
+        else:
+            weights = read_json(self.folder / "idf.json")
+            if not weights:
+                raise load_failed(
+                    "INCOMPATIBLE", f"{self.entry.id}: query_encoder is idf and the model has no idf.json"
+                )
+            for token, weight in weights.items():
+                if (number := self.tokenizer.token_to_id(token)) is not None:
+                    table[number] = float(weight)
+        return TokenTable(table)
+
+    def _multivector(self) -> tuple[MultivectorHead, Side, Side, Filling | None]:
+        is_stanford = self.linear is not None and not self.modules.kinds
+        options = late_interaction(self.modules, self.entry.head, is_stanford=is_stanford)
+        layers: list[nn.Module] = [checkpoint.linear(self.linear)] if is_stanford else list(self.modules.layers)
+        is_m3 = (self.folder / "colbert_linear.pt").is_file()
+        if is_m3:
+            layers = [_saved_layer(self.folder / "colbert_linear.pt")]
+        width = layers[-1].out_features if layers else self.config.hidden_size
+        self._expect_width("multivector", width)
+        skipped = self._known_ids(options.skipped)
+        head = MultivectorHead(
+            nn.Sequential(*layers) if layers else None, self.compute.device, skipped=skipped, drop_first=is_m3
+        )
+        length, filling = options.expanded, None
+        if length:
+            if length > self.entry.max_tokens:
+                raise load_failed(
+                    "INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less"
+                )
+            own = (
+                options.filler
+                or _special(self.modules.folder, "mask_token")
+                or _special(self.modules.folder, "eos_token")
+            )
+            filler = self._one_id("token that fills queries", own)
+            filling = Filling(length, filler, options.attends)
+        return (
+            head,
+            Side(self._marker(options.query_marker), options.query_length, length),
+            Side(self._marker(options.document_marker), options.document_length),
+            filling,
+        )
+
+    def _marker(self, token: str) -> int:
+        """The id of a marker, which PyLate writes with the space behind it; -1 for none."""
+        if not token:
+            return -1
+        known = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
+        return self._one_id("marker", next(known, token))
+
+    def _one_id(self, what: str, token: str) -> int:
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: the {what} {token!r} is not one token of its vocabulary"
+            )
+        return int(number)
+
+    def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
+        """The ids of the words that are one token; the unknown token only if it is named."""
+        unknown = _special(self.modules.folder, "unk_token")
+        known = {word: self.tokenizer.token_to_id(word) for word in words}
+        outside = None if unknown in known else self.tokenizer.token_to_id(unknown)
+        return frozenset(number for number in known.values() if number is not None and number != outside)
+
+    # heads over a whole sequence, or over its tokens
+
+    def _cross_encoder(self) -> Parts:
+        assert self.head is not None
+        if prompt := read_json(self.folder / "config_sentence_transformers.json").get("default_prompt_name"):
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self.entry.id}: config_sentence_transformers.json puts the prompt {prompt!r} before pairs, which "
+                "this adapter does not support",
+            )
+        activation = self.entry.head.activation or stored_activation(self.folder, self.config)
+        labels = self.config.num_labels
+        if labels != (2 if activation == "softmax" else 1):
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax",
+            )
+        return Parts(
+            heads={"score": self._sequence_head(self.head)},
+            rows={"score": Rows("pair")},
+            finish=lambda message, group, rows, places: answers.class_scores(group.options, rows, activation),
+        )
+
+    def _sequence_head(self, head: TransformersHead) -> Head:
+        return (
+            LastTokenHead(head, head.pad)
+            if head.is_decoder
+            else SequenceHead(head, self.config.hidden_size, self.compute.device)
+        )
+
+    def _keep_answers(self, model: PreTrainedModel) -> None:
+        """Cut the output layer down to the rows no and yes; what the model does to its logits stays."""
+        options = self.entry.head
+        if not (self.entry.pair and options.yes_token and options.no_token):
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and head.no_token"
+            )
+        ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token)]
+        layer = model.get_output_embeddings()
+        bias = getattr(layer, "bias", None)
+        # float32 and a copy: the layer may be the input embedding, which keeps its precision
+        model.set_output_embeddings(checkpoint.linear(layer.weight[ids], None if bias is None else bias[ids]))
+
+    def _decoder_reranker(self) -> Parts:
+        assert self.head is not None
+        difference = self.entry.head.score == "difference"
+        return Parts(
+            heads={"answer": LastTokenHead(self.head)},
+            rows={"score": Rows("pieces")},
+            finish=lambda message, group, rows, places: answers.answer_scores(
+                group.options, rows, difference=difference
+            ),
+        )
+
+    def _zero_shot(self) -> Parts:
+        assert self.head is not None
+        names = {str(name).lower(): int(number) for number, name in self.config.id2label.items()}
+        entailment = next((number for name, number in names.items() if name.startswith("entail")), None)
+        against = next((number for name, number in names.items() if name.startswith(("contra", "not_entail"))), None)
+        if entailment is None or against is None:
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite",
+            )
+        return Parts(
+            heads={"label": self._sequence_head(self.head)},
+            rows={"extract": Rows("hypotheses")},
+            finish=lambda message, group, rows, places: answers.zero_shot(group.options, rows, entailment, against),
+        )
+
+    def _text_classifier(self) -> Parts:
+        assert self.head is not None
+        names = [self.config.id2label[number] for number in range(self.config.num_labels)]
+        activation = self.entry.head.activation or _own_activation(self.config)
+        takes_pairs = {0, 1} <= set(self.tokenizer.encode("x", "x").sequence_ids)
+        return Parts(
+            heads={"class": self._sequence_head(self.head)},
+            rows={"extract": Rows("text", pairs=takes_pairs)},
+            finish=lambda message, group, rows, places: answers.classes(group.options, rows, names, activation),
+        )
+
+    def _token_classifier(self) -> Parts:
+        assert self.head is not None
+        names = [self.config.id2label[number] for number in range(self.config.num_labels)]
+        return Parts(
+            heads={"token": TokenHead(self.head, self.config.hidden_size, self.compute.device)},
+            rows={"extract": Rows("spans")},
+            finish=lambda message, group, rows, places: entities(message, group, rows, places, names),
+        )
+
+
+def _saved_layer(path: Path) -> nn.Linear:
+    """A linear layer that was saved by torch.save: tensors only, nothing of it is executed."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if set(state) - {"bias"} != {"weight"}:
+        raise load_failed("INCOMPATIBLE", f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
+    return checkpoint.linear(state["weight"], state.get("bias"))
+
+
+def _special(folder: Path, name: str) -> str:
+    """A special token by its role, as tokenizer_config.json or special_tokens_map.json names it."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        found = read_json(folder / file).get(name)
+        if found:
+            return found["content"] if isinstance(found, dict) else str(found)
+    return ""
+
+
+def _own_activation(config: Any) -> str:
+    """As the text-classification pipeline of transformers decides."""
+    if config.problem_type == "regression":
+        return "identity"
+    return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
+
+
+def stored_activation(folder: Path, config: Any) -> str:
+    """As sentence-transformers decides: what the repository's configuration names, its own file first, else sigmoid."""
+    named = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
+    named = named or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+    named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
+    kind = str(named).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise load_failed("INCOMPATIBLE", f"the activation of the scores is {kind}, expected Sigmoid or Identity")
+    return kind.lower()
