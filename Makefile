@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
+# without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install serve test test-system test-long lint audit docs bench bench-queue chaos clean
 
