@@ -4,6 +4,10 @@ cost no more than one.
     bucket ── all models, at first ──► Mirror ◄── what was written since, in order ── bucket
                                          └─► Snapshot: all models at one epoch, and what each bundle has heard of
 
+It is no `sie_broker.record.Record`, which watches a bucket and may be behind it for a moment: a reply of the config
+service after a write must hold that write. So each read asks the leader of the bucket for its last revision and then
+for the writes up to that revision, and applies all of them or none.
+
 The epoch is when the bucket was made and the number of the last write of the catalogue in it: a kept reply moves no
 epoch.
 

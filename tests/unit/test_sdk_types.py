@@ -1,0 +1,44 @@
+"""Shapes of the client are those of the HTTP API.
+
+The API declares them as structs in `sie_contracts.api`. The client returns plain dicts and takes keyword arguments, and
+type checkers read neither from a struct, so `sie_sdk.types` declares them as TypedDicts.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, Union
+
+import pytest
+from msgspec import UnsetType
+
+from sie_contracts.api import operations, shapes
+from sie_sdk import types as client
+
+POSITIONAL = {"name", "gpus"}  # of create_pool and reserve
+
+
+def fields(shape: type) -> dict[str, Any]:
+    """Types by field, without what says that a field may be absent or null."""
+    return {name: bare(hint) for name, hint in typing.get_type_hints(shape).items() if name != "EXAMPLE"}
+
+
+def bare(hint: Any) -> Any:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kept = [each for each in typing.get_args(hint) if each not in (type(None), UnsetType)]
+        return Union[tuple(bare(each) for each in kept)]  # noqa: UP007  made of a tuple
+    return hint
+
+
+def test_the_options_of_a_reservation_are_the_fields_of_its_request() -> None:
+    asked = {name: hint for name, hint in fields(operations.PoolRequest).items() if name not in POSITIONAL}
+    assert fields(client.PoolOptions) == asked
+
+
+@pytest.mark.parametrize(("reply", "shape"), [(client.Pool, operations.Pool), (client.Usage, shapes.Usage)])
+def test_a_reply_has_the_fields_that_the_api_declares(reply: type, shape: type) -> None:
+    declared = fields(shape)
+    assert fields(reply).keys() == declared.keys()
+    for name, hint in fields(reply).items():
+        assert hint == declared[name] or hint == dict[str, Any], name
