@@ -36,12 +36,12 @@ from sie_gateway.auth import Gate
 from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
 from sie_gateway.fleet import Fleet
+from sie_gateway.grant import Quotas
 from sie_gateway.inference import Inference
 from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers
 from sie_gateway.pools import Pools
-from sie_gateway.quota import Quotas
 from sie_gateway.routes import PROBES, TABLE, GatewayRoute, InferenceRoute, openapi_document
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status

@@ -22,7 +22,7 @@ from sie_contracts.errors import SIEError
 from sie_contracts.messages import Failed, Ok, RunOptions
 from sie_gateway import reply
 from sie_gateway.body import Item
-from sie_gateway.reply import Placed
+from sie_gateway.reply import Placed, array_of
 
 BATCH_BYTES = 1 << 20
 _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8, "<i4": na.int32}
@@ -84,7 +84,7 @@ Given = list[arrays.Array | None]
 
 def _rows(outcomes: Iterable[Placed], name: str) -> Given:
     """One array of each input, None where it failed."""
-    return [reply.array_of(result, outcome, name) if isinstance(outcome, Ok) else None for result, outcome in outcomes]
+    return [array_of(result, outcome, name) if isinstance(outcome, Ok) else None for result, outcome in outcomes]
 
 
 def _valid(rows: Sequence[Any]) -> tuple[Any, int]:

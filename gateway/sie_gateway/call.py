@@ -13,8 +13,7 @@ from sie_contracts.errors import SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
 from sie_contracts.trace_context import NONE, Context
 from sie_gateway.body import Item
-from sie_gateway.grant import ANYBODY, Grant
-from sie_gateway.quota import Charge
+from sie_gateway.grant import ANYBODY, Charge, Grant
 from sie_runtime.http import Body, Receive
 
 if TYPE_CHECKING:

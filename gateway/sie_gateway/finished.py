@@ -1,28 +1,46 @@
 """A request that ran: the outcome of each input at its place, those that were refused here included, and what all
-replies tell of it.
+replies say of it: usage, timing, errors, headers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sie_contracts import arrays
 from sie_contracts.catalogue import Resolved
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import AllItemsFailed, InvalidInput, SIEError
 from sie_contracts.messages import Failed, Ok, Operation, Priority, WorkResult
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
-from sie_gateway import chunk, reply
 from sie_gateway.body import Item
 from sie_gateway.call import Call, FailedRequest
-from sie_gateway.reply import Placed
+from sie_gateway.reply import Placed, array_of, slot_error
 
+if TYPE_CHECKING:
+    from sie_gateway.chunk import Chunk
+
+STAGES = (
+    "queue_time",
+    "preprocess_time",
+    "batch_wait_time",
+    "inference_time",
+    "postprocess_time",
+    "unattributed_time",
+)
+_TIMING_HEADERS = (
+    ("X-Queue-Time", "queue_time"),
+    ("X-Tokenization-Time", "preprocess_time"),
+    ("X-Inference-Time", "inference_time"),
+    ("X-Postprocessing-Time", "postprocess_time"),
+    ("X-Total-Time", "total_time"),
+    ("X-Batch-Wait-Time", "batch_wait_time"),
+)
 FOUND_VALUES = 20  # of something that was found in a text, as many numbers as are written in its time
 
 
@@ -52,9 +70,7 @@ class Finished:
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
 
-    def take(
-        self, indices: list[int], chunks: list[chunk.Chunk], results: list[WorkResult], waits_ms: list[float]
-    ) -> None:
+    def take(self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]) -> None:
         """Put the result of each chunk at its place. Raises InvalidOutcomeCount."""
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
@@ -68,7 +84,7 @@ class Finished:
     @cached_property
     def outcomes(self) -> list[Placed]:
         """The outcome of each input, with the result it came in."""
-        return reply.placed(len(self.request.items), self._results, self._positions)
+        return placed(len(self.request.items), self._results, self._positions)
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
@@ -123,7 +139,7 @@ class Finished:
         request, and is named.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
-        failure = reply.failure_of(self.request.items, reply.failures_of(self.outcomes), any_fails=any_fails)
+        failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
         if failure is None:
             return
         error, listed = failure
@@ -147,7 +163,7 @@ class Finished:
 
     def arrays(self, name: str, output: str) -> list[arrays.Array]:
         """One output of each input, as views. Raises FailedRequest."""
-        return [reply.array_of(result, outcome, output) for result, outcome in self.succeeded(name)]
+        return [array_of(result, outcome, output) for result, outcome in self.succeeded(name)]
 
     @property
     def waited_ms(self) -> float:
@@ -161,16 +177,16 @@ class Finished:
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - call.received_s) * 1000
         self.written_ms = 1000 * written_s
-        self.told = told = reply.timing(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
+        self.told = told = stage_times(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
         return told
 
     def item_timings(self) -> list[dict[str, float]]:
         """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing
         for those refused here.
         """
-        none = reply.timing(total_ms=0.0, wait_ms=0.0, last=None)
+        none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         found = {
-            result.chunk: reply.timing(total_ms=wait_ms, wait_ms=wait_ms, last=result)
+            result.chunk: stage_times(total_ms=wait_ms, wait_ms=wait_ms, last=result)
             for result in self.worker_results
             for wait_ms in (self._waits_ms[result.chunk],)
         }
@@ -208,7 +224,7 @@ class Finished:
             "X-SIE-Fingerprint": self.fingerprint,
             "X-SIE-Bundle": self.request.lane.bundle,
             "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
-            **reply.timing_headers(timing),
+            **timing_headers(timing),
             **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
             **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
             **({"X-SIE-Alias": resolved.alias} if resolved.alias else {}),
@@ -222,3 +238,73 @@ class InvalidOutcomeCount(Exception):
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")
+
+
+def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
+    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each
+    result's outcomes.
+    """
+    found: list[Any] = [None] * count
+    for result, positions in zip(results, places, strict=True):
+        for position, outcome in zip(positions, result.outcomes, strict=True):
+            found[position] = (result, outcome)
+    return found
+
+
+def failure_of(
+    items: Sequence[Item], outcomes: Sequence[Placed], *, any_fails: bool
+) -> tuple[SIEError, list[dict[str, Any]]] | None:
+    """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the
+    client asked so.
+    """
+    failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
+    if not failed or (len(failed) < len(items) and not any_fails):
+        return None
+    listed = [
+        {
+            "index": index,
+            **({"id": items[index].id} if items[index].id is not None else {}),
+            **slot_error(failure.error),
+        }
+        for index, failure in failed
+    ]
+    errors = [SIEError.from_info(failure.error) for _, failure in failed]
+    if len({error.code for error in errors}) == 1:
+        return errors[0], listed
+    return AllItemsFailed(f"{len(failed)} of {len(items)} inputs failed, see errors", failures=errors), listed
+
+
+def stage_times(
+    *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0
+) -> dict[str, float]:
+    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival,
+    `written_ms` what making the reply of the results took.
+    """
+    stages = last.stages if last else None
+    preprocess, batch, inference, post, worker = (
+        (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
+        if stages
+        else (0.0,) * 5
+    )
+    # waiting for the broker, for large inputs, for a load and for the device are one stage: the queue
+    queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
+    post += written_ms
+    rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
+    waited, total = round(queue + batch, 3), round(total_ms, 3)
+    queue, preprocess, batch, inference, post, rest = (
+        round(value, 3) for value in (queue, preprocess, batch, inference, post, rest)
+    )
+    return {
+        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)),
+        "total_time": total,
+        "queue_ms": waited,
+        "tokenization_ms": preprocess,
+        "inference_ms": inference,
+        "postprocessing_ms": post,
+        "unattributed_ms": rest,
+        "total_ms": total,
+    }
+
+
+def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
+    return {header: f"{values[name]:.2f}" for header, name in _TIMING_HEADERS}

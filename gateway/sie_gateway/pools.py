@@ -10,26 +10,155 @@ fail with POOL_NOT_FOUND, then its stream goes. Its name is free again when that
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from sie_broker import Broker, BrokerError, TopologyMismatch
-from sie_contracts import topology
+from sie_broker import Broker, BrokerError, Entry, Store, TopologyMismatch, Write, WrongRevision
+from sie_broker.record import Bucket, Record
+from sie_contracts import messages, records, topology
 from sie_contracts.api import operations as api
-from sie_contracts.errors import PoolConflict, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.errors import NotReady, PoolConflict, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import PoolSpec, Reservation, Reservations
+from sie_contracts.records import Assigned, PoolSpec, Reservation, Reservations
 from sie_contracts.settings import Settings
 from sie_gateway import assignments, pool_rules
 from sie_gateway.assignments import Candidate
 from sie_gateway.fleet import Fleet
 from sie_gateway.metrics import Metrics
-from sie_gateway.pool_record import PoolRecord
 from sie_gateway.pool_rules import HELD_BACK, ON_THEIR_WAY, TOO_FEW, SpecDiffers, not_found
 from sie_gateway.queue import WorkQueue
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
+
+REMOVED_WITHIN_S = 5.0  # a call waits for the end of an earlier pool of its name
+_RESERVATIONS, _ASSIGNED = "reservations", "assigned"
+
+
+def _decode(entry: Entry) -> Reservations | Assigned:
+    value = entry.value or b""
+    return records.decode_assigned(value) if entry.key == _ASSIGNED else records.decode_reservations(value)
+
+
+class PoolRecord:
+    """The reservations and the assignments of workers, as the broker has them: two keys of the bucket `sie_pools`.
+    `woken` is set at each change.
+
+    Every gateway follows both. Any gateway changes the reservations by compare-and-set; the leader of the gateways
+    writes the assignments. A bucket that was lost with its broker took all reservations with it: their requests fail,
+    and their workers return to their own pools.
+    """
+
+    def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
+        self.reservations = Reservations()
+        self.assigned = Assigned()
+        self.woken = asyncio.Event()
+        self._clock = clock
+        self._reservations_revision = self._assigned_revision = 0
+        self._changed = asyncio.Event()  # another one after each change of the reservations
+        self._is_read = False
+        bucket = Bucket(
+            broker, topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+        )
+        self._record = Record(bucket, _decode, self._on_value, on_lost=self._on_lost)
+        broker.on_reconnect(self._on_reconnect)
+
+    @property
+    def is_stale(self) -> bool:
+        """The bucket may have been lost: `follow` has to be called."""
+        return self._record.is_stale
+
+    async def follow(self) -> None:
+        """Read the bucket and follow it; made if it is not there. May be called again. Raises BrokerError."""
+        await self._record.follow()
+        self._is_read = True
+        self.woken.set()
+
+    async def _on_reconnect(self) -> None:
+        await self._record.reconnected()
+        self.woken.set()
+
+    def _on_lost(self) -> None:
+        self.reservations, self.assigned = Reservations(), Assigned()
+        self._reservations_revision = self._assigned_revision = 0
+
+    def _on_value(self, key: str, value: Reservations | Assigned | None, revision: int) -> None:
+        if key == _RESERVATIONS and revision > self._reservations_revision:
+            self.reservations = value if isinstance(value, Reservations) else Reservations()
+            self._reservations_revision = revision
+            self._changed.set()
+            self._changed = asyncio.Event()
+        elif key == _ASSIGNED and revision > self._assigned_revision:
+            self.assigned = value if isinstance(value, Assigned) else Assigned()
+            self._assigned_revision = revision
+        self.woken.set()
+
+    def require_read(self) -> None:
+        """Raises NotReady before the bucket was read."""
+        if not self._is_read:
+            raise NotReady("the pools have not been read from the broker yet")
+
+    def live(self) -> dict[str, Reservation]:
+        """The reservations whose lease has not ended, by name."""
+        now_s = self._clock.now_s()
+        return {name: each for name, each in self.reservations.pools.items() if now_s < each.expires_s}
+
+    def reservation(self, name: str) -> Reservation | None:
+        """A reservation whose lease has not ended."""
+        each = self.reservations.pools.get(name)
+        return each if each is not None and self._clock.now_s() < each.expires_s else None
+
+    def workers(self) -> Mapping[str, str]:
+        """The reservation of each worker that has one."""
+        live = self.live()
+        return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
+
+    async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
+        """Write what `make` returns for the present reservations; it may be called again. Raises NotReady, BrokerError,
+        QueueUnavailable after too many races, and what `make` raises.
+        """
+
+        def made(before: Reservations | Assigned | None) -> Reservations | None:
+            present = before if isinstance(before, Reservations) else Reservations()
+            after = make(present)
+            if after == present:
+                return None
+            failpoint("gateway.before_pool_write")
+            return after
+
+        self.require_read()
+        try:
+            found = await self._record.change(_RESERVATIONS, made)
+        except WrongRevision as error:
+            raise QueueUnavailable("too many changes of pools at once") from error
+        return found if isinstance(found, Reservations) else Reservations()
+
+    async def assign(self, workers: dict[str, str]) -> bool:
+        """Write the assignments over those that are known here. False, and they are read again, where another gateway
+        was first. Raises BrokerError.
+        """
+        write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
+        try:
+            revision = await self._record.bucket.write([write])
+        except WrongRevision:
+            self.assigned, self._assigned_revision = Assigned(), 0
+            await self._record.refresh(_ASSIGNED)
+            return False
+        if revision > self._assigned_revision:
+            self.assigned, self._assigned_revision = Assigned(workers), revision
+        return True
+
+    async def until_removed(self, name: str) -> None:
+        """Wait until nothing of an earlier reservation of this name is left. Raises QueueUnavailable."""
+        try:
+            async with asyncio.timeout(REMOVED_WITHIN_S):
+                while name in self.reservations.ended or (
+                    name in self.reservations.pools and self.reservation(name) is None
+                ):
+                    await self._changed.wait()
+        except TimeoutError:
+            raise QueueUnavailable(f"an earlier pool {name!r} is still being removed") from None
 
 
 class Pools(Collection[str]):
@@ -51,31 +180,23 @@ class Pools(Collection[str]):
         self._clock = clock
         self._metrics = metrics
         fleet.spec = self.spec
-        queue.serves, queue.is_reservation = self.__contains__, lambda name: self.reservation(name) is not None
+        queue.serves, queue.is_reservation = self.__contains__, lambda name: self.record.reservation(name) is not None
 
     # ---- which pools there are
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own or (isinstance(name, str) and self.reservation(name) is not None)
+        return name in self.own or (isinstance(name, str) and self.record.reservation(name) is not None)
 
     def __iter__(self) -> Iterator[str]:
         yield from sorted(self.own)
-        yield from sorted(self.live())
+        yield from sorted(self.record.live())
 
     def __len__(self) -> int:
-        return len(self.own) + len(self.live())
-
-    def live(self) -> dict[str, Reservation]:
-        """The reservations whose lease has not ended, by name."""
-        return self.record.live()
-
-    def reservation(self, name: str) -> Reservation | None:
-        """A reservation whose lease has not ended."""
-        return self.record.reservation(name)
+        return len(self.own) + len(self.record.live())
 
     def spec(self, name: str) -> PoolSpec | None:
         """What a reservation asks for; None for any other name."""
-        each = self.reservation(name)
+        each = self.record.reservation(name)
         return each.spec if each is not None else None
 
     # ---- what clients do
@@ -138,16 +259,12 @@ class Pools(Collection[str]):
 
     # ---- what is told of them
 
-    def workers(self) -> Mapping[str, str]:
-        """The reservation of each worker that has one."""
-        return self.record.workers()
-
     def assigned(self, worker: str) -> tuple[str, ...]:
         """The pools that a worker is to serve. Raises InvalidInput, PoolNotFound, NotReady before the record is
         known.
         """
         self.record.require_read()
-        return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.workers())
+        return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
         """The models that workers of these pools load before anybody asks for them."""
@@ -155,7 +272,7 @@ class Pools(Collection[str]):
 
     def serving(self, name: str) -> list[Heartbeat]:
         """The healthy workers that serve a pool."""
-        reserved = self.workers()
+        reserved = self.record.workers()
         own = name in self.own
         return [
             beat for beat in self._fleet.healthy() if beat.pool == name and (own or reserved.get(beat.worker) == name)
@@ -167,7 +284,7 @@ class Pools(Collection[str]):
 
     def pool(self, name: str) -> api.Pool:
         """The Pool object of a name. Raises PoolNotFound."""
-        present = self.reservation(name)
+        present = self.record.reservation(name)
         if present is not None:
             return self._pool_of(present)
         if name not in self.own and name not in self._physical():
@@ -175,13 +292,13 @@ class Pools(Collection[str]):
         return pool_rules.own_pool(name, [beat for beat in self._fleet.healthy() if beat.pool == name])
 
     def _pool_of(self, each: Reservation) -> api.Pool:
-        name, reserved = each.spec.name, self.workers()
+        name, reserved = each.spec.name, self.record.workers()
         workers = [beat for beat, _ in self._fleet.workers() if reserved.get(beat.worker) == name]
         return pool_rules.reserved_pool(each, workers, self.pending_reason(name))
 
     def pending_reason(self, name: str) -> str:
         """Why a reservation is not active. Empty for one that is, and for any other pool."""
-        each = self.reservation(name)
+        each = self.record.reservation(name)
         if each is None or self.is_active(each):
             return ""
         if self._is_held_back(each):
@@ -202,7 +319,7 @@ class Pools(Collection[str]):
     def pools(self) -> list[api.Pool]:
         """All Pool objects: the default pool, others that are no reservation, then reservations by name."""
         own = self.own | self._physical()
-        return [self.pool(name) for name in (*sorted(own - self.live().keys()), *sorted(self.live()))]
+        return [self.pool(name) for name in (*sorted(own - self.record.live().keys()), *sorted(self.record.live()))]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
         """The workers that reservations ask for, by reservation, machine profile and bundle."""
@@ -211,11 +328,11 @@ class Pools(Collection[str]):
         for beat in beats.values():
             gpus[beat.machine_profile] = max(gpus.get(beat.machine_profile, 1), beat.gpu_count)
         held: dict[str, list[Candidate]] = {}
-        for worker, pool in self.workers().items():
+        for worker, pool in self.record.workers().items():
             if worker in beats:
                 held.setdefault(pool, []).append(Candidate.of(beats[worker]))
         found: Counter[tuple[str, str, str]] = Counter()
-        for name, each in self.live().items():
+        for name, each in self.record.live().items():
             for (profile, bundle), count in assignments.asked(each.spec, held.get(name, []), gpus).items():
                 found[name, profile, bundle] += count
             if self._is_held_back(each):  # it comes when there is one more
@@ -224,7 +341,7 @@ class Pools(Collection[str]):
 
     def pending(self) -> set[tuple[str, str, str]]:
         """Of `reserved`, what belongs to reservations that are not active."""
-        active = {name for name, each in self.live().items() if self.is_active(each)}
+        active = {name for name, each in self.record.live().items() if self.is_active(each)}
         return {each for each in self.reserved() if each[0] not in active}
 
     def _count(self, event: str, count: int = 1) -> None:

@@ -1,4 +1,6 @@
-"""Results become a response: negotiation, slots, timing, headers. Both formats carry the same values."""
+"""Results become the body of a response: negotiation of the format, slots of the inputs, JSON and msgpack, written in
+pieces where they are large. Both formats carry the same values.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import orjson
 
 from sie_contracts import arrays
 from sie_contracts.entries import ModelEntry
-from sie_contracts.errors import AllItemsFailed, ErrorInfo, SIEError
+from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_gateway.body import Item
 from sie_runtime.http import Body
@@ -24,28 +26,12 @@ EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client nee
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
-# the whole
-STAGES = (
-    "queue_time",
-    "preprocess_time",
-    "batch_wait_time",
-    "inference_time",
-    "postprocess_time",
-    "unattributed_time",
-)
-_TIMING_HEADERS = (
-    ("X-Queue-Time", "queue_time"),
-    ("X-Tokenization-Time", "preprocess_time"),
-    ("X-Inference-Time", "inference_time"),
-    ("X-Postprocessing-Time", "postprocess_time"),
-    ("X-Total-Time", "total_time"),
-    ("X-Batch-Wait-Time", "batch_wait_time"),
-)
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
+Placed = tuple[WorkResult, Outcome]  # what became of an input, with the result that it came in
 Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
 
 
@@ -303,25 +289,6 @@ class Joined:
         return iter(self._pieces)
 
 
-Placed = tuple[WorkResult, Outcome]
-
-
-def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
-    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each
-    result's outcomes.
-    """
-    found: list[Any] = [None] * count
-    for result, positions in zip(results, places, strict=True):
-        for position, outcome in zip(positions, result.outcomes, strict=True):
-            found[position] = (result, outcome)
-    return found
-
-
-def failures_of(outcomes: Sequence[Placed]) -> list[Failed | None]:
-    """The failure of each input, or None."""
-    return [outcome if isinstance(outcome, Failed) else None for _, outcome in outcomes]
-
-
 def _echo(item: Item) -> dict[str, Any]:
     slot: dict[str, Any] = {} if item.id is None else {"id": item.id}
     if item.metadata is not None:
@@ -411,60 +378,3 @@ def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
         slot["error"] = slot_error(outcome.error)
     slot["usage"] = _usage(outcome)
     return slot
-
-
-def failure_of(
-    items: Sequence[Item], failures: Sequence[Failed | None], *, any_fails: bool
-) -> tuple[SIEError, list[dict[str, Any]]] | None:
-    """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the
-    client asked so.
-    """
-    failed = [(index, failure) for index, failure in enumerate(failures) if failure is not None]
-    if not failed or (len(failed) < len(items) and not any_fails):
-        return None
-    listed = [
-        {
-            "index": index,
-            **({"id": items[index].id} if items[index].id is not None else {}),
-            **slot_error(failure.error),
-        }
-        for index, failure in failed
-    ]
-    errors = [SIEError.from_info(failure.error) for _, failure in failed]
-    if len({error.code for error in errors}) == 1:
-        return errors[0], listed
-    return AllItemsFailed(f"{len(failed)} of {len(items)} inputs failed, see errors", failures=errors), listed
-
-
-def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0) -> dict[str, float]:
-    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival,
-    `written_ms` what making the reply of the results took.
-    """
-    stages = last.stages if last else None
-    preprocess, batch, inference, post, worker = (
-        (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
-        if stages
-        else (0.0,) * 5
-    )
-    # waiting for the broker, for large inputs, for a load and for the device are one stage: the queue
-    queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
-    post += written_ms
-    rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
-    waited, total = round(queue + batch, 3), round(total_ms, 3)
-    queue, preprocess, batch, inference, post, rest = (
-        round(value, 3) for value in (queue, preprocess, batch, inference, post, rest)
-    )
-    return {
-        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)),
-        "total_time": total,
-        "queue_ms": waited,
-        "tokenization_ms": preprocess,
-        "inference_ms": inference,
-        "postprocessing_ms": post,
-        "unattributed_ms": rest,
-        "total_ms": total,
-    }
-
-
-def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
-    return {header: f"{values[name]:.2f}" for header, name in _TIMING_HEADERS}

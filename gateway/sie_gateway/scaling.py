@@ -76,7 +76,7 @@ class Scaling:
             *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ()),
         }
         profiles |= {beat.machine_profile for beat in beats}
-        profiles |= {profile for each in self._pools.live().values() for profile in each.spec.gpus}
+        profiles |= {profile for each in self._pools.record.live().values() for profile in each.spec.gpus}
         bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
         for pool in self._pools:
             for profile in profiles:
@@ -113,7 +113,7 @@ class Scaling:
         )
         flows = [flow for each in traffic.values() for flow in each]
         workers = self._fleet.of_lane(lane)
-        is_reservation = self._pools.reservation(lane.pool) is not None
+        is_reservation = self._pools.record.reservation(lane.pool) is not None
         wanted = (
             reserved
             if is_reservation

@@ -27,13 +27,13 @@ from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SI
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.messages import PRIORITIES, Failed, Ok
 from sie_contracts.topology import Lane
-from sie_gateway import reply
 from sie_gateway.admission import Admission
 from sie_gateway.call import Asked, Call
 from sie_gateway.finished import Finished
 from sie_gateway.fleet import Fleet
 from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics
+from sie_gateway.reply import array_of
 from sie_runtime.http import uuid7
 
 MAX_IN_FLIGHT = 4  # of a gateway
@@ -214,9 +214,7 @@ def cosines(finished: Finished, copied: Finished) -> list[float]:
     found = []
     for (one_result, one), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
         if isinstance(one, Ok) and isinstance(two, Ok) and one.outputs["dense"].shape == two.outputs["dense"].shape:
-            a, b = (
-                reply.array_of(*each, "dense").astype(np.float32) for each in ((one_result, one), (two_result, two))
-            )
+            a, b = (array_of(*each, "dense").astype(np.float32) for each in ((one_result, one), (two_result, two)))
             norm = float(np.linalg.norm(a) * np.linalg.norm(b))
             if norm > 0:
                 found.append(float(a @ b) / norm)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from sie_contracts.messages import WorkResult
 from sie_gateway.call import Call
-from sie_gateway.reply import STAGES
+from sie_gateway.finished import STAGES
 from sie_runtime import tracing
 
 if TYPE_CHECKING:

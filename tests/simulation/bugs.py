@@ -16,8 +16,8 @@ from unittest import mock
 import msgspec
 from simulation.network import Connection
 
+import sie_gateway.finished
 import sie_gateway.inbox
-import sie_gateway.reply
 import sie_sidecar.device
 import sie_sidecar.dispatch
 import sie_sidecar.inventory
@@ -114,7 +114,7 @@ def _slots_reversed() -> AbstractContextManager[Any]:
             count, results, [list(reversed(positions)) for positions in places]
         )
 
-    return _around(sie_gateway.reply, "placed", change)
+    return _around(sie_gateway.finished, "placed", change)
 
 
 def _permit_leaked() -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import embedding_types, fields, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished, Understood
-from sie_gateway.quota import Charge
+from sie_gateway.grant import Charge
 
 if TYPE_CHECKING:
     from sie_gateway.inference import Inference
