@@ -138,18 +138,18 @@ def _introduction() -> str:
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
     return f"""# Parity
 
-Each cell is the worst of ragged batches of 1 to 64 texts (up to 560 tokens, past every attention window), in every
-pooling, output and parameter that is tested for the kind. The other side is the oracle of the row on the same folder
-in float32, as a rule one text at a time; `stock bf16` is that oracle itself in bfloat16. `cos`: the lowest cosine.
-`Δ`: the largest difference, of one component in units of the vector's norm, or of a score (in units of the largest
-score where that is above 1). `tau`: Kendall's, of 50 documents. Spans and labels are equal wherever scores are
-compared.
+Each cell is the worst value over ragged batches of 1 to 64 texts (up to 560 tokens, longer than every attention
+window), in every pooling, output and parameter that is tested for the kind. It compares with the oracle of the row,
+which runs the same folder in float32, as a rule one text at a time. `stock bf16` is that oracle itself in bfloat16.
+`cos`: the lowest cosine. `Δ`: the largest difference, of one component in units of the vector's norm, or of a score
+(in units of the largest score where that is above 1). `tau`: Kendall's tau over 50 documents. Spans and labels are
+equal wherever scores are compared.
 
 The models are small, random and adversarial (`tests/parity/*checkpoints.py`). The bounds are 0.9999 in float32 and
-0.999 in bfloat16; untrained weights lose more than that in bfloat16 by any implementation, so what is below 0.999 is
-held to stock bfloat16: at most 1.5 times its mean distance, and for dense vectors 3 times its worst. Scores differ by
-1e-5 at most in float32; in bfloat16 they rank with a tau of 0.98, or of the oracle's own less 0.01. BGE-M3 in
-bfloat16 is held to 0.995. A kind without a packed value runs padded.
+0.999 in bfloat16. In bfloat16, untrained weights lose more than that in any implementation. So a cell below 0.999 is
+compared with stock bfloat16: at most 1.5 times its mean distance, and for dense vectors at most 3 times its worst
+distance. Scores differ by at most 1e-5 in float32. In bfloat16 their ranking has a tau of at least 0.98, or of that of
+the oracle in bfloat16 less 0.01. The bound of BGE-M3 in bfloat16 is 0.995. A kind without a packed value runs padded.
 
     python -m pytest tests/parity --parity-table docs/parity.md
 
