@@ -1,12 +1,12 @@
-"""Names that stand for models: what an alias says, which of its targets serves a key, and what it may not say.
+"""Aliases: names that stand for models. What an alias holds, how a key chooses a target, and which aliases are refused.
 
-    {id: search, alias: BAAI/bge-m3@<commit>}                           one target; another one is one write
+    {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
-    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B is measured beside A and answers nobody
+    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests and answers none
 
-An alias is a document of the catalogue beside those of models: written, kept, rolled back, exported and broadcast like
-one. Its id is no model's. Targets are models, by id with the revision and the profile that they must have where one is
-named, never aliases.
+An alias is a document of the catalogue, like a model: it is written, kept, rolled back, exported and broadcast in the
+same way. Its id differs from all ids of models. A target names a model by id, and the revision and profile if it is to
+be pinned; it never names an alias.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
 _HASH_BYTES = 8
-_OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})  # what every model has
+_OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})  # fields that every model has
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that serves `weight` parts of the keys: `model[@revision][:profile]`."""
+    """A model with a `weight`: its share of the keys is its share of all weights. `model[@revision][:profile]`."""
 
     model: str
     weight: int = 1
@@ -45,7 +45,7 @@ class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A name for one or more models. `force` lets targets stand beside each other whose results are not alike."""
+    """A name for one or more models. `force` allows targets whose results cannot be mixed."""
 
     id: str
     alias: tuple[Target, ...]
@@ -55,25 +55,25 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All that it names, the shadow included, as it names them."""
+        """All models that it names, the shadow included, as it writes them."""
         return (*(target.model for target in self.alias), *(() if self.shadow is None else (self.shadow.model,)))
 
     @property
     def heaviest(self) -> Target:
-        """The target of most keys, the first of equals: what stands for the alias where there is no key."""
+        """The target with the largest weight, the first of equals. It is used where a request has no key."""
         return max(self.alias, key=lambda target: target.weight)
 
 
 def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a decoded document is meant as an alias."""
+    """Whether a decoded document is an alias."""
     return isinstance(raw, Mapping) and "alias" in raw
 
 
 def parse_alias(raw: Mapping[str, Any]) -> Alias:
-    """A checked alias from decoded YAML or JSON, the form of its id apart. Raises ValidationFailed with `errors` naming
-    the path.
+    """Check decoded YAML or JSON and return the alias; the form of the id is not checked here. Raises ValidationFailed;
+    its `errors` name the path.
 
-    A target without a weight, and a shadow of all requests, may be written as the name alone.
+    A target without a weight, and a shadow of all requests, may be written as the model name alone.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (
@@ -119,16 +119,16 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """A target by what keys go by: its revision apart, so that a new one moves nobody."""
+    """The name of a target for the hash of keys: without its revision, so that a new revision moves no key."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
 
 def choose(alias: Alias, key: str) -> Target:
-    """The target of a key: always the same one, on every gateway, in proportion to the weights over many keys.
+    """The target of a key: the same one on every gateway; over many keys, in proportion to the weights.
 
-    Weighted rendezvous hashing: a target whose weight rises wins keys and loses none; which keys those are differs from
-    alias to alias.
+    Weighted rendezvous hashing: if the weight of a target rises, it wins keys and loses none. The hash includes the
+    alias, so that a key's place differs from alias to alias.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
@@ -140,17 +140,19 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """A number above 0 and below 1, by a hash of texts, none of which can pass for two."""
+    """A number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that parts cannot
+    be confused.
+    """
     found = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()
         found.update(len(data).to_bytes(4, "big") + data)
-    # 53 bits, the precision of a float: with all 64 the largest values would round to 1, whose logarithm is 0
+    # 53 bits, the precision of a float: of 64 bits the largest values would round to 1, and log(1) is 0
     return ((int.from_bytes(found.digest(), "big") >> 11) + 0.5) / (1 << 53)
 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
-    """All models that a name may mean: of an alias each of its targets, the heaviest first. Raises ModelNotFound,
+    """All models that a name may resolve to; for an alias its targets, the heaviest first. Raises ModelNotFound,
     BundleConflict.
     """
     found = catalogue.resolve(spec)
@@ -159,12 +161,12 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
-    """Whether the alias holds in a catalogue: no model has its id, its targets are models that are there, and their
-    results are alike.
+    """Check an alias against a catalogue: no model has its id, its targets exist, and the results of its targets can be
+    mixed.
 
-    Raises ValidationFailed naming the field and the fix. Encoders are alike where what they make of a text is the same
-    by their entries (`Resolved.numbers`); of what is not known, nothing is assumed. `force` waives likeness, nothing
-    else.
+    Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed if their
+    entries say that they compute the same numbers (`Resolved.numbers`); if an entry does not say it, they cannot.
+    `force` skips this last check only.
     """
     folded = alias.id.casefold()
     if taken := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -189,7 +191,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """A target, resolved. Raises ValidationFailed."""
+    """Resolve a target. Raises ValidationFailed."""
     if model_of(model) == alias.id.casefold():
         raise _invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:
@@ -197,7 +199,7 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
     except SIEError as error:
         hints = error.extras.get("suggestions") or error.extras.get("revisions") or ()
         hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows what is there"
-        if error.extras.get("profiles"):  # the message names them
+        if error.extras.get("profiles"):  # the message names the profiles
             hint = ""
         raise _invalid(loc, f"{error.message}{hint}") from error
     if resolved.alias:
@@ -206,7 +208,7 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
 
 
 def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
-    """Raises ValidationFailed where answers of one target cannot stand beside those of another."""
+    """Raise ValidationFailed if the results of one target cannot be mixed with those of another."""
     first = targets[0]
     for number, other in enumerate(targets[1:], 1):
         loc = f"$.alias[{number}].model"
@@ -227,7 +229,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """`Resolved.numbers` by each profile that a request through an alias may name: all of them where its target names
+    """`Resolved.numbers` for each profile that a request through the alias may name: any profile, if the target names
     none.
     """
     names = resolved.entry.profiles if resolved.profile == "default" else ()
@@ -246,19 +248,17 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Whether an index that was made through `before` cannot be used through `after`, or is not known to be usable."""
+    """Whether an index that was built through `before` can, or may, not be searched through `after`."""
     try:
         former = {_target(catalogue, before, each.model, "$").numbers for each in before.alias}
         found = [_target(catalogue, after, each.model, "$") for each in after.alias]
-    except ValidationFailed:  # a former target that is gone: what its vectors were is not known
+    except ValidationFailed:  # the vectors of a target that does not exist any more are not known
         return True
     return any("encode" in each.entry.tasks and (not each.numbers or {each.numbers} != former) for each in found)
 
 
 def model_of(spec: str) -> str:
-    """The id that a target names, folded: in whatever case, bundle, revision or profile. Ids hold
-    neither `@` nor `:`.
-    """
+    """The case-folded id that a target names, without bundle, revision, profile. Ids contain neither `@` nor `:`."""
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
 

@@ -1,23 +1,22 @@
-"""What a batch takes, learnt from those that ran: a fixed part, and a part for each token. Pure."""
+"""How long a batch takes, learnt from batches that ran: a fixed part and a part for each token. Pure."""
 
 from __future__ import annotations
 
 import math
 
-AHEAD_SHARE = 0.25  # of a budget: a batch that takes more of it is not sealed while another one runs
+AHEAD_SHARE = 0.25  # of a budget: a batch that takes a larger share of it is not sealed while another one runs
 _MIN_SPREAD = 0.02  # variance of batch sizes over their mean squared, below which a line through their times is noise
-_IMPOSSIBLE = 2.0  # times as long, or as short, as any fixed and any token part allow beside the batches before
-_UNLIKELY = 4.0  # times as long, or as short, as the line says
-_GROWTH = 2.0  # of the mean batch: the largest batch of which something is said while only one size was measured
+_IMPOSSIBLE = 2.0  # an outlier is this many times above or below the range that earlier batches allow
+_UNLIKELY = 4.0  # an outlier is this many times above or below the line
+_GROWTH = 2.0  # multiple of the mean size up to which times are predicted while only one size was measured
 
 
 class BatchTimes:
-    """What a batch takes: something each, and something for each token. Least squares over the last `memory` or so
-    results.
+    """The time of a batch: a fixed part, and a part for each token. Least squares over about the last `memory` results.
 
-    A device may become slower or faster from one moment to the next, where its processor is throttled for one. Whatever
-    the two parts are, n times the tokens take between once and n times as long. Two results in a row beyond that, both
-    too long or both too short, scale what was measured before; of one alone nothing is learnt: it was a stall.
+    A device may become slower or faster at once, for example when its processor is throttled. Whatever the two parts
+    are, a batch with n times the tokens takes from 1 to n times as long. A result outside this range is an outlier. A
+    single outlier is ignored: it was a stall. Two outliers in a row on the same side scale all earlier measurements.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -25,11 +24,11 @@ class BatchTimes:
     def __init__(self, memory: int = 100) -> None:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._odd = 1.0  # times as long as possible, of the last result
-        self._fixed: float | None = None  # tokens that the fixed part is worth, as the last line had it
+        self._odd = 1.0  # of the last result: how far it was outside the range; 1.0: inside
+        self._fixed: float | None = None  # the fixed part in tokens, by the last line
 
     def note(self, tokens: float, seconds: float) -> None:
-        """A batch of so many tokens took so long."""
+        """Learn that a batch of `tokens` took `seconds`."""
         if tokens <= 0 or seconds <= 0:
             return
         odd, before = self._oddness(tokens, seconds), self._odd
@@ -64,7 +63,7 @@ class BatchTimes:
         return seconds / least_s if seconds * _IMPOSSIBLE < least_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """(seconds of each batch, seconds of each token), None while batches of a size say nothing of it."""
+        """(seconds of the fixed part, seconds for each token); None while all batches had about the same size."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
             return None
@@ -72,7 +71,7 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """The tokens that take as long as what each batch takes beside its own. 0 while that is not known."""
+        """How many tokens take as long as the fixed part of a batch; 0 while that is not known."""
         line = self.line()
         if line is None:
             return 0.0
@@ -85,7 +84,7 @@ class BatchTimes:
 
     @property
     def mean_s(self) -> float:
-        """What the last batches took on average, 0 while not known."""
+        """Mean seconds of the last batches; 0 while none was measured."""
         return self._y / self._n if self._n else 0.0
 
     @property
@@ -94,11 +93,12 @@ class BatchTimes:
         return self._fixed is not None
 
     def efficient(self, full: float, loss: float) -> float:
-        """The smallest batch that has 1 - `loss` of the tokens a second that a batch of `full` tokens has, and that
-        saves at least as large a part of its seconds as it loses of its tokens a second; 0 while that is not known.
+        """The smallest efficient batch, in tokens; 0 while that is not known. `full` is the size of a full batch.
 
-        With a fixed part worth F tokens a batch of c takes (F + c) / (F + full) of the time. The first is then
-        c >= (1 - loss) full F / (F + loss full), the second c >= F^2 / full.
+        Two conditions hold: its throughput is at least 1 - `loss` of that of a full batch, and the share of time that
+        it saves is at least the share of throughput that it loses. With a fixed part worth F tokens, a batch of c takes
+        (F + c) / (F + full) of the time of a full one. So the first condition is c >= (1 - loss) full F / (F + loss
+        full), the second c >= F^2 / full.
         """
         fixed = self._fixed
         if not fixed:
@@ -108,8 +108,8 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """What a batch of so many tokens takes, by the mean of the last ones and by how their time was seen to grow.
-        Unless that was seen yet: in proportion above twice their mean, as long as the mean below.
+        """Predicted seconds of a batch of `tokens`, from the mean of the last batches and the slope of the line.
+        Without a line: the mean, and in proportion to tokens above twice the mean size.
         """
         if not self._n:
             return 0.0
@@ -119,7 +119,7 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """The largest batch that takes no longer, 0 if none does; infinite while nothing is known."""
+        """The largest batch that takes at most `seconds`; 0 if none does, infinite while nothing was measured."""
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -1,4 +1,4 @@
-"""Bundles: dependency sets with a worker image of their own. Which of them can serve a model is said by its family.
+"""Bundles: sets of dependencies, each with a worker image. The family of a model decides which bundles can serve it.
 
 family of a model, the bundle that it names ──► serving ──► bundles, the preferred one first
 """
@@ -21,11 +21,11 @@ _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the workers of one image have installed, and the models that this is enough for.
+    """What the workers of one image have installed, and which families they can serve.
 
-    `requires` are distributions as PEP 508 writes them: an adapter of the bundle that lacks one refuses to start.
-    `families` are the families of models that it serves; none named is all of them, those of other packages too.
-    Of several bundles that can serve a model the lowest `priority` is taken.
+    `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families`: the
+    families that it serves; empty means all, those of other packages too. If several bundles can serve a model, the one
+    with the lowest `priority` is used.
     """
 
     id: str
@@ -40,8 +40,8 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def parse_bundle(raw: object) -> Bundle:
-    """A checked bundle from decoded YAML or JSON, with the names of the families that `built-in` stands for. Raises
-    ValidationFailed with `errors` naming the path.
+    """Check decoded YAML or JSON and return the bundle; `built-in` is replaced by the names of the families. Raises
+    ValidationFailed; its `errors` name the path.
     """
     try:
         bundle = msgspec.convert(raw, Bundle)
@@ -69,19 +69,21 @@ def _invalid(loc: str, message: str) -> ValidationFailed:
 
 
 def ordered(bundles: Mapping[str, Bundle]) -> list[Bundle]:
-    """All of them, the preferred one first."""
+    """All bundles, the preferred one first."""
     return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
 
 
 def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, ...]:
-    """The bundles that can serve a model of `family`, the preferred one first; of one that names a bundle no other."""
-    if not bundles:  # of a catalogue without any, such as that of a single model
+    """The bundles that can serve a model of `family`, the preferred one first. A model that names a bundle is served by
+    that one only.
+    """
+    if not bundles:  # a catalogue without bundles, such as that of a single model
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
 
 def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, str]:
-    """Why no bundle can serve a model, and what to do: the field that is at fault, and a sentence."""
+    """Why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     known = "; ".join(f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles))
     if able and named:
@@ -95,7 +97,7 @@ def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
 
 
 def conflict(model: str, able: tuple[str, ...], wanted: str, why: str) -> BundleConflict:
-    """A request for `model` that the `wanted` bundle does not serve, or that none does."""
+    """The error for a model that the `wanted` bundle does not serve, or that no bundle serves."""
     if able:
         message = (
             f"bundle {wanted[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"

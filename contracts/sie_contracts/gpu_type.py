@@ -1,4 +1,4 @@
-"""The type of a GPU, as SIE_GPU_TYPE and requests write it, from the product name that its driver gives."""
+"""The type of a GPU, as SIE_GPU_TYPE and requests write it, derived from the product name that the driver reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _OF_TWO_SIZES = ("a100", "v100")  # with as much memory as one or as the other
 
 @functools.lru_cache(256)
 def gpu_type(name: str) -> str:
-    """`NVIDIA L4` is l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100. A type stays as it is; empty
-    for no name.
+    """`NVIDIA L4` gives l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100. A type is returned as it
+    is, an empty name as empty.
     """
     whole, is_part, part = name.lower().partition(" mig ")
     words = [word for word in re.split(r"[^a-z0-9]+", whole) if word and not _IGNORED.fullmatch(word)]

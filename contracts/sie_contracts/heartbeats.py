@@ -11,8 +11,8 @@ from sie_contracts.messages import Priority
 
 
 class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a fetch of weights is. `total_bytes` is 0 until it is known; `bytes_per_s` counts what arrived, not what
-    was there before.
+    """Progress of a download of weights. `total_bytes` is 0 until it is known. `bytes_per_s` counts what arrived, not
+    what was on the disk before.
     """
 
     done_bytes: int = 0
@@ -21,8 +21,8 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """In which precision a loaded model computes. `requested`: what its entry or profile asks for, else the worker's
-    default. `reason`: why `served` is another one, empty if it is not.
+    """The precision in which a loaded model computes. `requested`: what its entry or profile asks for, else the
+    worker's default. `reason`: why `served` differs; empty if it does not.
     """
 
     served: str
@@ -31,10 +31,10 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held
-    for it, `cost_rate` the tokens a second that were taken in for it lately, `fetched` how far its weights are while
-    they come to the worker's disk. `crossover_tokens`: the length of a text at which attention takes as long as
-    everything else (`costs`; 0: not known).
+    """One model on one worker. `load_s`: duration of its last load. `oldest_s`: age of the oldest work in flight for
+    it. `cost_rate`: tokens a second that the worker took in for it lately. `fetched`: progress while its weights are
+    downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see `costs`; 0:
+    not known).
     """
 
     model: str
@@ -53,16 +53,17 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it
+    """The state of a worker, as it announces it. `ready` is false while its adapter does not answer. `leaving`: it
     drains.
 
-    `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs
-    while it is busy (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost`
-    and `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has
-    `batch_cost` tokens at most, and at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from
-    now; `own_pool` its own, of a worker that asks which pool to serve (empty: it serves `pool` whatever is assigned).
-    `clock_ahead_s`: its wall clock less the broker's, as it measured that (None: not yet, or not told). `reads_parts`:
-    whether it reads a placement table that is in parts.
+    Capacity: `slots` is how many models of the usual size fit (0: not known). `rate`: tokens a second while the device
+    is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds of
+    tokens and messages in flight (0: not announced). `batch_cost`: upper bound of tokens in a batch. `pipeline`: upper
+    bound of batches at the adapter.
+
+    `pool` is the pool that the worker pulls from now. `own_pool` is its own pool, if it asks which pool to serve;
+    empty: it serves `pool` whatever is assigned. `clock_ahead_s`: its wall clock minus the broker's, as measured (None:
+    not known). `reads_parts`: it can read a placement table that is stored in parts.
     """
 
     worker: str
@@ -93,8 +94,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway puts into the queue at one priority of a lane: messages and their tokens lately (halved each
-    minute), tokens a second, and the tokens that wait in the gateway for their turn.
+    """What a gateway publishes at one priority of a lane: recent messages and tokens (halved each minute), tokens a
+    second, and tokens that wait in the gateway for their turn.
     """
 
     messages: float
@@ -104,7 +105,9 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """A client that was refused comes again in `due_s` seconds, with a request of `cost` tokens. `client`: a digest."""
+    """A promise to a client whose request was refused: it may come again in `due_s` seconds with a request of `cost`
+    tokens. `client` is a digest.
+    """
 
     client: bytes
     due_s: float
@@ -112,9 +115,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """One model (`residency`) at one priority of a lane, as a gateway sees it: the tokens that it has in the queue, the
-    tokens of its own that leave the queue per second (0: not known), the turns that it promised since its last
-    announcement, and the clients whose turn it was.
+    """One model (`residency`) at one priority of a lane, as a gateway sees it.
+
+    `tokens`: of this gateway, in the queue. `rate`: tokens a second of this gateway that leave the queue (0: not
+    known). `turns`: promised since the last announcement. `claimed`: clients whose turn came.
     """
 
     pool: str
@@ -129,10 +133,11 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine
-    profile.bundle.priority`. `qps`: inference requests that it answered per second lately. `config_epoch`: of the
-    catalogue that it serves by. `queued`: work in the queue, told only while there are other gateways, and then five
-    times a second.
+    """The state of a gateway, as it announces it to all gateways each second.
+
+    `traffic` by lane and priority: `pool.machine profile.bundle.priority`. `qps`: inference requests answered per
+    second lately. `config_epoch`: of the catalogue that it serves. `queued`: its work in the queue; announced only
+    while there are other gateways, then five times a second.
     """
 
     gateway: str

@@ -16,7 +16,7 @@ Key = tuple[bool, int, int]  # no room, planned use in tenths, number of models
 
 @dataclass(frozen=True)
 class Holdings:
-    """The models of one live worker: what it has loaded, what it is loading, and what just did not fit there."""
+    """The models of one live worker: loaded, loading, and refused because they did not fit."""
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class Worker:
     holdings: Holdings
     slots: int
     models: set[str] = field(default_factory=set)
-    use: float = 0.0  # planned, as of this look
+    use: float = 0.0  # planned use in this step
 
     @property
     def free(self) -> int:
@@ -50,12 +50,13 @@ class Worker:
 
 
 class Order:
-    """The workers in the order in which a model that none of them has takes them: by room, planned use and number of
-    models.
+    """The workers in the order in which a model that none of them has loaded takes them: by room, planned use and
+    number of models.
 
-    Those that are equal stand on a ring by hash. A model takes one of the _NEAR behind its own hash (consistent
-    hashing), the first by a hash of both (rendezvous hashing): each model has an order of its own, which a worker that
-    comes or goes does not change, and models that one lost worker had go to different ones.
+    Workers that are equal in these are placed on a ring by hash. A model considers the _NEAR workers behind its own
+    hash (consistent hashing) and takes the first by a hash of both (rendezvous hashing). So each model has an order of
+    its own, which does not change when a worker joins or leaves, and the models of a lost worker are spread over
+    different workers.
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
@@ -69,7 +70,7 @@ class Order:
         self._sorted = sorted(self._rings)
 
     def moved(self, worker: Worker) -> None:
-        """What it is ordered by may have changed."""
+        """Sort the worker in again: its key may have changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:
             return

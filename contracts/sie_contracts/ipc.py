@@ -35,27 +35,28 @@ _HEADER = struct.Struct(">I")
 
 
 class FrameError(Exception):
-    """The peer closed inside a frame, stalled in one, or sent what is not a message of this protocol."""
+    """The peer closed the connection inside a frame, stalled inside a frame, or sent a message of another protocol."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Alive? Answered by Pong from the adapter's own account of its inference threads.
+    """Health check. Answered by Pong, from the adapter's own account of its inference threads.
 
-    `may_drop`: what may be unloaded now if memory is above the threshold.
+    `may_drop`: models that may be unloaded now if memory is above the threshold.
     """
 
     may_drop: tuple[str, ...] = ()
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What does the adapter hold? Answered by Description."""
+    """Asks for the process, its device and its models. Answered by Description."""
 
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this model unless it is loaded. Answered by Ready, or Refused with MODEL_LOAD_FAILED. Runs beside inference.
+    """Load this model unless it is loaded. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads run beside
+    inference.
 
-    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `may_drop`: what may
-    be unloaded to make room for it.
+    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `may_drop`: models
+    that may be unloaded to make room.
     """
 
     model: str
@@ -65,8 +66,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA of a loaded model unless it is there. Answered by Done, or Refused with LORA_LOAD_FAILED. Runs
-    beside inference.
+    """Load this LoRA of a loaded model unless it is loaded. Answered by Done, or by Refused with LORA_LOAD_FAILED.
+    Loads run beside inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -76,7 +77,7 @@ class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Unload. Answered by Done, also when it was not loaded."""
+    """Unload. Answered by Done, also if the model was not loaded."""
 
     model: str
 
@@ -85,11 +86,11 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "raw"
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the token ids of a query or of a document look like. 0 of a number: the model's own.
+    """The form of the token ids of a query or of a document. A number 0 means the model's own.
 
-    `marker` is inserted after the first special token. `limit` counts it and all special tokens. `expanded` is the
-    number of tokens that a row is filled up to on the device, which is part of its cost. Without `special` there is
-    nothing but the text's own tokens.
+    `marker` is inserted after the first special token. `limit` counts tokens, with the marker and all special tokens.
+    `expanded` is the number of tokens to which the device fills a row up; it is part of the row's cost. If `special` is
+    false, a row has no special tokens.
     """
 
     marker: int = -1
@@ -101,16 +102,16 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the inputs of one operation become rows of token ids.
 
-    text        prefix + text + suffix, a row for each input
-    pair        (query, text) as the tokenizer's own template joins them; the text is cut
-    pieces      the pieces of the template, tokenised one by one and joined; the one with the document is cut
-    sides       a row for the query, then a row for each input: reduced against each other on the device
-    hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
-    spans       as text, with the texts and the place of each token in its text
-    raw         the texts go as they are, the ids only count their cost
+        text        prefix + text + suffix, a row for each input
+        pair        (query, text) as the tokenizer's own template joins them; the text is cut
+        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is cut
+        sides       a row for the query, then a row for each input: the device scores each input against the query
+        hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
+        spans       as text, with the texts and the offsets of each token in its text
+        raw         the texts are sent as they are; the ids only count their cost
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
-    multivectors that may stand in the place of an input; 0: none may.
+    multivectors that an input may have in place of a text; 0: none may.
     """
 
     layout: Layout = "text"
@@ -122,10 +123,10 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The rows `start` to `stop` of a batch: those of one work item, which are answered as its `options` say.
+    """The rows `start` to `stop` of a batch. They belong to one work item, and its `options` shape the answers.
 
-    Outputs never split a batch. `inputs` is the number of outcomes that are due for it, -1 one for each row.
-    `traceparent` and `tracestate`: of the work item, where it is traced.
+    Outputs never split a batch. `inputs` is the number of outcomes of the group; -1: one for each row. `traceparent`
+    and `tracestate` are those of the work item, if it is traced.
     """
 
     start: int
@@ -141,16 +142,18 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. `lengths`: int32 [rows], `ids`: int32 [sum of lengths], `types`: uint8 [sum of lengths] or
-    empty, in row order.
+    """One forward pass. `lengths`: int32 [rows]; `ids`: int32 [sum of lengths]; `types`: uint8 [sum of lengths] or
+    empty. All in the order of the rows.
 
-    `texts` are set for the layouts raw and spans, one for each row; `offsets` for spans: int32 [sum of lengths, 2],
-    first and end code point of each token, -1 for a special one. `given`: int32 [rows], how many vectors of `vectors`
-    (float32, all of one width) stand in the place of a row, which then has no ids; -1 none; both empty if no row has
-    any. `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling
-    and LoRA are equal. `fingerprint`: of the loaded copy that it was made for; a copy with another one refuses it as
-    not loaded. Empty: any. `traceparent` and `tracestate`: of the batch. `may_drop`: what may be unloaded if memory
-    runs out, or is above the threshold after the batch.
+    `texts` are set for the layouts raw and spans, one for each row. `offsets` are set for spans: int32 [sum of lengths,
+    2], first and end code point of each token, -1 for special tokens. `given`: int32 [rows]; a row that brings its own
+    vectors has no ids, and `given` is the number of its vectors in `vectors` (float32, all of one width); -1 for other
+    rows. Both are empty if no row brings vectors.
+
+    `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
+    LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
+    fingerprint refuses it as not loaded; empty: any copy. `traceparent` and `tracestate` are those of the batch.
+    `may_drop`: models that may be unloaded if memory runs out, or is above the threshold after the batch.
     """
 
     batch: str
@@ -173,8 +176,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The catalogue entry of a model changed, or it was removed (`entry` None). Answered by Done once the adapter
-    serves the new one.
+    """The catalogue entry of a model changed, or was removed (`entry` None). Answered by Done once the adapter serves
+    the new entry.
     """
 
     model: str
@@ -182,14 +185,14 @@ class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish what runs and then exit with status 0. Answered by Done at once."""
+    """Finish the running batches and exit with status 0. Answered by Done at once."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here.
+    """`busy_s`: age of the running batch, 0 when idle; it grows while the device hangs.
 
-    `dropped`: what was unloaded for it. `fetching`: how far the weights are that are on their way to this node, by the
-    id of their entry.
+    `dropped`: models that were unloaded. `fetching`: progress of the downloads of weights to this node, by the id of
+    their entry.
     """
 
     pid: int
@@ -200,10 +203,12 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A resident model, as resolved on this device. `idle_s` since its last use. `memory_bytes` of its weights,
-    `peak_bytes` of its activations at most, as far as measured. `requested_precision`: what its entry asks for, else
-    the default; `precision_reason`: why `precision` is another one, empty if it is not. `crossover_tokens`: the length
-    at which attention takes as long as everything else (`costs`), 0: time grows with tokens alone, or it is not known.
+    """A resident model, as resolved on this device. `idle_s`: since its last use. `memory_bytes`: of its weights.
+    `peak_bytes`: the largest measured memory of its activations.
+
+    `requested_precision`: what its entry asks for, else the default. `precision_reason`: why `precision` differs; empty
+    if it does not. `crossover_tokens`: the text length at which attention takes as long as everything else (see
+    `costs`); 0: time is proportional to tokens, or the length is not known.
     """
 
     model: str
@@ -221,7 +226,9 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How often memory ran out for one model since the process started, and what was done about it."""
+    """Out-of-memory counters of one model since the process started: how often memory ran out, and what was done about
+    it.
+    """
 
     model: str
     recoveries_attempted: int = 0
@@ -233,13 +240,14 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A batch that the adapter ran, in sizes and times alone.
+    """Sizes and times of a batch that the adapter ran.
 
-    `number` counts the batches of this process, from 1. `ended` is wall time, seconds since the epoch. `rows` are what
-    the device reads, of `inputs` of `items` work items; `tokens` is their cost without what a model fills them up with,
-    `longest` that of one row, `attention` the sum of squared lengths. `wait_ms`: in this process, before a lane took
-    it. `padding`, `inference_ms` and `postprocess_ms` as of BatchDone. `failed` inputs have an error as their outcome,
-    all of them where the whole batch was refused. `memory_bytes` of the device are in use after it.
+    `number` counts the batches of this process, from 1. `ended`: wall time, seconds since 1970. `rows`: sequences on
+    the device, of `inputs` inputs of `items` work items. `tokens`: cost of the rows without what the model fills them
+    up with; `longest`: that of the longest row; `attention`: the sum of squared lengths. `wait_ms`: in this process,
+    before a lane took the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone. `failed`: inputs whose
+    outcome is an error; all of them if the whole batch was refused. `memory_bytes`: in use on the device after the
+    batch.
     """
 
     number: int
@@ -262,11 +270,11 @@ class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The process and its device. `utilization_percent`: how busy the device is, whoever uses it; None where nothing
-    measures it.
+    """The process and its device. `utilization_percent`: how busy the device is, with any process; None if it cannot be
+    measured.
 
-    `threshold_percent` of its memory is where models begin to go. `batches` are the last ones, the newest at the end;
-    None unless the adapter was told to keep them.
+    `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
+    unless the adapter was started to keep them.
     """
 
     protocol: int
@@ -288,8 +296,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no
     weights folder.
 
-    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`: what
-    was unloaded to make room.
+    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`:
+    models that were unloaded to make room.
     """
 
     loaded: LoadedModel
@@ -301,18 +309,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """The device has this batch now: if the adapter dies, these items are the suspects."""
+    """The device takes this batch now. If the adapter dies, one of its inputs may be the cause."""
 
     batch: str
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One outcome per input, group by group; slices point into `block`, and those of consecutive inputs are
-    consecutive.
+    """One outcome per input, group by group. Slices point into `block`; those of consecutive inputs are consecutive.
 
-    `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host, `padding` the positions
-    that were computed beside the tokens. `preprocess_ms`: tokenising in the adapter, of a family that does it itself.
-    `dropped`: what was unloaded for it.
+    `inference_ms`: the forward pass. `postprocess_ms`: the epilogues and the copy to the host. `padding`: positions
+    that were computed beside the tokens. `preprocess_ms`: tokenising, for a family that does it in the adapter.
+    `dropped`: models that were unloaded.
     """
 
     batch: str
@@ -326,13 +333,13 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """It is so. `digest`: SHA-256, in hex, of the files of the LoRA that was asked for."""
+    """Success. `digest`: SHA-256, in hex, of the files of the LoRA that was asked for."""
 
     digest: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The whole request failed. `batch` is set when a batch did. `dropped`: what was unloaded for it nevertheless."""
+    """The whole request failed. `batch` is set if it was a batch. `dropped`: models that were unloaded nevertheless."""
 
     error: ErrorInfo
     batch: str = ""

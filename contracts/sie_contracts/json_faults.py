@@ -1,7 +1,6 @@
-"""What is wrong with a body that is no JSON, in plain words and with the place. No part of the body is repeated: it is
-a client's input.
+"""Messages for a body that is not JSON: what is wrong, and where. They repeat no part of the body, which is input.
 
-The decoder says where it stopped, and of a text that ends early or holds half of a surrogate pair not even that.
+The decoder says where it stopped, except for a body that ends early or has half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def fault_of(body: bytes, error: Exception) -> str:
 
 
 def _found(body: bytes, at: int, says: str) -> str:
-    """What stands where the decoder stopped."""
+    """What is wrong at the place where the decoder stopped."""
     if "trailing characters" in says:
         at = max(0, at - 1)  # it has read the first of them
     for number in _NO_NUMBERS:
@@ -74,8 +73,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Where the half of a surrogate pair begins at which the decoder stopped. It does not say where if the body has no
-    room for the other half: then the last one begins so near the end.
+    """The offset of the half of a surrogate pair at which the decoder stopped. Near the end of the body the decoder
+    gives no offset; then it is the last one.
     """
     if stopped is None:
         found = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

@@ -1,11 +1,10 @@
-"""Which worker hosts which model: a table that is kept from look to look, of which only what has changed is placed
-anew.
+"""Which worker hosts which model. The table is kept between planning steps, and a step places only what has changed.
 
     workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
     relieve
 
-With W workers and M models a table from nothing takes O((W + M) log W), and a look at which nothing has changed O(W +
-M) of array work. No clock, no I/O, no randomness: the gateways that compute from equal inputs write equal tables.
+With W workers and M models, a table from scratch takes O((W + M) log W), and a step without a change O(W + M) of array
+operations. No clock, no I/O, no randomness: gateways that compute from equal inputs write equal tables.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, Order, Worker, lot_of, pair
 
 HOT = 0.8  # planned use of a worker above which a model is moved off it
-MOVE_GAIN = 0.1  # a move must leave the fuller of both workers better by this part of a worker
+MOVE_GAIN = 0.1  # of a worker: a move must lower the higher planned use of the two workers by this much
 PAUSE_EVERY = 16  # models
 _FIRST_MODELS = 64
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The hosts of one model. `leaving` serves on, beside the `wanted` others, until all of these have the model."""
+    """The hosts of one model. A host in `leaving` still serves, beside the `wanted` hosts, until all of these have the
+    model.
+    """
 
     model: str
     index: int
     wanted: int
     hosts: list[Worker] = field(default_factory=list)
     leaving: str = ""
-    before: tuple[str, ...] = ()  # the hosts as the table has them
+    before: tuple[str, ...] = ()  # the hosts in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """As the table has it: hosts that have the model come first."""
+        """The row of the table: hosts that have the model loaded come first."""
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )
@@ -47,14 +48,16 @@ class _Row:
 
 
 class Layout:
-    """The table of one lane and what it is made from. Not safe for use by two threads at once.
+    """The placement table of one lane and its inputs. Not safe for use by two threads at once.
 
-    A model keeps its live hosts. By falling demand, those without one take workers that have the model. The rest is
-    filled by (room, planned use, residency, number of models, consistent hash). A model that is not loaded leaves a
-    worker with more models than slots where another one has room. At most one model moves off a hot worker per call;
-    the host that it leaves stays in the table, before the `wanted` others, until all of these have it loaded. Hosts
-    that have the model come first. So a lost worker moves no model but its own, and equal inputs move nothing once no
-    worker is hot. A table that asks for fewer hosts than it had is to be cut by the caller, who knows it.
+    Rules: a model keeps its live hosts. Then, by falling demand, models without a host adopt workers that have them
+    loaded. Then missing hosts are filled in, by (room, planned use, residency, number of models, consistent hash). A
+    model that is not loaded moves off a worker with more models than slots if another worker has room. At most one
+    model per call moves off a hot worker; the host that it leaves stays in the table, before the `wanted` hosts, until
+    all of these have it loaded. Hosts that have the model loaded come first.
+
+    So a lost worker moves only its own models, and equal inputs move nothing while no worker is hot. If a table must
+    have fewer hosts than before, the caller cuts it.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
@@ -62,29 +65,29 @@ class Layout:
         self.rows: dict[str, _Row] = {}
         self.workers: dict[str, Worker] = {}
         self._hosts: dict[int, Worker] = {}  # by index
-        self._share = np.zeros(_FIRST_MODELS)  # of one host of a model, in workers' worth of time, as of this look
-        self.having: dict[str, set[str]] = {}  # model -> workers that have it or load it
-        self.loading: set[str] = set()  # workers that load something
-        self.indices: dict[str, int] = {}  # model -> where it stands in arrays; 0 stands for none
-        self.names = [""]  # the reverse
+        self._share = np.zeros(_FIRST_MODELS)  # demand on one host of a model, in workers
+        self.having: dict[str, set[str]] = {}  # by model: workers that have or load it
+        self.loading: set[str] = set()  # workers that load a model now
+        self.indices: dict[str, int] = {}  # by model: its index in arrays; 0 means none
+        self.names = [""]  # names by index
         self._pause = pause
         self._refused: dict[str, set[str]] = {}
         self._dirty: set[str] = set()
-        self._unsettled: set[str] = set()  # looked at each time: a host leaves, is missing or has refused the model
+        self._unsettled: set[str] = set()  # checked in each step: a host leaves, is missing, or refused the model
         self._overfull: set[str] = set()
         self._free_models: list[int] = []
         self._free_workers: list[int] = []
         self._wanted = np.ones(_FIRST_MODELS)
-        self._first = np.zeros(_FIRST_MODELS, np.intp)  # by model, its first host
-        self._several: set[str] = set()  # models of more than one
-        self._order: Order | None = None  # while a table is made
+        self._first = np.zeros(_FIRST_MODELS, np.intp)  # by model index: its first host
+        self._several: set[str] = set()  # models with more than one host
+        self._order: Order | None = None  # set during `settle`
 
-    # ---- what it is made from
+    # ---- inputs
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """A live worker as it is now. `slots`: how many models fit at once, 0 for no bound.
+        """Set the state of a live worker. `slots`: how many models fit at once; 0: no bound.
 
-        Returns the models that it has, loads or refused now and did not before, or the reverse.
+        Returns the models whose state on this worker changed: has it, loads it, or refused it.
         """
         worker = self.workers.get(name)
         if worker is None:
@@ -110,7 +113,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """It is no live worker any more. Returns as `set_worker`."""
+        """Remove a worker that is not live any more. Returns as `set_worker`."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -123,7 +126,7 @@ class Layout:
         return changed
 
     def set_model(self, model: str, wanted: int) -> None:
-        """A model that is to have so many hosts, at least 1."""
+        """Set how many hosts a model is to have, at least 1."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
@@ -141,7 +144,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """What the table says of a model that has a row, where somebody else wrote it or it is to be cut."""
+        """Set the hosts that the stored table has for a model: another gateway wrote them, or they are to be cut."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -157,16 +160,15 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Of arrays by model."""
+        """The length of arrays by model."""
         return len(self._wanted)
 
     # ---- the table
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place what has changed. Returns the hosts of those models whose row is another one now.
+        """Place what has changed. Returns the hosts of each model whose row changed.
 
-        `demand`: shape (size,), float64, by index: of each model, in workers' worth of time (1.0: it keeps one worker
-        busy).
+        `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """
         if not self.workers:
             return {}
@@ -186,7 +188,7 @@ class Layout:
         return self._changes(touched)
 
     def _is_movable(self, use: NDArray[np.float64]) -> bool:
-        """Whether a move of a model off the worker with the most to do could help."""
+        """Whether moving a model off the busiest worker could help."""
         most = use.max()
         if most <= HOT:
             return False
@@ -233,14 +235,14 @@ class Layout:
         return min(row.wanted, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Planned use by worker index. Rounded, so that the order of its sums does not tell."""
+        """Planned use by worker index. Rounded, so that the result does not depend on the order of the sum."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
             row = self.rows[model]
             for worker in row.hosts[1:]:
                 use[worker.index] += self._share[row.index]
-        use[0] = 0.0  # of those without a host
+        use[0] = 0.0  # index 0: models without a host
         return np.round(use, 9)
 
     def _assign(self, row: _Row, hosts: list[Worker]) -> None:
@@ -286,7 +288,7 @@ class Layout:
             self._order.moved(worker)
 
     def _keep(self, row: _Row) -> None:
-        """A model keeps its live hosts, but for those that refused it while another worker did not."""
+        """A model keeps its live hosts, except those that refused it while another worker did not."""
         live = [self.workers[name] for name in row.before if name in self.workers]
         refused = self._refused.get(row.model, set())
         able = [worker for worker in live if worker.name not in refused]
@@ -303,15 +305,15 @@ class Layout:
         self._assign(row, live[: row.wanted])
 
     def _adopt(self, row: _Row) -> None:
-        """A model without a host takes the workers that have it."""
+        """A model without a host takes the workers that have it loaded."""
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.wanted]:
             self._add(row, worker)
 
     def _best(self, row: _Row, *, only_free: bool) -> Worker | None:
-        """The next host: one that did not refuse the model, has room for it, little to do, has it, has few others; then
-        by hash.
+        """The next host: a worker that did not refuse the model, with room for it, low planned use, the model loaded
+        and few other models; ties are broken by hash.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -334,8 +336,8 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """Move what is not loaded, the least wanted first, from workers with more models than slots to
-        those with room.
+        """Move models that are not loaded, those with the lowest demand first, from workers with more models than slots
+        to workers with room.
         """
         if not self._overfull:
             return
@@ -355,7 +357,7 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model off the worker with the most to do, if that helps."""
+        """Move one model off the busiest worker, if that helps."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows
@@ -397,5 +399,5 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """Sorts names from the last to the first."""
+    """A sort key that orders names from last to first."""
     return (*(-ord(char) for char in name), 1)

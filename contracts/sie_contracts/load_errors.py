@@ -1,4 +1,4 @@
-"""Failures to load a model or a LoRA, in the classes of the client contract."""
+"""Failures to load a model or a LoRA, with the error classes of the client contract."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CE
 
 
 def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
-    """A load failure that names its class, which decides when the cluster tries again."""
+    """A load failure with its error class, which decides when the cluster tries again."""
     return ModelLoadFailed(message, extras={"error_class": error_class})
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """A failure to load a LoRA that is no fault of who named it; its name may be a client's."""
+    """A failure to load a LoRA that is not the fault of the client. The name of the LoRA may be input of a client."""
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 
 

@@ -15,15 +15,15 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.muvera import Muvera
 
-if TYPE_CHECKING:  # most processes that read messages have no use for numpy
+if TYPE_CHECKING:  # most processes that read messages need no numpy
     from numpy.typing import NDArray
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# tokenize and decode are answered by the sidecar, from the model's tokenizer
+# the sidecar answers tokenize and decode, with the model's tokenizer
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
-TOKEN_ID_BYTES = 5  # of an id in a message, at most
+TOKEN_ID_BYTES = 5  # upper bound for one id in a message
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
@@ -43,16 +43,17 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def fits(self) -> bool:
-        """Whether the data is as long as the shape says."""
+        """Whether `data` has the length that `rows` and `width` say."""
         return self.rows >= 0 and self.width > 0 and len(self.data) == 4 * self.rows * self.width
 
 
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     """One input of a request. Exactly the fields that the operation needs are set.
 
-    `tokens`: ids of the model's own tokenizer in place of a text. `pair`: the second text of a pair that is classified.
-    `vectors`: what the model would give for the text, from which a score or a MUVERA encoding is made; where it is set
-    the text is not read. A worker that does not know them reads an empty text: workers are upgraded before gateways.
+    `tokens`: ids of the model's own tokenizer, in place of a text. `pair`: the second text of a pair that is
+    classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
+    set, the text is not read. A worker that does not know this field reads an empty text, so workers are upgraded
+    before gateways.
     """
 
     text: str | None = None
@@ -62,7 +63,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """What it takes in a message, at most a few bytes less."""
+        """Bytes that the input takes in a message; the encoding adds a few more."""
         size = len(self.text.encode()) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)
@@ -72,14 +73,13 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request asks of a model, after all precedence rules: the resolved set that every path executes
-    identically.
+    """What a request asks of a model: the result of all precedence rules, which every path executes identically.
 
-    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` that around the query it is
-    scored against. `pieces` is the template of a pair for models that have one: each piece is literal text, then
-    alternately `query` or `document` and literal text. `dimensions` and `max_tokens` 0 mean the model's own. Of a
-    document that is scored at most `document_tokens` are read, 0: as many as there is room for. `parameters` are
-    options of one family, JSON types intact.
+    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query
+    that the text is scored against. `pieces` is the template of a pair, for models that have one: each piece is literal
+    text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean the
+    model's own. `document_tokens` is the most that is read of a document that is scored; 0: all that fits. `parameters`
+    are options of one family, with their JSON types.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -107,11 +107,13 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     """A chunk of a request: consecutive inputs that one worker answers together.
 
-    `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the
-    gateway's inbox; a result is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts
-    from the broker's timestamp of the message. A chunk that no message can hold has its inputs and query in the payload
-    store under `payload`, and `count` says how many there are. `endpoint` is the route's name in the worker's metrics;
-    empty, that of the operation. `traceparent` and `tracestate`: of its request.
+    `first` is the position of `inputs[0]` in the request. `query` is what the inputs are scored against. `reply` is the
+    inbox of the gateway: the worker sends the result there as a request, and it is delivered once the gateway confirms
+    it. `budget_ms` counts from the broker's timestamp of the message. `endpoint` is the route's name in the worker's
+    metrics; if empty, the operation's. `traceparent` and `tracestate` are those of the request.
+
+    A chunk that is too large for a message keeps its inputs and query in the payload store, under the key `payload`;
+    `count` is then the number of inputs.
     """
 
     request: str
@@ -138,14 +140,14 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
-    """What the payload store holds of a work item."""
+    """The part of a work item that the payload store keeps."""
 
     inputs: tuple[Input, ...]
     query: Input | None = None
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
-    """Where an array lies in the block of bytes that travels beside it. `dtype` as numpy writes it, e.g. `<f4`."""
+    """Where an array lies in the block of bytes that is sent with it. `dtype` is written as numpy does, e.g. `<f4`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -155,11 +157,10 @@ class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     """A value: arrays by name, a score, or the maps of an extraction.
 
-    The names of arrays: `dense`, `multivector`, `tokens` (a state of the last layer for each token), `sparse.indices`,
-    `sparse.values`; `<name>.scale` and `<name>.offset` of integer dtypes. `data` of tokenize has the lists `ids`,
-    `texts`, `special`, `starts`, `stops` (places in the UTF-8 of the prompted text, None for special tokens), of decode
-    `text`.
-    `tokens` counts special tokens and is what was run, after truncation.
+    Names of arrays: `dense`, `multivector`, `tokens` (the last hidden state of each token), `sparse.indices` and
+    `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. `data` of tokenize has the lists
+    `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
+    tokens); `data` of decode has `text`. `tokens` counts what ran, after truncation, special tokens included.
     """
 
     outputs: dict[str, ArraySlice]
@@ -179,8 +180,8 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Milliseconds of one chunk at the worker, contiguous marks on the worker's clock, from delivery to the sending of
-    the result.
+    """Milliseconds of one chunk at the worker, from delivery until the result is sent. The stages are contiguous, on
+    the worker's clock.
     """
 
     load_ms: float = 0.0
@@ -196,8 +197,8 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The batch that a chunk ran in, for `explain` and for tests of batch independence.
 
-    `padding`: positions that were computed beside the tokens. `swapped`: a model was closed to new work so that this
-    one could be loaded.
+    `padding`: positions that were computed beside the tokens. `swapped`: another model was closed to new work so that
+    this one could be loaded.
     """
 
     id: str = ""
@@ -226,8 +227,8 @@ class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"
 
 
 class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
-    """Part `index` of `count` of an encoded WorkResult that no message can hold. `digest` is the SHA-256 of the whole,
-    in hex.
+    """Part `index` of `count` of an encoded WorkResult that is too large for one message. `digest` is the SHA-256 of
+    the whole, in hex.
     """
 
     request: str
@@ -240,23 +241,25 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
 
 
 class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
-    """Nobody waits for these requests any more. A hint: whoever misses it runs work whose result is dropped."""
+    """Nobody waits for these requests any more. This is a hint: a worker that misses it runs work whose result is
+    dropped.
+    """
 
     requests: tuple[str, ...]
 
 
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
-    """The gateway's answer to a result: taken, a duplicate of one already taken, or of a request that it no longer
-    knows.
+    """The gateway's answer to a result.
 
-    `part`: a fragment was kept, the rest is awaited.
+    `taken`; `duplicate` of a result that was taken before; `unknown`: the gateway does not know the request any more;
+    `part`: a fragment was kept, and the others are awaited.
     """
 
     verdict: Literal["taken", "duplicate", "unknown", "part"]
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """Work that was given up, whole: `item` is the encoded WorkItem as it was delivered, so that it can be published
+    """A work item that was given up. `item` is the encoded WorkItem as it was delivered, so that it can be published
     again.
     """
 

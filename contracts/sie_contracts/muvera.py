@@ -1,5 +1,5 @@
-"""What a request may ask of fixed dimensional encodings, checked once: a document's and a query's sets must be equal to
-be compared.
+"""Parameters of fixed dimensional encodings, checked once. Encodings can be compared only if their parameters are
+equal.
 """
 
 from __future__ import annotations

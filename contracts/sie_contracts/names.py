@@ -1,5 +1,5 @@
-"""Names as people write them: in another case, and nearly right. Ten thousand ids cost a request no more than a hundred
-do.
+"""Names as people type them: in another case, or misspelt. A look-up among ten thousand ids costs as much as among a
+hundred.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MAX_PLACES = 2000  # where pieces of the name are found, for the choice of them
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
-_LIKE = 0.7  # of 1, which is the same: a letter or two that are wrong, missing or exchanged
+_LIKE = 0.7  # similarity from which a name counts, 1 is equal: one or two letters wrong, missing or exchanged
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What a message about an unknown field ends with: the one of `known` that is most like its name; nothing if none
-    is like it.
+    """The end of a message about an unknown field: "; did you mean `x`?" with the most similar one of `known`; empty if
+    none is similar.
     """
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(known), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
@@ -41,9 +41,7 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 
 
 def in_words(message: str) -> str:
-    """A message of msgspec about a type, in the words of all others: "expected a string or null, got a
-    whole number".
-    """
+    """A message of msgspec about a type, in our wording: "expected a string or null, got a whole number"."""
     return _EXPECTED.sub(
         lambda found: f"expected {_kinds(found[1])}" + (f", got {_kinds(found[2])}" if found[2] else ""), message
     )
@@ -55,14 +53,14 @@ def _kinds(types: str) -> str:
 
 
 class Names:
-    """An index over ids that never change. What it needs is made when it is first asked."""
+    """An index over a fixed set of ids. Its tables are built at the first look-up."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._ids = ids
 
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
-        """All ids by their folded form."""
+        """All ids by their case-folded form."""
         found: dict[str, list[str]] = {}
         for name in self._ids:
             found.setdefault(name.casefold(), []).append(name)
@@ -70,18 +68,18 @@ class Names:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """The folded ids as lines of one text, as a list, and where each begins."""
+        """The case-folded ids as lines of one text, as a list, and the offset of each in the text."""
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
     def same(self, name: str) -> str | None:
-        """The only id that differs in case alone."""
+        """The only id that differs from `name` in case alone."""
         found = self._folded.get(name.casefold(), ())
         return found[0] if len(found) == 1 else None
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """The ids most like `name` of those that `keep` takes, best first; a name without its
-        organisation is enough.
+        """The ids that are most similar to `name`, best first, among those for which `keep` is true. `name` may lack
+        the organisation.
         """
         folded = name.casefold()[:_LONGEST]
         able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
@@ -91,7 +89,7 @@ class Names:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """The ids that share most of the rarest pieces of a name."""
+        """The ids that share the most of the rarest pieces of a name."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

@@ -23,8 +23,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type
-    alone.
+    """A value for an error message: numbers and booleans as they are; of anything that may hold a client's text only
+    the type.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
@@ -89,7 +89,7 @@ def hypothesis(path: str, value: Any) -> str:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """An option that its family checks, if it can travel."""
+    """An option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:

@@ -40,7 +40,7 @@ from sie_contracts.option_values import (
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Characters of what is repeated, or is only a name. Everything else is bounded by the size of a message.
+# Characters of what is repeated for each input, or is only a name. The message size bounds everything else.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 DTYPES: tuple[str, ...] = get_args(Dtype)
@@ -76,7 +76,7 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # that mean something somewhere
+FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # every parameter that some model reads
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
@@ -106,7 +106,7 @@ class _Parameters:
         return self._found.get(name) or (name, None)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """The paths of parameters that mean nothing to this model on this route, each with what may have been meant."""
+        """The paths of parameters that have no meaning for this model on this route, each with a suggestion."""
         for prefix, level in self.levels:
             known = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
@@ -179,8 +179,8 @@ def run_options(
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """`run` with the states of the last layer, one for each token, in place of what it asks for. Raises InvalidInput if
-    there are none.
+    """`run` with the last hidden state of each token in place of its outputs. Raises InvalidInput if the model gives
+    none.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
@@ -191,20 +191,20 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """The options of a tokenize that only counts the tokens of inputs that `run` is to encode: before truncation,
-    prompt included.
+    """Options of a tokenize that counts the tokens of inputs that `run` would encode: with the prompt, before
+    truncation.
     """
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
 def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool = True) -> RunOptions:
-    """The options of a tokenize that tells the tokens of prefix + text + suffix."""
+    """Options of a tokenize that returns the tokens of prefix + text + suffix."""
     parameters: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     return RunOptions(outputs=(), prefix=prefix, suffix=suffix, parameters=parameters)
 
 
 def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
-    """The options of a decode."""
+    """Options of a decode."""
     return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
 
 
@@ -281,7 +281,7 @@ def _extract(
 
 
 def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozenset[str]) -> dict[str, Any]:
-    """The options `names`, which only this family reads. A family of somebody else's checks its own."""
+    """The options `names`, which only this family reads. A family of another package checks its own."""
     found = dict(defaults.parameters or {})
     for name in names:
         path, value = given.get(name)
@@ -291,8 +291,8 @@ def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozens
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """A piece of a pair template as literal text, then field and literal text in turn, so that braces in an instruction
-    mean nothing.
+    """A piece of a pair template as literal text, then in turn a field and literal text, so that braces in an
+    instruction have no meaning.
     """
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
@@ -408,9 +408,9 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -
 def _prompt(
     entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True
 ) -> tuple[str, str]:
-    """What stands before and after the text; without a template an instruction does, if the text is `instructed`.
+    """The prompt before and after the text. Without a template it is the instruction, if the text is `instructed`.
 
-    The template is cut at its own `{text}` first, so braces of a client mean nothing.
+    The template is split at its own `{text}` first, so braces of a client have no meaning.
     """
     path, own = given.get("query_template" if is_query else "doc_template")
     template = text(path, own) or entry.prompts.get("query" if is_query else "document", "{text}")

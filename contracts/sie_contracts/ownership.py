@@ -1,4 +1,4 @@
-"""Whether a folder may be relied on: who writes there decides what runs here, and what is read."""
+"""Whether a folder can be trusted: who can write there decides what runs and what is read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Why what lies in `folder` may be somebody else's work; empty where only this user or root may put it there.
+    """Why files in `folder` may come from another user; empty if only this user or root can write there.
 
-    Raises OSError for a folder that cannot be looked at.
+    Raises OSError for a folder that cannot be examined.
     """
     found = folder.stat()
     if is_open(folder):
@@ -21,7 +21,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether every user may write there. A mounted ConfigMap or image is open to all by its mode, and nobody can.
-    Raises OSError.
+    """Whether the mode lets every user write there. A mounted ConfigMap or image has such a mode although nobody can
+    write. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

@@ -1,4 +1,4 @@
-"""How many workers host a model of a lane: a pure function of demand, rate and of how long work waits.
+"""How many workers host a model of a lane: a pure function of demand, rate and the waiting time of work.
 
     demand, rate, age ──replicas──► hosts wanted per model ──► `layout`: which workers these are
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-USED = 0.7  # of a worker's rate is planned with: the rest absorbs bursts
-LOWER_AFTER_S = 60.0  # demand that went away for less comes back
+USED = 0.7  # share of a worker's rate that is planned with: the rest absorbs bursts
+LOWER_AFTER_S = 60.0  # a shorter drop in demand lowers no count
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many hosts a model is to have. `raised_s`: when it last got one more; `below_s`: since when fewer would do,
-    or None.
+    """How many hosts a model is to have. `raised_s`: when the count was last raised. `below_s`: since when fewer would
+    be enough; None if they are not.
     """
 
     count: int
@@ -39,13 +39,12 @@ def replicas(
 ) -> Replicas:
     """How many hosts a model is to have.
 
-    `demand`: tokens a second that come in for it. `rate`: tokens a second that one worker runs while it is busy, 0
-    while nobody knows. `age_s`: how long its oldest work waits. `all_resident`: whether every host has it loaded.
-    `load_s`: what a load takes.
+    `demand`: tokens a second that arrive for it. `rate`: tokens a second of one busy worker, 0 if not known. `age_s`:
+    age of its oldest waiting work. `all_resident`: whether every host has it loaded. `load_s`: duration of a load.
 
-    `demand` over 0.7 of `rate`, at least 1 and at most `most`, at once. One more when work waits longer than
-    `adopt_after_s` although all hosts have the model and the last raise was longer ago than a load. One fewer for each
-    60 s in which fewer would do.
+    The count is `demand` / (0.7 `rate`), at least 1 and at most `most`; it is raised to that at once. It is raised by
+    one more if work waits longer than `adopt_after_s` although all hosts have the model loaded, and the last raise was
+    longer ago than a load takes. It is lowered by one after each 60 s in which fewer would be enough.
     """
     planned = USED * rate
     needed = 1

@@ -1,6 +1,4 @@
-"""Paths of the file system in what clients are told: the last part of one says enough, the rest is the operator's
-business.
-"""
+"""Paths of the file system in messages to clients: only the last part of a path is shown."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What clients send, as plain values: maps with text keys, lists, texts, numbers, booleans, null, and in msgpack bytes.
-Nothing else.
+"""Bodies of clients as plain values: maps with text keys, lists, text, numbers, booleans, null, and bytes in msgpack.
 
     bytes ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
 
-No array, time or other extension type passes: an array is its map (see `arrays`) until the one field that takes one
-unpacks it. So any two values may be compared, hashed by type and encoded again, and whoever reads a field has to expect
-these types alone.
+No array, timestamp or other extension type passes: an array stays a map (see `arrays`) until the field that takes
+arrays unpacks it. So code that reads a field has to expect these types only, and any value can be compared, hashed by
+type and encoded again.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """These bytes are no plain value. The message repeats nothing of them."""
+    """The bytes are no plain value. The message repeats no part of them."""
 
 
 def from_json(data: bytes) -> Any:
-    """Decode JSON. Raises Malformed: no JSON, invalid UTF-8, a lone surrogate, nested deeper than MAX_NESTING."""
+    """Decode JSON. Raises Malformed: not JSON, invalid UTF-8, a lone surrogate, nested deeper than MAX_NESTING."""
     value = _decoded(msgspec.json.decode, data, "JSON")
     _check(value, is_json=True)
     return value
 
 
 def from_msgpack(data: bytes) -> Any:
-    """Decode msgpack. Keys that are bytes become text, an array its map. Raises Malformed as `from_json` does, and for
-    other types.
+    """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed as `from_json` does,
+    and for other types.
     """
     value = _decoded(arrays.decode_msgpack, data, "msgpack")
     _check(value, is_json=False)
@@ -58,13 +57,13 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """The decoder's message: it names offsets and kinds. A quoted fragment, which might be input, is cut off."""
+    """The decoder's message, with offsets and kinds. A quoted fragment, which might be input, is cut off."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Nesting, and of msgpack types and keys. Of many values the types are looked at in C: a fifth of the time of a
-    test for each.
+    """Check the nesting; of msgpack also types and keys. Types of long lists are compared in C, in a fifth of the time
+    of a test for each value.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Somebody asked a lane for what no worker of it had ready. It counts until DEMAND_LIFE_S after `at_s`, the
+    """A request needed a lane that had no ready worker. The record counts until DEMAND_LIFE_S after `at_s`, the
     broker's time.
     """
 
@@ -17,10 +17,11 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s`
-    of the last host that a model got.
+    """Which workers host which model of a lane: worker ids by model id. `at_s`: the broker's time of the last planning
+    step. `raised_s`: when each model last got one more host.
 
-    A large table is in parts: `parts` are their stamps, and `hosts` has the rows of those workers that read no parts.
+    A large table is stored in parts: `parts` are their stamps, and `hosts` has only the rows of workers that cannot
+    read parts.
     """
 
     at_s: float
@@ -38,8 +39,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reservation asks for: at least so many GPUs of each machine profile, and `minimum_worker_count` workers in
-    all, of `bundle` if it names one. Its lease lasts `ttl_seconds`.
+    """What a reservation asks for: a minimum of GPUs of each machine profile, and a minimum of workers in all
+    (`minimum_worker_count`), of `bundle` if it names one. Its lease lasts `ttl_seconds`.
     """
 
     name: str
@@ -52,8 +53,8 @@ class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation with its lease. Times are the broker's. `takes_last`: it may take a worker of which no other of its
-    bundle would serve the pool of everybody.
+    """A reservation with its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle from
+    the default pool.
     """
 
     spec: PoolSpec
@@ -67,14 +68,14 @@ class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
-    """All reservations by name, and those that have ended, and when, until their streams are removed."""
+    """All reservations by name, and by name the end of those that have ended, until their streams are removed."""
 
     pools: dict[str, Reservation] = {}
     ended: dict[str, float] = {}
 
 
 class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
-    """Which reservation has which worker: worker id to pool."""
+    """Which worker is assigned to which reservation: pool by worker id."""
 
     workers: dict[str, str] = {}
 

@@ -1,17 +1,17 @@
-"""Names and settings of every subject, stream, consumer and bucket. The gateway creates and updates; everybody else
-verifies.
+"""Names and settings of every subject, stream, consumer and bucket. The gateway creates and updates them; other
+processes verify them.
 
-One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Where a stream
-has as many of them as it should, further models share hashed slots:
+One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Once a stream
+has its maximum of such consumers, further models share hashed slots:
 
     sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
         a model's own subject, and its consumer's filter
-    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  the same work by way of a slot
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  a model's subject in a slot
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
 
 Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length.
-So both ways may hold messages of one model at once, each with its own consumer, and every subject says which consumer
-serves it (`consumer_of`). No name is ever turned back into a model: its id is read from the payload.
+So messages of one model may be under both forms at the same time, each with its own consumer, and every subject says
+which consumer serves it (`consumer_of`). No name is ever decoded into a model: the id is read from the payload.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORK_DUPLICATE_WINDOW_S = 30.0
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _MAX_NAME = 180  # a durable's name is a folder name at the broker: 255 bytes less its own prefixes
-_MAX_LABEL = 48  # of a machine profile or bundle within it, so that the beginning of a name is always whole
+_MAX_LABEL = 48  # of a machine profile or bundle in it, so that the prefix of a name is never cut
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # for each lane and priority
@@ -66,10 +66,10 @@ def token(name: str) -> str:
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """At most this many characters: a longer token ends in a digest of the whole behind `_z`, which no other token
-    holds.
+    """At most `most` characters: a longer token is cut and ends in `_z` and a digest of the whole, which no other token
+    has.
 
-    Bounded again it is what it would have been at once, since the digest is kept.
+    Idempotent: a bounded token that is bounded again to fewer characters keeps the digest.
     """
     if len(name) <= most:
         return name
@@ -78,8 +78,8 @@ def _bounded(name: str, most: int = _MAX_NAME) -> str:
 
 
 def pool_name(name: str) -> str:
-    """The canonical name of a pool: lower case, `default` is an alias of `_default`. Raises ValueError where no subject
-    can hold it.
+    """The canonical name of a pool: lower case; `default` is an alias of `_default`. Raises ValueError for a name that
+    cannot be part of a subject.
     """
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
@@ -93,11 +93,11 @@ def stream_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A work queue: each message is removed when acknowledged; a full one refuses the newest. With retention `limits`
-    messages stay, and a full stream drops the oldest.
+    """A work queue: a message is removed when it is acknowledged, and a full stream refuses new ones. With retention
+    `limits` messages stay, and a full stream drops the oldest.
 
-    `max_per_subject` bounds each model's backlog without touching the others (0: no bound). A broker that is told a
-    lower one drops what is above it, so it is lowered only while there is room.
+    `max_per_subject` bounds the backlog of each model separately (0: no bound). A broker drops messages above a new
+    lower limit, so the limit is lowered only while there is room.
     """
 
     name: str
@@ -114,7 +114,7 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer with explicit acks, no delivery limit and no pending limit: pull credit is the bound."""
+    """A durable pull consumer with explicit acks. It has no delivery or pending limit: pull credit is the bound."""
 
     stream: str
     name: str
@@ -129,7 +129,7 @@ def _prefix(machine_profile: str, bundle: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Lane:
-    """What one worker can serve."""
+    """The work that one worker can serve: a pool, a machine profile and a bundle."""
 
     pool: str
     machine_profile: str
@@ -139,7 +139,7 @@ class Lane:
         return f"{self.pool}.{self.machine_profile}.{self.bundle}"
 
     def consumer_prefix(self) -> str:
-        """The beginning of the names of all consumers of this lane, and of no other's."""
+        """The prefix of the names of all consumers of this lane and of no other lane."""
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
@@ -159,14 +159,14 @@ def work_stream(
 
 
 def reservation_bytes(queue_bytes: int) -> int:
-    """What the stream of a reservation may hold where one of a pool of its own may hold `queue_bytes`: a broker
-    reserves all of it at once, and there may be 64 of them.
+    """The size of the stream of a reservation, where a pool of its own has `queue_bytes`. A broker reserves the whole
+    size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
 
 def pool_of(subject: str) -> str:
-    """The pool of a subject of work. Raises ValueError for a subject of another form."""
+    """The pool of a work subject. Raises ValueError for another subject."""
     tokens = subject.split(".", 3)
     if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
         raise ValueError(f"{subject!r} is no subject of work")
@@ -176,10 +176,10 @@ def pool_of(subject: str) -> str:
 def dead_letter_stream(
     pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
 ) -> StreamSpec:
-    """Work of a pool that was given up: the last of it, for DEAD_LETTER_AGE_S.
+    """The dead letters of a pool: the last ones, for DEAD_LETTER_AGE_S.
 
-    A quarter of what the queue may hold and DEAD_LETTER_BYTES at most: a broker reserves all of it at once and refuses
-    what its disk lacks.
+    Its size is a quarter of the queue's, at most DEAD_LETTER_BYTES: a broker reserves the whole size at once, and
+    refuses what its disk does not have.
     """
     most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
     return StreamSpec(
@@ -192,19 +192,19 @@ def dead_letter_subject(pool: str) -> str:
 
 
 def cancel_subject(pool: str) -> str:
-    """Where it is told that nobody waits for a request any more."""
+    """The subject on which a gateway says that nobody waits for a request any more."""
     return f"sie.cancel.{pool}"
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """Messages of one model and priority at most, so that one full model leaves room: a quarter of the stream in
-    messages of usual size.
+    """The maximum of messages of one model and priority: a quarter of the stream in messages of usual size, so that one
+    model with a full backlog leaves room for others.
     """
     return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:
-    """How many models of a stream have a consumer of their own at most; the others share slots."""
+    """The maximum of models of a stream that have a consumer of their own; the others share slots."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
@@ -214,12 +214,12 @@ def work_subject(lane: Lane, priority: str, model: str) -> str:
 
 
 def model_token(model: str) -> str:
-    """What ends the subjects of a model, and of no other."""
+    """The last token of all subjects of a model and of no other model."""
     return _bounded(token(model))
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """The subject of a model that shares its consumer: the slot follows from the model alone, so every publisher takes
+    """The subject of a model that shares its consumer. The slot follows from the model alone, so every publisher takes
     the same one.
     """
     name = model_token(model)
@@ -242,7 +242,7 @@ def slot_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> C
 
 
 def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
-    """The consumer that serves a subject of work. Raises ValueError for a subject of another form."""
+    """The consumer that serves a work subject. Raises ValueError for another subject."""
     tokens = subject.split(".")
     if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
         raise ValueError(f"{subject!r} is no subject of work")
@@ -255,9 +255,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Whether the consumer of this name serves a slot: what follows its priority begins with `_s`, as no model's token
-    does.
-    """
+    """Whether a consumer serves a slot: the token behind its priority begins with `_s`, which no model's token does."""
     return "___s" in consumer
 
 
@@ -270,7 +268,7 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Where a worker is told that it may have another pool now: a hint to ask at once."""
+    """The subject on which a worker hears that its pool may have changed: a hint to ask at once."""
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
 
@@ -292,16 +290,16 @@ def lane_key(lane: Lane) -> str:
 
 
 def part_key(lane_key: str, number: int) -> str:
-    """The key of a part of what a lane's key has."""
+    """The key of a part of the value of a lane's key."""
     return f"{lane_key}.p{number}"
 
 
 def lane_key_of(key: str) -> str:
-    """The lane's key that a key is, or is a part of."""
+    """The lane's key of a key: the key itself, or the key of which it is a part."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """The number of the part that a key is of; None where it is of another lane, or no part."""
+    """The number of the part that a key holds; None if it is a key of another lane, or no part."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

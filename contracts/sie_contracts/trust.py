@@ -1,12 +1,12 @@
-"""What a catalogue entry may make a worker run and read. The operator says it, never whoever may write an entry.
+"""What a catalogue entry may make a worker run and read. The operator decides it, never the author of an entry.
 
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
-                   path: weights.path, golden and run.lora that name a place of the file system
-    allowed        what an entry of the package or of SIE_MODELS_DIR claims too; code by SIE_ALLOW_REMOTE_CODE; paths
-                   below the models folder or a folder of SIE_MODEL_PATHS
+                   path: weights.path, golden and run.lora that name a path of the file system
+    allowed        claims of entries of the package and of SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE; paths below
+                   the models folder or a folder of SIE_MODEL_PATHS
 
-The config service asks at each write over HTTP, and an adapter at each entry that it is to load: by its own settings
-and its own look at the folder, since what comes over the broker may have been written by anybody who could reach that.
+The config service checks each write over HTTP. An adapter checks each entry before it loads it, by its own settings and
+its own file system: what comes over the broker may have been written by anybody who could reach the broker.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_FILES = 10_000  # of a folder of weights that is looked through for links
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that an entry asks for. `value` is a path, or what code would run; `loc` the field, which does not make
-    it another one.
+    """One thing that an entry asks for. `value` is a path, or the code that would run. `loc` is the field; claims that
+    differ in it alone are equal.
     """
 
     kind: Literal["code", "path"]
@@ -37,7 +37,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why an entry may not be used: for people, without any path of this machine."""
+    """Why an entry is refused, for people. It names no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -45,7 +45,7 @@ class Refused:
 
 
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
-    """What needs somebody's trust. `families` are those that the distribution itself brings."""
+    """What an entry needs permission for. `families` are those of the distribution itself."""
     weights = entry.weights
     source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
     found = []
@@ -66,13 +66,13 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
 
 
 def is_place(lora: str) -> bool:
-    """Whether the name of a LoRA is a path, and not that of a hub repository."""
+    """Whether the name of a LoRA is a path; otherwise it is a hub repository."""
     return lora.startswith(("/", ".", "~"))
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the operator has set: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
+    """The settings of the operator: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
 
     code: bool = False
     paths: tuple[str, ...] | None = None
@@ -85,25 +85,25 @@ class Allowed:
 
     @property
     def folders(self) -> list[str]:
-        """The folders that an entry may name, with all links followed."""
+        """The folders that an entry may name, with all links resolved."""
         named = [*(self.paths or ()), *(() if is_bucket(self.models) else (self.models,))]
         return [os.path.realpath(os.path.expanduser(each)) for each in named]
 
 
 class Trust:
-    """What is allowed by the settings of this process, and by `own`: the entries of the package and of the operator's
-    folder.
+    """The claims that are allowed: by the settings of this process, and by `own`, the entries of the package and of the
+    operator's folder.
     """
 
     def __init__(self, allowed: Allowed, bundles: Iterable[Bundle], own: Callable[[], Iterable[ModelEntry]]) -> None:
-        """`bundles`: those of the distribution, whose families are its own."""
+        """`bundles`: those of the distribution; their families count as its own."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> Refused | None:
-        """Why the entry may not be used, None if it may. `is_here`: its files are on this machine, and are looked
-        through for links.
+        """Why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are searched
+        for links that lead out.
         """
         wanting = [each for each in claims(entry, self._families) if not self._is_allowed(each, is_here=is_here)]
         if not wanting:
@@ -125,7 +125,9 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Whether a path, and if it `is_here` each file below it, is in one of the folders once all links are followed."""
+    """Whether a path is in one of the folders once all links are resolved. If it `is_here`, each file below it must be,
+    too.
+    """
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
     def is_in(place: str) -> bool:
