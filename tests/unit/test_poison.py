@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import until
 
-from sie_broker import Write
+from sie_broker import Delivery, Write
 from sie_broker.memory import MemoryServer
 from sie_contracts import messages, topology
 from sie_contracts.messages import Input, RunOptions, WorkItem
@@ -147,6 +147,35 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
     await cluster.left(0)
     (letter,) = await cluster.letters()
     assert (letter.error.code, letter.deliveries) == ("NOT_READY", 5)
+
+
+async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(cluster: Direct) -> None:
+    """1. a holder gets the same work five times and does nothing with it; 2. a worker answers it: no death, no mark, no
+    dead letter.
+    """
+    items = [await cluster.publish(f"text {number}") for number in range(3)]
+    stopped = cluster.server.connect("stopped")
+    taken: list[Delivery] = []
+    pulls = stopped.pulls(cluster.stream.name, taken.append)
+    for _ in range(5):
+        pulls.want(topology.work_consumer(cluster.lane, "interactive", ENTRY.id, 10.0).name, len(items))
+        await until(lambda: len(taken) == len(items), "the deliveries")
+        for delivery in taken:
+            await delivery.nak()
+        taken.clear()
+    await pulls.stop()
+    adapter = await cluster.deadly()
+    sidecar = await cluster.sidecar(adapter)
+    results = [await cluster.result(item) for item in items]
+    assert [reasons(result) for result in results] == [[""]] * 3
+    assert {batch.deliveries for result in results if (batch := result.batch) is not None} == {6}
+    await cluster.left(0)
+    assert await cluster.letters() == []
+    assert adapter.deaths == []
+    assert await sidecar.metric("sie_poisoned_inputs_total") == 0
+    bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
+    assert await bucket.entries() == []
+    await stopped.close()
 
 
 # ---- marks

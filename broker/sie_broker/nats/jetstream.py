@@ -21,7 +21,7 @@ from sie_broker.nats.api import (
     state_of,
 )
 from sie_broker.nats.bus import NatsBus
-from sie_broker.nats.pulls import NatsDelivery, NatsPulls
+from sie_broker.nats.pulls import PULL_EXPIRES_S, NatsDelivery, NatsPulls
 
 _T = TypeVar("_T")
 
@@ -72,8 +72,13 @@ class JetStream(NatsBus):
         return await self.find(f"CONSUMER.DELETE.{stream}.{name}", {}, Answer, NO_CONSUMER, NO_STREAM) is not None
 
     def open_pulls(
-        self, stream: str, handler: Callable[[NatsDelivery], None], on_break: Callable[[], None] | None = None
+        self,
+        stream: str,
+        handler: Callable[[NatsDelivery], None],
+        on_break: Callable[[], None] | None = None,
+        expires_s: float = PULL_EXPIRES_S,
     ) -> NatsPulls:
-        pulls = NatsPulls(self, self._client, stream, handler, on_break)
+        """As `NatsPulls`."""
+        pulls = NatsPulls(self, self._client, stream, handler, on_break, expires_s)
         self.attach(pulls)
         return pulls

@@ -21,6 +21,11 @@ from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # at most
+# A holder that stops reads nothing and closes nothing, and its open pulls take deliveries until they expire: each waits
+# for the ack wait then. So a pull for several deliveries of work expires early. It expires before the ack wait (3 s at
+# least) in any case, so that no delivery comes to the stopped holder a second time. One for a single delivery may wait
+# longer: there is one for each quiet model.
+WORK_EXPIRES_S = 1.0
 # Pulls expire at whole ticks, so that those of many consumers are renewed in one turn of the loop: 200 that each woke
 # it cost 1.5 % of a core, together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
@@ -114,6 +119,11 @@ class _Credit:
         self.written_off = issued
 
 
+def _expiry(now_s: float, longest_s: float) -> float:
+    tick_s = min(_TICK_S, longest_s / 2)
+    return (now_s + longest_s) // tick_s * tick_s
+
+
 class NatsPulls:
     """The open pulls of one connection on the consumers of a stream. One task issues them; one timer looks for pulls
     that the broker did not end.
@@ -129,8 +139,11 @@ class NatsPulls:
         stream: str,
         handler: Callable[[NatsDelivery], None],
         on_break: Callable[[], None] | None = None,
+        expires_s: float = PULL_EXPIRES_S,
     ) -> None:
+        """`expires_s`: of pulls for more than one delivery."""
         self._bus = bus
+        self._expires_s = expires_s
         self._client = client
         self._stream = stream
         self._handler = handler
@@ -255,7 +268,6 @@ class NatsPulls:
         subscription = self._subscription
         dirty, self._dirty = self._dirty, {}
         now_s = asyncio.get_running_loop().time()
-        expires_s = (now_s + PULL_EXPIRES_S) // _TICK_S * _TICK_S
         for entry in dirty:
             missing = entry.wanted - entry.open
             if missing <= 0 or entry.retry is not None:
@@ -263,6 +275,7 @@ class NatsPulls:
             if self._stopping or self._subscription is not subscription:
                 return  # retired while we waited: everything is asked for again on the next inbox
             entry.issued += missing
+            expires_s = _expiry(now_s, PULL_EXPIRES_S if missing == 1 else self._expires_s)
             self._expect(expires_s + _PULL_LATE_S, entry)
             body = b'{"batch":%d,"expires":%d}' % (missing, (expires_s - now_s) * 1e9)
             reply = f"{self._inbox}{entry.index}_{entry.issued}_{missing}"

@@ -43,7 +43,7 @@ from sie_broker.nats.api import (
     version_of,
 )
 from sie_broker.nats.jetstream import JetStream
-from sie_broker.nats.pulls import parse_reply
+from sie_broker.nats.pulls import WORK_EXPIRES_S, parse_reply
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 
 _ENSURE_ATTEMPTS = 10  # at a consumer that others delete meanwhile
@@ -58,7 +58,7 @@ class NatsQueue(JetStream):
         return Published(ack.seq, ack.duplicate)
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
-        return self.open_pulls(stream, handler)
+        return self.open_pulls(stream, handler, expires_s=WORK_EXPIRES_S)
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}

@@ -6,17 +6,21 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import logging
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 from broker_harness import STREAM, WAIT_S, Box, NatsHarness, consumer_of, publish, subject_of
+from inprocess import until
 from nats_server import free_port
+from tcp_proxy import TcpProxy
 
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
 from sie_broker.nats import NatsBroker, NatsDelivery, connect
 from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
+from sie_broker.nats.pulls import WORK_EXPIRES_S
 
 
 async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,3 +202,52 @@ def test_facts_of_a_delivery_are_read_from_both_forms_of_its_ack_subject() -> No
         assert delivery.sent_s == 1700000000.5
     with pytest.raises(ValueError, match="ack subject"):
         NatsDelivery(None, Message("_INBOX.x"))  # type: ignore[arg-type]
+
+
+async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_of_it_twice(
+    nats: Callable[..., Awaitable[NatsHarness]],
+) -> None:
+    """1. two holders have credit for all; the network to one swallows everything, as if it were stopped; 2. messages
+    come for three times as long as its pulls last; 3. those after its pulls are the other's at once, and those before
+    are the other's after the ack wait, as their second delivery.
+    """
+    harness = await nats()
+    broker = await harness.connect()
+    await broker.ensure_stream(STREAM, owner=True)
+    spec, step_s, sent = consumer_of("a", ack_wait_s=3.0), 0.02, 0
+    await broker.ensure_consumer(spec)
+    got: dict[int, tuple[float, int]] = {}  # by message: seconds after it was sent, and which delivery it was
+    sent_s: dict[int, float] = {}
+    done: set[asyncio.Task[None]] = set()
+
+    def take(delivery: Delivery) -> None:
+        number = int(delivery.data)
+        got[number] = time.monotonic() - sent_s[number], delivery.delivered
+        done.add(asyncio.create_task(delivery.ack()))
+
+    async with TcpProxy(harness.server.port) as proxy:
+        stopped = await connect(proxy.url, name="stopped")
+        held: Box[Delivery] = Box()
+        stopped.pulls(STREAM.name, held.put).want(spec.name, 1000)
+        await publish(broker, "a", 1, first=10_000)
+        await held.fill(1)
+        await held.items[0].ack()
+        pulls = broker.pulls(STREAM.name, take)
+        pulls.want(spec.name, 1000)
+        await broker.flush()
+        proxy.swallow()
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 3 * WORK_EXPIRES_S:
+            sent_s[sent] = time.monotonic()
+            await publish(broker, "a", 1, first=sent)
+            sent += 1
+            await asyncio.sleep(step_s)
+        await until(lambda: len(got) == sent, "every message at the other holder", 30.0)
+        taken = [number for number, (_, delivered) in got.items() if delivered > 1]
+        assert taken, "the stopped holder took some"
+        assert max(sent_s[number] for number in taken) - began_s < 2 * WORK_EXPIRES_S
+        assert {delivered for _, delivered in got.values()} == {1, 2}
+        assert max(after_s for after_s, delivered in got.values() if delivered == 1) < 1.5
+        await asyncio.gather(*done)
+        await pulls.stop()
+        await stopped.close()
