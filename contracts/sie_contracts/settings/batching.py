@@ -15,7 +15,7 @@ class BatchingSettings:
         "SIE_MAX_BATCH_REQUESTS",
         "sidecar",
         whole(1),
-        "Most requests per batch. In queue mode SIE_BATCHER_MAX_BATCH_REQUESTS applies.",
+        "Maximum number of requests per batch. In queue mode SIE_BATCHER_MAX_BATCH_REQUESTS applies.",
         mode="standalone",
     )
     max_batch_wait_ms: int = row(
@@ -23,7 +23,7 @@ class BatchingSettings:
         "SIE_MAX_BATCH_WAIT_MS",
         "sidecar",
         whole(0),
-        "Longest wait for a batch to fill, milliseconds. In queue mode SIE_BATCHER_COALESCE_MS applies.",
+        "Maximum time that a batch waits to fill, milliseconds. In queue mode SIE_BATCHER_COALESCE_MS applies.",
         mode="standalone",
     )
     max_batch_cost: int = row(
@@ -31,31 +31,31 @@ class BatchingSettings:
         "SIE_MAX_BATCH_COST",
         "sidecar",
         whole(1),
-        "Cost budget per batch; the cost of a text is its token count after truncation. One item over the budget runs alone.",
+        "Maximum cost of a batch, in tokens. The cost of a text is its number of tokens after truncation. An item above the maximum runs alone.",
     )
     max_concurrent_requests: int = row(
         512,
         "SIE_MAX_CONCURRENT_REQUESTS",
         "gateway",
         whole(1),
-        "Requests in progress per gateway process; beyond it 503 QUEUE_FULL.",
+        "Maximum number of requests in progress per gateway process. More requests get 503 QUEUE_FULL.",
     )
     max_items_per_request: int = row(
-        2048, "SIE_MAX_ITEMS_PER_REQUEST", "gateway", whole(1), "Inputs per request, on every API."
+        2048, "SIE_MAX_ITEMS_PER_REQUEST", "gateway", whole(1), "Maximum number of inputs per request, on every API."
     )
     rust_pipeline_depth: int = row(
         2,
         "SIE_RUST_PIPELINE_DEPTH",
         "sidecar",
         whole(1, 8),
-        "Batches sent ahead to the adapter, per inference lane: one runs, the rest are ready. The name is historical.",
+        "Batches at the adapter for each lane of the device: one runs, the others are ready. The name is historical.",
     )
     batcher_coalesce_ms: int = row(
         5,
         "SIE_BATCHER_COALESCE_MS",
         "sidecar",
         whole(0),
-        "How long a batch may wait for more of its kind, milliseconds.",
+        "Maximum time that a batch waits for more requests that can join it, milliseconds.",
         mode="queue",
     )
     batcher_max_batch_requests: int = row(
@@ -63,7 +63,7 @@ class BatchingSettings:
         "SIE_BATCHER_MAX_BATCH_REQUESTS",
         "sidecar",
         whole(1),
-        "Work items (queue messages) per batch; a chunk of many texts is one.",
+        "Maximum number of work items (queue messages) per batch. A chunk of many texts is one work item.",
         mode="queue",
     )
     adaptive_min_quantum_ms: int = row(
@@ -71,46 +71,54 @@ class BatchingSettings:
         "SIE_ADAPTIVE_MIN_QUANTUM_MS",
         "sidecar",
         whole(0),
-        "Shortest gathering of deliveries before they are tokenised together, milliseconds.",
+        "Minimum time for which deliveries are gathered before they are tokenised together, milliseconds.",
     )
     adaptive_max_quantum_ms: int = row(
-        15, "SIE_ADAPTIVE_MAX_QUANTUM_MS", "sidecar", whole(0), "Longest gathering of deliveries, milliseconds."
+        15,
+        "SIE_ADAPTIVE_MAX_QUANTUM_MS",
+        "sidecar",
+        whole(0),
+        "Maximum time for which deliveries are gathered, milliseconds.",
     )
     adaptive_target_p50_ms: float = row(
         50.0,
         "SIE_ADAPTIVE_TARGET_P50_MS",
         "sidecar",
         number(0, open_low=True),
-        "Median latency that the gathering steers toward, milliseconds.",
+        "Target for the median latency at the worker, milliseconds. The further the median is below it, the longer deliveries are gathered.",
     )
     chunk_cost: int = row(
         4096,
         "SIE_CHUNK_COST",
         "gateway",
         whole(1),
-        "Tokens per queue message: a request is split by cost into messages of about this size.",
+        "Tokens per queue message. A request is split into messages of about this cost.",
     )
     bulk_max_overtakes: int = row(
         4,
         "SIE_BULK_MAX_OVERTAKES",
         "sidecar",
         whole(0),
-        "How often interactive batches may overtake the oldest bulk batch.",
+        "How many times interactive batches may overtake the oldest bulk batch.",
     )
     key_window_tokens: int = row(
-        65536, "SIE_KEY_WINDOW_TOKENS", "gateway", whole(1), "Tokens in the queue per key, lane and priority."
+        65536,
+        "SIE_KEY_WINDOW_TOKENS",
+        "gateway",
+        whole(1),
+        "Maximum number of tokens in the queue for each API key, lane and priority.",
     )
     adopt_after_ms: int = row(
         2000,
         "SIE_ADOPT_AFTER_MS",
         "gateway",
         whole(0),
-        "Age of a model's oldest item past which it gets one more host.",
+        "Age of a model's oldest waiting work above which the model gets one more host, milliseconds.",
     )
     swap_after_ms: int = row(
         1000,
         "SIE_SWAP_AFTER_MS",
         "sidecar",
         whole(0),
-        "Age of the oldest item of an absent model from which a worker swaps to it. The model that goes has been there for as long, and for as long as its load took, of which 5 s count.",
+        "How long work of a model that is not loaded waits before another model is evicted for it, milliseconds. The evicted model has been loaded for at least this time, and for at least as long as its load took, of which at most 5 s count.",
     )

@@ -38,7 +38,7 @@ class TelemetrySettings:
         "OTEL_SERVICE_NAME",
         "all",
         TEXT,
-        "Service name in traces; unset, a service.name in OTEL_RESOURCE_ATTRIBUTES comes before the default.",
+        "Service name in traces. If unset, a service.name in OTEL_RESOURCE_ATTRIBUTES takes precedence over the default.",
     )
     otel_traces_exporter: tuple[str, ...] = row(
         ("otlp",), "OTEL_TRACES_EXPORTER", "all", choices("otlp", "console", "none"), "Span exporters."
@@ -48,14 +48,14 @@ class TelemetrySettings:
         "OTEL_EXPORTER_OTLP_ENDPOINT",
         "all",
         COLLECTOR,
-        "Collector address; unset, http/protobuf takes port 4318. /v1/traces is put behind it for http/protobuf.",
+        "Address of the collector. If unset, http/protobuf uses port 4318. For http/protobuf /v1/traces is appended.",
     )
     otel_exporter_otlp_traces_endpoint: str | None = row(
         None,
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
         "all",
         COLLECTOR,
-        "Collector address of traces, used as it is. Default: OTEL_EXPORTER_OTLP_ENDPOINT.",
+        "Address of the collector for traces, used unchanged. Default: OTEL_EXPORTER_OTLP_ENDPOINT.",
     )
     otel_exporter_otlp_protocol: str = row(
         "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL", "all", PROTOCOL, "Protocol to the collector."
@@ -65,7 +65,7 @@ class TelemetrySettings:
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
         "all",
         PROTOCOL,
-        "Protocol of traces. Default: OTEL_EXPORTER_OTLP_PROTOCOL.",
+        "Protocol to the collector for traces. Default: OTEL_EXPORTER_OTLP_PROTOCOL.",
     )
     otel_traces_sampler: str = row(
         "always_on",
@@ -82,12 +82,12 @@ class TelemetrySettings:
         "Sampling strategy.",
     )
     otel_traces_sampler_arg: float = row(
-        1.0, "OTEL_TRACES_SAMPLER_ARG", "all", number(0, 1), "Sampling rate of traceidratio."
+        1.0, "OTEL_TRACES_SAMPLER_ARG", "all", number(0, 1), "Share of traces that traceidratio samples."
     )
     otel_propagators: tuple[str, ...] = row(
         ("tracecontext", "baggage"),
         "OTEL_PROPAGATORS",
         "all",
         choices("tracecontext", "baggage", "none"),
-        "Whether the W3C trace context of clients is taken up: tracecontext is in it. Baggage is not read.",
+        "If the list has tracecontext, the W3C trace context of clients is used. Baggage is not read.",
     )
