@@ -28,11 +28,11 @@ LABELS = {
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`",
     "kind": "put, removal, unknown",
     "machine_profile": "the machine profile of a lane; empty before one is chosen",
-    "method": "of HTTP",
-    "model": "an id of the catalogue; of workers also `id:profile` where a profile needs weights of its own",
+    "method": "the HTTP method",
+    "model": "an id of the catalogue; at workers also `id:profile` if a profile needs weights of its own",
     "operation": "encode, score, extract, tokenize, decode",
     "outcome": (
-        "what became of a delivery: taken, duplicate, unknown (its request is closed), unconfirmed, fenced, cancelled, "
+        "the outcome of a delivery: taken, duplicate, unknown (its request is closed), unconfirmed, fenced, cancelled, "
         "late, changed, handed_back"
     ),
     "phase": "total and its parts: queue, tokenize, batch_wait, inference, postprocess",
@@ -40,14 +40,14 @@ LABELS = {
     "priority": "interactive, bulk",
     "reason": "why it was refused",
     "redelivered": "true, false",
-    "result": "what became of it",
+    "result": "the outcome",
     "route": "a route of the config service, without the names in its path",
     "side": "served, shadow",
     "status": (
-        "of HTTP; 499: the client was gone. Of workers: success, error, queue_full. Of `sie_gateway_workers`: healthy, "
-        "unhealthy"
+        "the HTTP status; 499: the client had disconnected. Of workers: success, error, queue_full. Of "
+        "`sie_gateway_workers`: healthy, unhealthy"
     ),
-    "verdict": "what a result was for its gateway",
+    "verdict": "what the gateway did with a result",
     "version": "of the distribution",
     "worker": "the id of a worker",
 }
@@ -60,8 +60,8 @@ _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 _ENDPOINTS = 22  # of a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
-    "Requests that no route saw: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (no HTTP/1.1), "
-    "`connections` (too many), `unread` (a reply that its client did not read)"
+    "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
+    "HTTP/1.1), `connections` (too many), `unread` (a reply that its client did not read)"
 )
 
 
@@ -98,7 +98,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_request_latency_seconds",
         "histogram",
-        "Head received to reply ready",
+        "Time from the head of a request to its reply",
         ("endpoint", "machine_profile"),
         36,
         _ENDPOINTS,
@@ -117,14 +117,18 @@ _GATEWAY = (
         16,
     ),
     Metric("sie_gateway_refused_below_routes", "counter", _BELOW, ("reason",), 5),
-    Metric("sie_gateway_provisioning_responses", "counter", "Requests told to wait for a worker that starts"),
-    Metric("sie_gateway_reattached", "counter", "Clients that came back to a run of theirs"),
-    Metric("sie_gateway_abandoned", "counter", "Runs cancelled because their clients stayed away"),
+    Metric(
+        "sie_gateway_provisioning_responses", "counter", "Requests that were told to wait until a worker has started"
+    ),
+    Metric("sie_gateway_reattached", "counter", "Clients that came back to a run that they had started"),
+    Metric(
+        "sie_gateway_abandoned", "counter", "Runs cancelled because their clients disconnected and did not come back"
+    ),
     Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48, each=1),
     Metric(
         "sie_gateway_key_device_seconds",
         "counter",
-        "Device time of a key: of each batch its share by tokens",
+        "Device time of a key: its share, by tokens, of each batch that its work ran in",
         ("key",),
         48,
         each=1,
@@ -162,9 +166,23 @@ _GATEWAY = (
         40,
         2,
     ),
-    Metric("sie_gateway_queue_publish_seconds", "histogram", "Publish to broker ack", ("operation",), 6, 1, _REQUEST_S),
     Metric(
-        "sie_gateway_queue_result_wait_seconds", "histogram", "Publish to last result", ("operation",), 6, 1, _REQUEST_S
+        "sie_gateway_queue_publish_seconds",
+        "histogram",
+        "From publish to the broker's ack",
+        ("operation",),
+        6,
+        1,
+        _REQUEST_S,
+    ),
+    Metric(
+        "sie_gateway_queue_result_wait_seconds",
+        "histogram",
+        "From publish to last result",
+        ("operation",),
+        6,
+        1,
+        _REQUEST_S,
     ),
     Metric(
         "sie_gateway_queue_ack_failures",
@@ -173,12 +191,12 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_queue_payload_offloads", "counter", "Chunks whose inputs went through the payload store"),
     Metric("sie_gateway_chunk_deliveries", "histogram", "Deliveries that a chunk took", (), 1, 1, (1, 2, 3, 4, 5, 10)),
-    Metric("sie_gateway_outcomes", "counter", "Chunk results by what became of them", ("verdict",), 12),
+    Metric("sie_gateway_outcomes", "counter", "Results of chunks, by what was done with them", ("verdict",), 12),
     Metric("sie_gateway_inbox_dropped", "counter", "Results dropped unread: the inbox was full"),
-    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Held of results of which parts are missing"),
+    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Memory of results that lack parts"),
     Metric("sie_gateway_permits_held_tokens", "gauge", "Tokens that requests of this gateway have in the queue"),
     Metric("sie_gateway_permits_held_messages", "gauge", "Messages that requests of this gateway have in the queue"),
-    Metric("sie_gateway_waiting_bytes", "gauge", "Inputs that wait in this gateway for their turn"),
+    Metric("sie_gateway_waiting_bytes", "gauge", "Inputs that wait for their turn, bytes"),
     Metric("sie_gateway_dlq_events", "counter", "Work given up in all pools, the same at every gateway"),
     Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
     # workers
@@ -186,24 +204,30 @@ _GATEWAY = (
     Metric("sie_gateway_worker_queue_depth", "gauge", "Work items that a worker holds", ("worker",), 48),
     Metric("sie_gateway_worker_memory_used_bytes", "gauge", "Device memory in use at a worker", ("worker",), 48),
     Metric("sie_gateway_model_workers", "gauge", "Healthy workers that have a model loaded", ("model",), 64),
-    Metric("sie_gateway_pending_demand", "gauge", "1 while demand counts", ("machine_profile", "bundle"), 16),
+    Metric(
+        "sie_gateway_pending_demand",
+        "gauge",
+        "1 while clients ask for a worker of the lane",
+        ("machine_profile", "bundle"),
+        16,
+    ),
     Metric("sie_gateway_active_lease_gpus", "gauge", "GPUs that live reservations ask for"),
-    Metric("sie_gateway_pool_events", "counter", "What became of reservations", ("event",), 12),
+    Metric("sie_gateway_pool_events", "counter", "Events of reservations", ("event",), 12),
     # the catalogue
     Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
     Metric(
         "sie_gateway_config_behind",
         "gauge",
-        "1 while the last look at the config service failed: the last catalogue serves",
+        "1 while the last read from the config service failed; the process goes on with its last catalogue",
     ),
-    Metric("sie_gateway_config_deltas", "counter", "Config deltas by what became of them", ("kind", "result"), 20),
+    Metric("sie_gateway_config_deltas", "counter", "Config deltas, by result", ("kind", "result"), 20),
     Metric(
         "sie_gateway_alias_requests", "counter", "Answers by alias and the model that gave them", ("alias", "model"), 40
     ),
     Metric(
         "sie_gateway_shadows",
         "counter",
-        "Copies of requests for a shadow by what became of them",
+        "Copies of requests for a shadow, by result",
         ("alias", "model", "result"),
         48,
         12,
@@ -211,7 +235,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_shadow_seconds",
         "histogram",
-        "Publish to last result, of what was served and of its copy",
+        "Time from the publish to the last result, of the served request and of its copy",
         ("alias", "model", "side"),
         8,
         2,
@@ -242,11 +266,11 @@ _GATEWAY = (
 )
 
 OOM = {
-    "recoveries_attempted": "passes that failed for want of memory",
-    "recoveries_succeeded": "passes that then ran",
-    "terminal_failures": "passes that never ran",
+    "recoveries_attempted": "passes that ran out of memory",
+    "recoveries_succeeded": "passes that succeeded when they were retried",
+    "terminal_failures": "passes that failed after all retries",
     "cache_clears": "caches cleared",
-    "evictions_triggered": "models unloaded",
+    "evictions_triggered": "models evicted",
     "batch_splits": "batches split",
 }
 _WORKER = (
@@ -262,24 +286,24 @@ _WORKER = (
         _CHUNK_S,
         each=6,
     ),
-    Metric("sie_queue_depth", "gauge", "Chunks held and not yet answered", ("model",), 24),
+    Metric("sie_queue_depth", "gauge", "Chunks in flight at the worker", ("model",), 24),
     Metric("sie_deliveries", "counter", "Deliveries taken in", ("redelivered",), 2),
-    Metric("sie_gathered_deliveries", "histogram", "Deliveries taken from the wire together", (), 1, 1, _COUNTS),
+    Metric("sie_gathered_deliveries", "histogram", "Deliveries read from the connection together", (), 1, 1, _COUNTS),
     Metric(
         "sie_settlements",
         "counter",
-        "What became of deliveries; late: its deadline had passed before it ran",
+        "Deliveries, by outcome; late: the deadline passed before the work ran",
         ("outcome",),
         12,
     ),
-    Metric("sie_dead_letters", "counter", "Work given up, by whether it was kept", ("result",), 2),
-    Metric("sie_poisoned_inputs", "counter", "Inputs refused because they ended two adapters"),
+    Metric("sie_dead_letters", "counter", "Work given up, by whether its dead letter was stored", ("result",), 2),
+    Metric("sie_poisoned_inputs", "counter", "Inputs refused because they killed two adapters"),
     # batches
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, each=1),
-    Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch by those that one may have", (), 1, 1, _SHARES),
+    Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by the maximum", (), 1, 1, _SHARES),
     Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, each=1),
-    Metric("sie_padding_tokens", "counter", "Positions computed beside the tokens", ("model",), 24, each=1),
+    Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, each=1),
     # the device
     Metric(
         "sie_device_seconds",
@@ -293,32 +317,34 @@ _WORKER = (
     Metric(
         "sie_device_utilization_ratio",
         "gauge",
-        "How busy the device is, whoever uses it; absent where nothing measures it",
+        "Utilisation of the device by all programs; absent where nothing measures it",
     ),
     Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
     Metric("sie_device_memory_total_bytes", "gauge", "Memory of the device, absent without an adapter"),
     *(
-        Metric(f"sie_oom_{name}", "counter", f"Memory that ran out on the device: {text}", ("model",), 16)
+        Metric(f"sie_oom_{name}", "counter", f"Out of device memory: {text}", ("model",), 16)
         for name, text in OOM.items()
     ),
     # models
-    Metric("sie_model_loaded", "gauge", "1 while the model is resident", ("model", "device"), 24),
-    Metric("sie_model_memory_bytes", "gauge", "Measured memory of a resident model", ("model",), 24),
-    Metric("sie_model_loads", "counter", "Loads that ended with a resident model", ("model",), 24, each=1),
+    Metric("sie_model_loaded", "gauge", "1 while the model is loaded", ("model", "device"), 24),
+    Metric("sie_model_memory_bytes", "gauge", "Measured memory of a loaded model", ("model",), 24),
+    Metric("sie_model_loads", "counter", "Loads that succeeded", ("model",), 24, each=1),
     Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16, each=1),
-    Metric("sie_model_swaps", "counter", "Models closed to new work for another one's load"),
-    Metric("sie_idle_evictions", "counter", "Models unloaded because nobody used them"),
-    Metric("sie_certificates", "counter", "Loads by what the checks of the loaded model said", ("result",), 2),
+    Metric("sie_model_swaps", "counter", "Models closed to new work for the load of another one"),
+    Metric("sie_idle_evictions", "counter", "Models evicted because nobody used them"),
+    Metric("sie_certificates", "counter", "Loads, by the result of the certificate", ("result",), 2),
     # the process
     Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 5),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
-    Metric("sie_adapter_deaths", "counter", "Adapters that went away"),
+    Metric("sie_adapter_deaths", "counter", "Adapters that died"),
     Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
     Metric(
-        "sie_config_behind", "gauge", "1 while the last look at the config service failed: the last catalogue serves"
+        "sie_config_behind",
+        "gauge",
+        "1 while the last read from the config service failed; the process goes on with its last catalogue",
     ),
-    Metric("sie_config_deltas", "counter", "Config deltas by what became of them", ("kind", "result"), 20),
+    Metric("sie_config_deltas", "counter", "Config deltas, by result", ("kind", "result"), 20),
 )
 
 _CONFIG = (
@@ -326,7 +352,15 @@ _CONFIG = (
     Metric("sie_config_ready", "gauge", "1 once the catalogue is built"),
     Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
     Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 5),
-    Metric("sie_config_request_seconds", "histogram", "Head received to reply sent", ("route",), 12, 1, _REQUEST_S),
+    Metric(
+        "sie_config_request_seconds",
+        "histogram",
+        "From the head of a request to its reply",
+        ("route",),
+        12,
+        1,
+        _REQUEST_S,
+    ),
     Metric(
         "sie_config_catalogue_epoch",
         "gauge",
