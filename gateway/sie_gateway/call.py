@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import ModelEntry
-from sie_contracts.errors import SIEError, envelope
+from sie_contracts.errors import InvalidInput, SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
 from sie_contracts.trace_context import NONE, Context
 from sie_gateway.body import Item
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from sie_gateway.finished import Finished
     from sie_runtime.spans import Span
 
+ROUTE_KEY = "X-SIE-Route-Key"
+MAX_KEY_CHARS = 128
+_ROUTE_KEY_HEADER = ROUTE_KEY.lower()
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
 """The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family
 reads them.
@@ -99,6 +102,26 @@ class Call:
     def key(self) -> str:
         """Whose turn it takes among others: one name per credential, the same for all who need none."""
         return self.grant.key
+
+
+def route_key(call: Call | None) -> str:
+    """What of a call always gets the same target of an alias: its X-SIE-Route-Key, else its API key, else the address
+    of its client.
+
+    A named one counts whoever sends it, so the writer and the readers of an index can agree on one. Empty for nobody's
+    call, which gets the heaviest target. Raises InvalidInput.
+    """
+    if call is None:
+        return ""
+    named = call.headers.get(_ROUTE_KEY_HEADER, "")
+    if not named:
+        return f"key {call.key}" if call.key else f"client {call.client}"
+    if len(named) > MAX_KEY_CHARS or not (named.isascii() and named.isprintable()):
+        message = (
+            f"{ROUTE_KEY}: expected at most {MAX_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
+        )
+        raise InvalidInput(message, reason="schema", param=ROUTE_KEY)
+    return f"named {named}"
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,8 @@ from sie_contracts.options import RequestOptions, run_options
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
-from sie_gateway.aliases import route_key
 from sie_gateway.attach import Attachments, ClientGone
-from sie_gateway.call import Answer, Asked, Call, EntryChanged
+from sie_gateway.call import Answer, Asked, Call, EntryChanged, route_key
 from sie_gateway.capabilities import CAN, Able, anything
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet

@@ -1,4 +1,6 @@
-"""The models API: the catalogue as clients see it, with what the workers report. Never causes a load."""
+"""The models API: models and aliases of the catalogue as clients see them, with what the workers report. Never causes a
+load.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from sie_contracts import families
+from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, classifies, listed_outputs, widths
+from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.places import without_paths
-from sie_gateway.aliases import alias_infos
 from sie_gateway.fleet import Fleet
 
 _SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
@@ -137,3 +140,26 @@ async def model_list(
         and (not output or output in info["outputs"])
         and (not loaded or info["loaded"])
     ]
+
+
+def alias_info(info: dict[str, Any], alias: Alias) -> dict[str, Any]:
+    """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that
+    it names.
+    """
+    told: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
+    if alias.shadow is not None:
+        told["shadow"] = {"model": alias.shadow.model, "share": alias.shadow.share}
+    rest = {name: value for name, value in info.items() if name not in ("variant_of", "owned_by")}
+    return {**rest, "name": alias.id, "id": alias.id, "owned_by": alias.id.partition("/")[0], "alias": told}
+
+
+def alias_infos(catalogue: Catalogue, fleet: Fleet) -> list[dict[str, Any]]:
+    """Those that can serve, in order of name: one whose model is gone is not listed."""
+    found = []
+    for _, alias in sorted(catalogue.aliases.items()):
+        try:
+            resolved = catalogue.resolve(alias.heaviest.model, follow=False)
+        except (ModelNotFound, BundleConflict):
+            continue
+        found.append(alias_info(model_info(catalogue, fleet, resolved.entry, resolved.profile), alias))
+    return found

@@ -10,8 +10,7 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from sie_contracts.errors import NotFound
-from sie_gateway.aliases import alias_info
-from sie_gateway.models import model_info, model_list
+from sie_gateway.models import alias_info, model_info, model_list
 from sie_gateway.status import CONSOLE_POLICY, console
 from sie_runtime.http import scrape
 

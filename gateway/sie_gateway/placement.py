@@ -79,7 +79,6 @@ class Placer:
         self._held: list[Callable[[], None]] | None = None  # news that wait for the end of a look
         self._planners: dict[Lane, Planner] = {}
         self._cold = asyncio.Event()
-        self.serves: Callable[[str], bool] = lambda pool: True  # whether a pool is there
         # a table that cannot be read counts as removed: it is computed and written anew
         self._record = Record(
             Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
@@ -167,7 +166,7 @@ class Placer:
         if self._first_s is None:
             self._first_s = self._now_s()
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
-        for lane in [lane for lane in live.keys() | self._planners.keys() if self.serves(lane.pool)]:
+        for lane in live.keys() | self._planners.keys():
             planner, of_lane, of_silent = self._planner(lane), live.get(lane, []), silent.get(lane, [])
             stored = self._stored(topology.lane_key(lane))
             if stored.table is not None and self._now_s() - self._first_s < UNHEARD_S:

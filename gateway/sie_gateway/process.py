@@ -20,8 +20,7 @@ from sie_gateway.admission import Admission
 from sie_gateway.app import Gateway, Readiness, create_app, metrics_app
 from sie_gateway.auth import Gate
 from sie_gateway.backlog import Backlog
-from sie_gateway.cold import ColdStarts
-from sie_gateway.demand import DemandRecords
+from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
@@ -122,7 +121,7 @@ async def serve(
 
     def on_pool_gone(name: str) -> None:
         inbox.fail_pool(name, not_found(name))
-        for part in (admission, backlog, placer, demand, cold):
+        for part in (admission, backlog, ages, placer, demand, cold):
             part.forget(name)
 
     keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)

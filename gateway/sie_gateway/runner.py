@@ -21,7 +21,7 @@ from sie_gateway.admission import Admission, Permits
 from sie_gateway.body import Item
 from sie_gateway.call import Call, EntryChanged
 from sie_gateway.chunk import Chunk
-from sie_gateway.cold import ColdStarts
+from sie_gateway.demand import ColdStarts
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.inbox import Collector, Inbox
 from sie_gateway.metrics import Metrics

@@ -30,8 +30,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
 from sie_gateway.backlog import Backlog
 from sie_gateway.call import Call
-from sie_gateway.cold import ColdStarts
-from sie_gateway.demand import DemandRecords
+from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.grant import Grant
 from sie_gateway.inbox import Inbox

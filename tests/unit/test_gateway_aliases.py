@@ -24,9 +24,8 @@ from sie_contracts.messages import PRIORITIES, Failed, Ok, Priority, RunOptions,
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
 from sie_gateway import chunk, shadow
-from sie_gateway.aliases import route_key
 from sie_gateway.body import Item
-from sie_gateway.call import Asked, Call
+from sie_gateway.call import Asked, Call, route_key
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics

@@ -24,6 +24,7 @@ from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbi
 from sie_contracts.records import PoolSpec, Reservation
 from sie_contracts.settings import Settings
 from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
+from sie_gateway.placement import Placer
 from sie_gateway.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.queue import work_spec
 from sie_gateway.reserving import parse_spec
@@ -290,6 +291,12 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
         yield town
 
 
+def placers() -> list[Placer]:
+    """Those of the gateways of this process, by their tasks."""
+    tasks = [task for task in asyncio.all_tasks() if task.get_name() == "placement"]
+    return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
+
+
 def code(answer: httpx.Response) -> tuple[int, str]:
     body = answer.json()
     assert body["detail"]["message"] == body["error"]["message"]  # the Python client reads it there, of a map
@@ -446,6 +453,9 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     )
     tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
     assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
+    known = [each._waiting.__self__._names for each in placers()]  # type: ignore[attr-defined]  # of `Ages.of`
+    assert len(known) == 2, "two gateways"
+    await until(lambda: not any(lane.pool == "team" for names in known for lane in names), "its lanes are forgotten")
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
 
 
