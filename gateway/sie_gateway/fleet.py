@@ -95,7 +95,15 @@ class Fleet:
     Indexed by lane and by model: what a request asks costs the same with one worker and with a thousand.
     """
 
-    def __init__(self, bus: Bus, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        spec: Callable[[str], PoolSpec | None] = lambda pool: None,
+    ) -> None:
+        """`spec`: what the reservation of a name asks for; None for any other pool."""
         self._bus = bus
         self._settings = settings
         self._clock = clock
@@ -110,7 +118,7 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
         self.version = 0  # grows with every heartbeat
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
-        self.spec: Callable[[str], PoolSpec | None] = lambda pool: None  # of a pool that is a reservation
+        self._spec = spec
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
@@ -274,7 +282,7 @@ class Fleet:
             raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
         bundle = resolved.bundle
         configured = self._settings.gateway_configured_gpus or ()
-        if (spec := self.spec(pool)) is not None:
+        if (spec := self._spec(pool)) is not None:
             if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
                 raise BundleConflict(
                     f"the pool {pool!r} has workers of bundle {spec.bundle!r} alone",

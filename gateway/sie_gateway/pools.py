@@ -15,7 +15,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from sie_broker import Broker, BrokerError, Entry, Store, TopologyMismatch, Write, WrongRevision
+from sie_broker import BrokerError, Entry, Store, TopologyMismatch, Write, WrongRevision
 from sie_broker.record import Bucket, Record
 from sie_contracts import messages, records, topology
 from sie_contracts.api import operations as api
@@ -41,9 +41,11 @@ def _decode(entry: Entry) -> Reservations | Assigned:
     return records.decode_assigned(value) if entry.key == _ASSIGNED else records.decode_reservations(value)
 
 
-class PoolRecord:
-    """The reservations and the assignments of workers, as the broker has them: two keys of the bucket `sie_pools`.
-    `woken` is set at each change.
+class PoolRecord(Collection[str]):
+    """The names of all pools that are there now: `own`, of this installation, and the reservations whose lease has not
+    ended. `woken` is set at each change.
+
+    Reservations and assignments of workers are two keys of the bucket `sie_pools`.
 
     Every gateway follows both. Any gateway changes the reservations by compare-and-set; the leader of the gateways
     writes the assignments. A bucket that was lost with its broker took all reservations with it: their requests fail,
@@ -51,6 +53,7 @@ class PoolRecord:
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
+        self.own = frozenset({topology.pool_name("default"), settings.pool})
         self.reservations = Reservations()
         self.assigned = Assigned()
         self.woken = asyncio.Event()
@@ -99,6 +102,16 @@ class PoolRecord:
         if not self._is_read:
             raise NotReady("the pools have not been read from the broker yet")
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or (isinstance(name, str) and self.reservation(name) is not None)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from sorted(self.own)
+        yield from sorted(self.live())
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self.live())
+
     def live(self) -> dict[str, Reservation]:
         """The reservations whose lease has not ended, by name."""
         now_s = self._clock.now_s()
@@ -108,6 +121,14 @@ class PoolRecord:
         """A reservation whose lease has not ended."""
         each = self.reservations.pools.get(name)
         return each if each is not None and self._clock.now_s() < each.expires_s else None
+
+    def is_reservation(self, name: str) -> bool:
+        return self.reservation(name) is not None
+
+    def spec(self, name: str) -> PoolSpec | None:
+        """What a reservation asks for; None for any other name."""
+        each = self.reservation(name)
+        return each.spec if each is not None else None
 
     def workers(self) -> Mapping[str, str]:
         """The reservation of each worker that has one."""
@@ -161,43 +182,17 @@ class PoolRecord:
             raise QueueUnavailable(f"an earlier pool {name!r} is still being removed") from None
 
 
-class Pools(Collection[str]):
-    """The names of all pools that are there now, and what clients do with them. May be called by any task."""
+class Pools:
+    """What clients do with pools, and what they are told of them. May be called by any task."""
 
     def __init__(
-        self,
-        settings: Settings,
-        broker: Broker,
-        fleet: Fleet,
-        queue: WorkQueue,
-        clock: BrokerClock,
-        metrics: Metrics,
+        self, record: PoolRecord, fleet: Fleet, queue: WorkQueue, clock: BrokerClock, metrics: Metrics
     ) -> None:
-        self.own = frozenset({topology.pool_name("default"), settings.pool})
-        self.record = PoolRecord(settings, broker, clock)
+        self.record = record
         self._fleet = fleet
         self._queue = queue
         self._clock = clock
         self._metrics = metrics
-        fleet.spec = self.spec
-        queue.serves, queue.is_reservation = self.__contains__, lambda name: self.record.reservation(name) is not None
-
-    # ---- which pools there are
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.own or (isinstance(name, str) and self.record.reservation(name) is not None)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from sorted(self.own)
-        yield from sorted(self.record.live())
-
-    def __len__(self) -> int:
-        return len(self.own) + len(self.record.live())
-
-    def spec(self, name: str) -> PoolSpec | None:
-        """What a reservation asks for; None for any other name."""
-        each = self.record.reservation(name)
-        return each.spec if each is not None else None
 
     # ---- what clients do
 
@@ -207,7 +202,7 @@ class Pools(Collection[str]):
         Raises PoolConflict with the present pool, PoolOperationForbidden over the limit, QueueUnavailable, BrokerError.
         """
         name = spec.name
-        if name in self.own or name in self._physical():
+        if name in self.record.own or name in self._physical():
             raise pool_rules.exists(name, self.pool(name))
         await self.record.until_removed(name)
         now_s = self._clock.now_s()
@@ -242,7 +237,7 @@ class Pools(Collection[str]):
 
     async def renew(self, name: str) -> Reservation | None:
         """Begin its lease anew. None for a pool that needs none. Raises PoolNotFound, BrokerError."""
-        if name in self.own:
+        if name in self.record.own:
             return None
         record = await self.record.change(lambda record: pool_rules.renewed(record, name, self._clock.now_s()))
         self._count("renewed")
@@ -250,7 +245,7 @@ class Pools(Collection[str]):
 
     async def delete(self, name: str) -> None:
         """End a reservation. Raises PoolNotFound, PoolOperationForbidden for a pool that is none, BrokerError."""
-        if name in self.own:
+        if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, self._clock.now_s()))
         self._count("deleted")
@@ -268,12 +263,12 @@ class Pools(Collection[str]):
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
         """The models that workers of these pools load before anybody asks for them."""
-        return [model for pool in pools if (spec := self.spec(pool)) is not None for model in spec.pinned_models]
+        return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
         """The healthy workers that serve a pool."""
         reserved = self.record.workers()
-        own = name in self.own
+        own = name in self.record.own
         return [
             beat for beat in self._fleet.healthy() if beat.pool == name and (own or reserved.get(beat.worker) == name)
         ]
@@ -287,7 +282,7 @@ class Pools(Collection[str]):
         present = self.record.reservation(name)
         if present is not None:
             return self._pool_of(present)
-        if name not in self.own and name not in self._physical():
+        if name not in self.record.own and name not in self._physical():
             raise not_found(name)
         return pool_rules.own_pool(name, [beat for beat in self._fleet.healthy() if beat.pool == name])
 
@@ -318,7 +313,7 @@ class Pools(Collection[str]):
 
     def pools(self) -> list[api.Pool]:
         """All Pool objects: the default pool, others that are no reservation, then reservations by name."""
-        own = self.own | self._physical()
+        own = self.record.own | self._physical()
         return [self.pool(name) for name in (*sorted(own - self.record.live().keys()), *sorted(self.record.live()))]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:

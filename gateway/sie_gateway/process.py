@@ -30,7 +30,7 @@ from sie_gateway.offload import Offload, life_s
 from sie_gateway.placement import Ages, Placer
 from sie_gateway.pool_keeper import PoolKeeper
 from sie_gateway.pool_rules import not_found
-from sie_gateway.pools import Pools
+from sie_gateway.pools import PoolRecord, Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
 from sie_gateway.runner import Runner
 from sie_gateway.scaling import Scaling
@@ -87,7 +87,9 @@ async def serve(
         full_export_s=FULL_EXPORT_S,
         initial=initial,
     )
-    fleet = Fleet(broker, settings)
+    clock = BrokerClock(broker, topology.stream_name(settings.pool))
+    record = PoolRecord(settings, broker, clock)
+    fleet = Fleet(broker, settings, spec=record.spec)
     inbox = Inbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
@@ -100,10 +102,7 @@ async def serve(
         if store is not None
         else None
     )
-    queue = WorkQueue(broker, settings, metrics, on_lost, offload)
-    clock = BrokerClock(broker, topology.stream_name(settings.pool))
-    pools = Pools(settings, broker, fleet, queue, clock, metrics)
-    backlog = Backlog(broker, pools)
+    backlog = Backlog(broker, record)
     ages = Ages(broker, backlog, clock.now_s)
     placer = Placer(
         broker,
@@ -114,7 +113,17 @@ async def serve(
         storage=settings.stream_storage,
         replicas=settings.stream_replicas,
     )
-    queue.on_publish = placer.note
+    queue = WorkQueue(
+        broker,
+        settings,
+        metrics,
+        on_lost,
+        offload,
+        on_publish=placer.note,
+        serves=record.__contains__,
+        is_reservation=record.is_reservation,
+    )
+    pools = Pools(record, fleet, queue, clock, metrics)
     admission = Admission(settings, broker, fleet, backlog, metrics, epoch=lambda: feed.catalogue.epoch)
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
     cold = ColdStarts(fleet, demand, metrics, pools.pending_reason)
@@ -126,10 +135,10 @@ async def serve(
 
     keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
-    inference = Inference(settings, feed, fleet, pools, metrics, admission, runner)
-    lag = Lag(broker, backlog, pools, clock.now_s)
+    inference = Inference(settings, feed, fleet, record, metrics, admission, runner)
+    lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
-    status = Status(settings, broker, feed, fleet, admission.peers, pools.own, lag, nats_monitor_url)
+    status = Status(settings, broker, feed, fleet, admission.peers, record.own, lag, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys)
     readiness = Readiness(broker, feed, keys)
@@ -172,7 +181,7 @@ async def serve(
         await fleet.start()
         await inbox.start()
         await admission.peers.start()
-        own = functools.partial(_own_streams, queue, placer, settings, pools)
+        own = functools.partial(_own_streams, queue, placer, settings, record)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
         # connections already queue at the port: a request that meets a restart waits a moment instead of being refused
         # as not ready
@@ -249,7 +258,7 @@ def longest_drain_s(settings: Settings) -> float:
     return settings.gateway_request_timeout + _LATE_S
 
 
-async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: Pools) -> None:
+async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord) -> None:
     """Make the buckets of tables and of reservations, then the streams of this installation's own pools, for which
     workers wait.
 
@@ -257,7 +266,7 @@ async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, poo
     """
     try:
         await placer.start()
-        await pools.record.follow()
+        await pools.follow()
         for pool in sorted(pools.own):
             await queue.ensure_pool(pool)
     except TopologyMismatch as error:

@@ -70,18 +70,23 @@ class WorkQueue:
         metrics: Metrics,
         on_lost: Callable[[], None],
         offload: Offload | None = None,
+        *,
+        on_publish: Callable[[Lane, Sequence[WorkItem]], object] = lambda lane, items: None,
+        serves: Callable[[str], bool] = lambda pool: True,
+        is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called when a stream turns out to have been lost with the work in it. `offload` takes what no
-        message can hold.
+        """`on_lost` is called when a stream turns out to have been lost with the work in it, `on_publish` with the work
+        items of a request before they are published. `offload` takes what no message can hold. `serves` says whether a
+        pool is there, `is_reservation` whether it is a reservation.
         """
         self._broker = broker
         self._settings = settings
         self._metrics = metrics
         self._on_lost = on_lost
         self._offload = offload
-        self.on_publish: Callable[[Lane, Sequence[WorkItem]], object] = lambda lane, items: None
-        self.serves: Callable[[str], bool] = lambda pool: True  # whether a pool is there
-        self.is_reservation: Callable[[str], bool] = lambda pool: False
+        self._on_publish = on_publish
+        self._serves = serves
+        self._is_reservation = is_reservation
         self._created: dict[str, str] = {}  # stream name -> when the broker created it
         self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
         self._ensuring = Shared()
@@ -120,12 +125,12 @@ class WorkQueue:
 
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
-        reserved = self.is_reservation(pool)
+        reserved = self._is_reservation(pool)
         if not reserved:  # its dead letters outlive a reservation, so its workers put them to those of their own pool
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        if not self.serves(pool):  # it ended meanwhile, and may have been removed before this made it again
+        if not self._serves(pool):  # it ended meanwhile, and may have been removed before this made it again
             await self._broker.delete_stream(spec.name)
             self._require(pool)
         before = self._created.get(spec.name)
@@ -136,7 +141,7 @@ class WorkQueue:
         await self.consumers.follow(pool)
 
     def _require(self, pool: str) -> None:
-        if not self.serves(pool):
+        if not self._serves(pool):
             raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
 
     async def forget_pool(self, pool: str) -> None:
@@ -168,7 +173,7 @@ class WorkQueue:
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
         for pool in [name.removeprefix("WORK_") for name in self._created]:
-            if self.serves(pool):
+            if self._serves(pool):
                 await self.ensure_pool(pool)
         await self.consumers.reverify()
         return True
@@ -180,7 +185,7 @@ class WorkQueue:
         A message is kept also before its consumer exists, so both are made at once. Raises QueueFull, QueueUnavailable.
         """
         first = items[0]
-        self.on_publish(lane, items)
+        self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
@@ -328,7 +333,7 @@ class WorkQueue:
         What lay in a stream that was lost since is gone with it, and its sequences are left alone. With `request`,
         workers are told as well, and then: one that has room before the rest is gone would take more of it.
         """
-        if stored and self.serves(pool):
+        if stored and self._serves(pool):
             try:
                 await self._remove(topology.stream_name(pool), stored)
             except BrokerError as error:

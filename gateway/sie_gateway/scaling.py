@@ -78,7 +78,7 @@ class Scaling:
         profiles |= {beat.machine_profile for beat in beats}
         profiles |= {profile for each in self._pools.record.live().values() for profile in each.spec.gpus}
         bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
-        for pool in self._pools:
+        for pool in self._pools.record:
             for profile in profiles:
                 rest = name.removeprefix(f"{pool}.{profile}.")
                 if rest != name and rest in bundles:
@@ -113,7 +113,7 @@ class Scaling:
         )
         flows = [flow for each in traffic.values() for flow in each]
         workers = self._fleet.of_lane(lane)
-        is_reservation = self._pools.record.reservation(lane.pool) is not None
+        is_reservation = self._pools.record.is_reservation(lane.pool)
         wanted = (
             reserved
             if is_reservation

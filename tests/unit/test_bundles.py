@@ -129,8 +129,11 @@ def test_a_profile_in_the_options_keeps_the_bundle() -> None:
 
 
 def test_the_lane_is_of_the_bundle_and_a_pool_may_ask_for_another_that_can() -> None:
-    fleet = Fleet(MemoryServer().connect("gateway"), settings_of(SIE_MACHINE_PROFILE="cpu"))
-    fleet.spec = lambda pool: None if pool == "_default" else PoolSpec(pool, {"cpu": 1}, bundle=pool)
+    fleet = Fleet(
+        MemoryServer().connect("gateway"),
+        settings_of(SIE_MACHINE_PROFILE="cpu"),
+        spec=lambda pool: None if pool == "_default" else PoolSpec(pool, {"cpu": 1}, bundle=pool),
+    )
     pools = ("_default", "spare", "eyes")
 
     def lane(spec: str, pool: str) -> str:
