@@ -1,14 +1,13 @@
-"""How a placement table is kept in its bucket: small tables in one message, large ones in parts by hash of the model.
+"""How a placement table is stored in its bucket: small tables in one message, large ones in parts by hash of the model.
 
     key of the lane          Placement: at_s, and all rows, or the stamps of the parts
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
-What changes together is written together: the parts that have changed, and the lane's key last, with the revision that
-it had. A reader puts parts together when it has those whose stamps the lane's key names; until then the table before
-stands.
+One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A reader joins the parts
+once it has those whose stamps the lane's key names; until then it keeps the former table.
 
-A worker of a version that reads no parts says so in its heartbeat. The rows that it hosts are in the lane's own message
-as well, which to it is the whole table.
+A worker of a version that cannot read parts says so in its heartbeat. The rows that it hosts are also in the lane's own
+message, which that worker takes for the whole table.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts import messages, records, topology
 from sie_contracts.records import Placement, PlacementPart
 
-WHOLE_BYTES = 64 << 10  # of a table that is one message; every worker of the lane reads it each 5 s while there is work
+WHOLE_BYTES = (
+    64 << 10
+)  # larger tables are stored in parts: each worker of the lane reads the table every 5 s under load
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # of the broker's limit, for what a message has beside its payload
+SPARE_BYTES = 4 << 10  # below the broker's limit, for the headers of a message
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be written, and what the table is afterwards. `sizes`: bytes of each part."""
+    """The writes of a change, and the table after it. `sizes`: bytes of each part."""
 
     writes: list[Write]
     table: Placement
@@ -41,22 +42,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a key of the bucket has. `size`: as it is stored, bytes."""
+    """The value of a key of the bucket. `size`: as it is stored, bytes."""
 
     value: Placement | PlacementPart
     size: int
 
 
 def decode(entry: Entry) -> Stored:
-    """Raises ValueError for what is no table and no part of one."""
+    """Raises ValueError for a value that is neither a table nor a part of one."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
     return Stored(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """What the bucket has of one lane, its own key last, and a revision from which on a watch brings what this lacks.
-    Raises BrokerError.
+    """The entries of one lane, its own key last, and a revision: a watch from there on brings what they lack. Raises
+    BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -67,35 +68,35 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    parts = await bucket.entries(lane_key)  # perhaps of a replica that is behind
+    parts = await bucket.entries(lane_key)  # perhaps from a replica that is behind
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 
 class StoredTable:
-    """The table of one lane as its bucket has it. `table` is None where there is none."""
+    """The table of one lane, as its bucket has it. `table` is None if there is none."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of the bucket."""
+        """The contents of the bucket are not known any more."""
         self.table: Placement | None = None
-        self.revision = 0  # of the lane's key
+        self.revision = 0  # revision of the lane's key
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
         self._sizes: dict[int, int] = {}
 
     def take(self, entry: Entry) -> bool:
-        """As `put`, of an entry that was read. Raises ValueError: then the table stays as it was."""
+        """As `put`, for an entry that was read. Raises ValueError; then the table stays as it was."""
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:
-        """Whether the key is one of this table."""
+        """Whether the key belongs to this table."""
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: Stored | None, revision: int) -> bool:
-        """What a key has now; None: it was removed, or cannot be read. Returns whether the table is another one now."""
+        """Set the value of a key; None: it was removed, or cannot be read. Returns whether the table changed."""
         number = topology.part_number(self.key, key)
         value = None if stored is None else stored.value
         if key == self.key:
@@ -127,7 +128,7 @@ class StoredTable:
             if (part := self._parts.get(number)) is not None and part.stamp == stamp
         ]
         if len(parts) < len(head.parts):
-            return False  # those that the lane's key names have not come, or newer ones have, and it comes after them
+            return False  # parts are missing that the lane's key names, or parts came before the key that names them
         hosts: dict[str, tuple[str, ...]] = {}
         raised_s: dict[str, float] = {}
         for part in parts:
@@ -137,16 +138,16 @@ class StoredTable:
         return True
 
     def older(self) -> set[str]:
-        """The hosts of those rows that are in the lane's own message for workers that read no parts."""
+        """The hosts of rows that the lane's own message has for workers that cannot read parts."""
         head = self._head
         return {name for names in head.hosts.values() for name in names} if head is not None and head.parts else set()
 
     def change(self, table: Placement, older: Collection[str], max_payload: int) -> Change:
-        """What makes the bucket hold this table, to be written over the revision that is known here.
+        """The writes that make the bucket hold this table. They expect the revision that is known here.
 
-        `older`: workers that read no parts. `max_payload`: the broker's limit of a message, bytes.
+        `older`: workers that cannot read parts. `max_payload`: the broker's limit of a message, bytes.
 
-        Raises PayloadTooBig where the hosts of one model, or the rows of `older`, are more than that.
+        Raises PayloadTooBig if the hosts of one model, or the rows of `older`, exceed that.
         """
         change = self._change(table, older, max_payload)
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
@@ -182,12 +183,12 @@ class StoredTable:
         return Change([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
     def written(self, change: Change, revision: int) -> None:
-        """The change is in the bucket."""
+        """The change was stored."""
         self.table, self._head, self.revision = change.table, change.head, revision
         self._parts, self._sizes = change.parts, change.sizes
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """The parts of a table, and what is to be written of those that are others than in the bucket."""
+        """The parts of a table, and the encoded parts that differ from those in the bucket."""
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
             parts, encoded = self._renewed(table, self.table)
@@ -207,7 +208,7 @@ class StoredTable:
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """The parts as they are, and anew those with a row that is another one."""
+        """The parts as they are, with those made again that have a changed row."""
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}

@@ -40,14 +40,16 @@ class OwnedTasks:
 
 
 class ReconnectHandlers:
-    """The handlers of one connection for its re-establishment. `run` is the task that calls them, one by one."""
+    """The handlers that are called after a connection was re-established. `run` is the task that calls them, one by
+    one.
+    """
 
     def __init__(self) -> None:
         self._handlers: list[Callable[[], Awaitable[None]]] = []
         self._reconnected = asyncio.Event()
 
     def add(self, handler: Callable[[], Awaitable[None]]) -> bool:
-        """Returns whether it is the first handler: `run` is not needed before."""
+        """Returns whether it is the first handler: `run` must be started then."""
         self._handlers.append(handler)
         return len(self._handlers) == 1
 
@@ -63,7 +65,7 @@ class ReconnectHandlers:
 
 
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user. Its errors are logged, and so is the cancellation of something that it awaited."""
+    """Await a callback of a user. Its errors are logged, and also a cancellation that came from inside it."""
     try:
         await work
     except asyncio.CancelledError:

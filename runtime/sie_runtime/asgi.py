@@ -1,5 +1,5 @@
-"""What every HTTP answer of ours is made of: types of ASGI, the headers that all replies have, and errors in their
-envelope.
+"""Building blocks of every HTTP reply: the types of ASGI, the headers that all replies have, and the envelope of
+errors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def uuid7() -> str:
 
 
 def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of an error that no application answers."""
+    """Body and headers of an error that is refused before it reaches an application."""
     request_id = uuid7()
     headers = {
         "X-SIE-Request-ID": request_id,
@@ -54,8 +54,8 @@ def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The headers of a request by their names in lower case; what was sent in several lines is one value, as RFC 9110
-    joins them.
+    """The headers of a request by lower-case name. A header that was sent in several lines is one value, joined as RFC
+    9110 says.
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
@@ -67,8 +67,8 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | None) -> list[tuple[bytes, bytes]]:
-    """What every reply says of itself. A client's own id comes back where it has at most MAX_ID_CHARS, all of which can
-    be printed.
+    """The headers that every reply has. The id that a client sent is returned if it has at most MAX_ID_CHARS, all
+    printable.
     """
     given = headers.get("x-request-id", "")
     client_id = given if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable() else request_id
@@ -88,8 +88,8 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """One response. A body in pieces is sent as they are made, each when the client has room for it and others had a
-    turn.
+    """Send one response. A body in pieces is sent piece by piece: the next one is made when the client has room for it
+    and other tasks had a turn.
     """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
@@ -111,7 +111,7 @@ async def refuse(send: Send, error: SIEError) -> None:
 
 
 async def refuse_upgrade(send: Send, error: SIEError) -> None:
-    """Answer the handshake of a websocket with the plain response of an error."""
+    """Answer the handshake of a websocket with an error as a plain HTTP response."""
     body = msgspec.json.encode(envelope(error, ""))
     headers = [
         (b"content-type", b"application/json"),

@@ -1,9 +1,9 @@
 """The broker's clock as this process sees it, so that ages and deadlines are the same on every machine.
 
-    8 questions for the time ──► the answer with the least round trip ──► offset of our monotonic clock, half the round
-    trip as its margin
+    8 requests for the time ──► the one with the shortest round trip ──► offset of our monotonic clock; half the round
+    trip is its margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). Our own wall clock is not read once the broker has
+Method: Cristian, "Probabilistic clock synchronization" (1989). Our own wall clock is not used once the broker has
 answered.
 """
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class Sample(NamedTuple):
-    """One question: our clock when it was asked and when it was answered, and the broker's time in the answer."""
+    """One request: our clock when it was sent and when the answer came, and the broker's time in the answer."""
 
     asked_s: float
     answered_s: float
@@ -35,18 +35,18 @@ class Sample(NamedTuple):
 
 
 def estimate(samples: Iterable[Sample]) -> tuple[float, float]:
-    """(broker time less ours, how far that may be off at most): of the sample with the least round trip. At least one
-    sample.
+    """(broker time minus ours, margin of error), from the sample with the shortest round trip. `samples` is
+    not empty.
     """
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 
 
 class BrokerClock:
-    """Broker time. One task runs `run`; everybody of the process may read `now_s` and `margin_s`.
+    """Broker time. One task runs `run`; any task of the process may call `now_s` and `margin_s`.
 
-    `stream` is whose leader is asked, the one that stamps its messages. Before the first answer `now_s` is this
-    machine's wall clock and `margin_s` infinite: nothing may be dropped by it.
+    `stream`: the leader of this stream is asked, because it stamps the messages. Before the first answer `now_s` is the
+    wall clock of this machine and `margin_s` is infinite, so that nothing may be dropped by it.
     """
 
     def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,15 +59,15 @@ class BrokerClock:
         queue.on_reconnect(self._reconnected)
 
     def now_s(self) -> float:
-        """Seconds since 1970 at the broker, give or take `margin_s`."""
+        """Seconds since 1970 at the broker, within `margin_s`."""
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """This machine's wall clock less the broker's, give or take `margin_s`; None before the first answer."""
+        """This machine's wall clock minus the broker's, within `margin_s`; None before the first answer."""
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Ask SAMPLES times. Raises BrokerError if there is no answer at all; what was measured before stays."""
+        """Send SAMPLES requests. Raises BrokerError if none is answered; then the last measurement stays."""
         samples: list[Sample] = []
         for _ in range(SAMPLES):
             asked_s = self._clock()

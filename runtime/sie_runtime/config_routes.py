@@ -1,5 +1,5 @@
-"""The routes of the catalogue. The config service serves all of them, a gateway those that read; each binds its
-handlers to them by name.
+"""The routes of the catalogue. The config service serves all of them, a gateway only the reads. Each binds its handlers
+by name.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
-    """The routes with their handlers by (method, endpoint); what has none is known and not served. `endpoint`: the one
-    name that all of them have in the metrics of this process.
+    """The routes with their handlers, by (method, endpoint). A route without a handler is known but not served.
+    `endpoint`: the name of all of them in the metrics of this process.
 
     Raises ValueError for a handler without a route.
     """

@@ -16,7 +16,7 @@ _logger = logging.getLogger("sie.broker")
 @contextlib.asynccontextmanager
 async def connected(url: str | None, name: str, stop: Stop, *, password: Secret | None) -> AsyncIterator[Broker | None]:
     """The broker at `url`, closed at the end; None if the process is asked to stop before it is connected. Raises
-    SettingError.
+    SettingError if there is no URL.
     """
     from sie_broker.nats import connect
 

@@ -1,4 +1,4 @@
-"""The open files that a process may have, and how many of them are left to its clients."""
+"""The limit on open files of a process, and how many of them its clients may use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SPARE_FILES = 256  # for everything but clients
 
 
 def raise_limit() -> float:
-    """Raise this process's soft limit on open files as far as may be, MAX_FILES at most; what it is then, infinite
-    without one.
+    """Raise this process's soft limit on open files, to MAX_FILES at most. Returns the new limit, infinite if there is
+    none.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -23,5 +23,5 @@ def raise_limit() -> float:
 
 @functools.cache
 def max_connections() -> int:
-    """How many clients may be connected: the open files of this process, MAX_FILES at most, less SPARE_FILES."""
+    """The maximum of client connections: the limit on open files, at most MAX_FILES, minus SPARE_FILES."""
     return max(1, int(min(raise_limit(), MAX_FILES)) - SPARE_FILES)

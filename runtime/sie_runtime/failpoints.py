@@ -1,10 +1,10 @@
-"""Named places between two effects, where a test lets a process die, stand still or fail. Nothing is armed unless
---failpoints says so.
+"""Failpoints: named places in the code where a test can kill, stop or fail a process. Armed only by --failpoints.
 
-    --failpoints sidecar.before_ack=crash,gateway.published=error:2     die there; fail there twice, then pass
+    --failpoints sidecar.before_ack=crash,gateway.published=error:2     crash there; fail there twice, then pass
 
-crash: end at once with status 70, nothing is flushed. stop: SIGSTOP to the process itself. error: raise FailpointError.
-Every place is listed in tests/armed.py, with what reaches it, and armed once by tests/system/test_failpoints.py.
+crash: exit at once with status 70, nothing is flushed. stop: SIGSTOP to the process itself. error: raise
+FailpointError. tests/armed.py lists every failpoint and what reaches it; tests/system/test_failpoints.py arms each of
+them once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FailpointError(Exception):
 
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:
-    """What to do at which place, and how often. Raises ValueError for a spec that cannot be read."""
+    """What to do at each failpoint, and how often. Raises ValueError for a spec that cannot be read."""
     found = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         one = _ONE.fullmatch(part)
@@ -39,7 +39,7 @@ def parse(spec: str) -> dict[str, tuple[str, int]]:
 
 
 def arm(spec: str) -> None:
-    """Arm what `spec` names, and nothing else."""
+    """Arm the failpoints that `spec` names, and no others."""
     _ARMED.clear()
     _ARMED.update(parse(spec))
     if _ARMED:
@@ -47,7 +47,7 @@ def arm(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Pass the place `name`. Free while nothing is armed."""
+    """Pass the failpoint `name`. It costs one look-up while nothing is armed."""
     if _ARMED and name in _ARMED:
         _hit(name)
 

@@ -1,12 +1,12 @@
-"""How gateway and sidecar follow the catalogue: full state once, then deltas, then the epoch as the net under both.
+"""How gateway and sidecar follow the catalogue: one full export, then deltas; polls of the epoch find missed deltas.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
-                              ▲                      │ any other, a reconnect
+                              ▲                      │ any other delta, a reconnect
                               └── epoch differs ◄────┴── poll
 
-A snapshot is replaced whole, never edited, so a request that holds one is served by one revision from start to end.
-Nothing replaces it that is older, empty or cannot be read to the end: then, and while the config service is away, the
-last good snapshot serves on.
+A snapshot is replaced as a whole and never edited, so one revision serves a request from start to end. A snapshot is
+not replaced by an older or empty one, or by one that cannot be read to the end. Then, and while the config service
+cannot be reached, the last good snapshot is used.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.settings import Secret
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # for one answer of the config service, of whatever size
+READ_S = 30.0  # for one answer of the config service, of any size
 FIRST_RETRY_S = 0.5  # after a failure; doubles up to the poll interval
-SPREAD_S = 0.2  # over which readers ask that all hear of the same thing
-_SLICE = 50  # entries that are parsed in one turn of the loop: a millisecond
-_RESULTS = ("applied", "untrusted", "gap", "stale")  # of a delta that can be read
+SPREAD_S = 0.2  # upper bound of the random pause before readers ask after the same event
+_SLICE = 50  # entries parsed in one turn of the loop: about a millisecond
+_RESULTS = ("applied", "untrusted", "gap", "stale")  # of a delta that was decoded
 _logger = logging.getLogger("sie.feed")
 
 
 class RawModel(msgspec.Struct, frozen=True):
-    """What a reader needs of a ConfigModel. Its configuration is decoded when its turn comes."""
+    """The fields of a ConfigModel that a reader needs. The configuration is decoded later."""
 
     model_id: str
     model_config: msgspec.Raw
@@ -51,7 +51,7 @@ class RawModel(msgspec.Struct, frozen=True):
 
 
 class RawExport(msgspec.Struct, frozen=True):
-    """What a reader needs of a ConfigExport."""
+    """The fields of a ConfigExport that a reader needs."""
 
     epoch: str
     models: tuple[RawModel, ...]
@@ -64,9 +64,7 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """The config service could not be asked, or answered with something else than a catalogue that may replace the
-    present one.
-    """
+    """The config service could not be reached, or did not answer with a catalogue that may replace the present one."""
 
 
 class ConfigSource(Protocol):
@@ -78,7 +76,7 @@ class ConfigSource(Protocol):
 
 
 class HttpConfigSource:
-    """The config service over HTTP, read with the read token. Raises ConfigUnavailable."""
+    """The config service over HTTP, with the read token. Raises ConfigUnavailable."""
 
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
@@ -117,15 +115,15 @@ class HttpConfigSource:
 
 
 def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
-    """The config service at `url`, if there is one."""
+    """The config service at `url`; None if there is no URL."""
     return HttpConfigSource(url, token) if url else None
 
 
 async def snapshot(export: Export) -> Catalogue:
-    """The catalogue of an export; all or nothing. Other work of the loop has its turns meanwhile: ten thousand entries
+    """The catalogue of an export, all or nothing. It gives other tasks of the loop their turns: ten thousand entries
     take 0.2 s.
 
-    Raises ValidationFailed naming the model, and msgspec.ValidationError, for what does not fit.
+    Raises ValidationFailed, which names the model, or msgspec.ValidationError, for an entry that is not valid.
     """
     documents: dict[str, ModelEntry | Alias] = {}
     models: Sequence[ConfigModel | RawModel] = export.models
@@ -148,7 +146,7 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
 
 
 class CatalogueFeed:
-    """The present snapshot, and its keeping up to date. `on_change` is called after each new one."""
+    """Keeps the present snapshot of the catalogue. Listeners of `on_change` are called after each new snapshot."""
 
     def __init__(
         self,
@@ -175,10 +173,10 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        self._is_rewound = False  # the store is, against this reader
+        self._is_rewound = False  # the store went back to an older epoch than this reader has
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
-        self._replaced = asyncio.Event()  # one for each snapshot
+        self._replaced = asyncio.Event()  # set and replaced at each new snapshot
         self._subscription: Subscription | None = None
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
 
@@ -188,14 +186,16 @@ class CatalogueFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last look at the config service failed."""
+        """Whether the last request to the config service failed."""
         return self._trouble.lasting
 
     def on_change(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue now, and wait until one `is_enough`; whether that came in time."""
+        """Read the catalogue now, and again until `is_enough` is true for it. Returns whether that was so within the
+        time-out.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_enough(self.catalogue):
@@ -204,9 +204,7 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Follow until `stop`. The first snapshot is fetched with retries; later failures leave the last good one in
-        place.
-        """
+        """Follow until `stop`. The first snapshot is fetched with retries. A later failure keeps the last good one."""
         self._subscription = await self._bus.subscribe(self._subject, self._on_delta)
         self._bus.on_reconnect(self._on_reconnect)
         if self._source is None:
@@ -235,20 +233,20 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Look at the config service, not in the same moment as every other reader."""
+        """Ask the config service soon, after a random pause: other readers ask for the same reason."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
             self._soon = asyncio.get_running_loop().call_later(
                 SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
             )
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Whether there is a catalogue to be read. Where nothing concerned this reader's bundle the epoch is taken over
-        and that is all.
+        """Whether the catalogue must be read again. If no missed write concerned the bundle of this reader, only the
+        epoch is updated.
         """
         before = self.catalogue.epoch
         told = await source.epoch()
         self._refuse_older(told.epoch, before)
-        present = self.catalogue.epoch  # deltas may have come meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied meanwhile
         if has_seen(present, told.epoch):
             return False
         since = told.bundles.get(self._bundle) if self._bundle else None
@@ -263,20 +261,19 @@ class CatalogueFeed:
         self._refuse_older(new.epoch, before)
         if not new.entries:
             raise ConfigUnavailable("an export without any model")
-        if new.epoch == self.catalogue.epoch or not has_seen(
-            self.catalogue.epoch, new.epoch
-        ):  # a delta may have been quicker
+        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        if new.epoch == present or not has_seen(present, new.epoch):
             self._replace(new)
         self._is_rewound = False
         self.first.set()
         return True
 
     def _refuse_older(self, told: str, before: str) -> None:
-        """Raise ConfigUnavailable if `told` is older than what this reader stood at when it asked: the store has lost
-        writes.
+        """Raise ConfigUnavailable if `told`, the epoch of the service, is older than `before`, the epoch of this reader
+        when it asked: the store has lost writes.
 
-        What is written to it next may be told by an epoch that this reader has met with other contents, so it will read
-        all of it.
+        Later writes to the store may get epochs that this reader knows with other contents, so it will then read the
+        whole catalogue.
         """
         if told != before and has_seen(before, told):
             self._is_rewound = True
@@ -303,7 +300,7 @@ class CatalogueFeed:
         self.deltas[kind, result] += 1
 
     def _apply(self, delta: ConfigDelta) -> str:
-        """What becomes of a delta. Raises ValidationFailed."""
+        """Apply a delta and return what became of it, one of `_RESULTS`. Raises ValidationFailed."""
         if delta.producer not in self._trusted:
             _logger.warning("a config delta of an untrusted producer was ignored")
             return "untrusted"
@@ -321,10 +318,12 @@ class CatalogueFeed:
 
 
 def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
-    """All `*.yaml` entries below `folder`, by id. Raises ValidationFailed naming file and path, OSError."""
+    """All `*.yaml` entries below `folder`, by id. Raises ValidationFailed, which names the file and the path;
+    OSError.
+    """
     import yaml
 
-    # libyaml's, ten times as fast, where PyYAML was built with it
+    # the loader of libyaml is ten times as fast; PyYAML has it if it was built with libyaml
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: dict[str, ModelEntry] = {}
     for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
@@ -339,7 +338,7 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
 
 
 def read_bundles(folder: Path) -> Mapping[str, Bundle]:
-    """All bundles of a folder, by id. Raises ValidationFailed for what is no bundle."""
+    """All bundles of a folder, by id. Raises ValidationFailed for a file that is not a valid bundle."""
     import yaml
 
     bundles = (parse_bundle(yaml.safe_load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))

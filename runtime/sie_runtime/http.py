@@ -1,8 +1,8 @@
-"""uvicorn inside a process of ours: we bind, we own the signals, we decide when it ends. And the probes that every
-process has.
+"""uvicorn inside a process that binds the port, handles the signals and decides when the server ends; and the probes
+that every process has.
 
-request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
-leave ──► each response is the last of its connection, and says so ──► hang_up: what is idle is closed ──► stop
+    request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
+    leave ──► each response is the last of its connection ──► hang_up: idle connections are closed ──► stop
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "uuid7",
 ]
 
-WEBSOCKET_MESSAGE_BYTES = 4096  # of what a peer sends: nobody reads it
+WEBSOCKET_MESSAGE_BYTES = 4096  # of a message from a peer; it is not read
 KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
 STOP_S = 5.0
 MAX_TURNS = 100  # of the event loop, for requests that arrive while connections are closed
@@ -73,7 +73,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """A listening HTTP server. `setting` is blamed when the port cannot be had."""
+    """A listening HTTP server. `setting` is named in the error if the port cannot be bound."""
 
     def __init__(
         self,
@@ -87,8 +87,9 @@ class HttpServer:
         allowed_hosts: Sequence[str] | None = None,
         refused: Callable[[str], object] | None = None,
     ) -> None:
-        """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`. `refused` is
-        called with the reason of each request that no application sees, one of `refusals.REFUSED`.
+        """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `Names`.
+        `refused` is called with the reason of each request that is refused before an application sees it, one of
+        `refusals.REFUSED`.
         """
         try:
             self._socket = _listen(host, port)
@@ -121,12 +122,12 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
     def leave(self) -> None:
-        """From now on each response is the last of its connection and says so. All else goes on."""
+        """From now on each response is the last of its connection, and says so. Nothing else changes."""
         self._state.leave()
 
     async def hang_up(self) -> None:
-        """`leave`, and close what is idle; websockets are told that this server goes away. A request that has arrived
-        is begun before this returns, one that was begun is answered, and new connections are taken on.
+        """`leave`, and close idle connections; websockets are told that this server goes away. A request that has
+        arrived is begun before this returns; a request that was begun is answered; new connections are still accepted.
         """
         self.leave()
         for connection in list(self._state.connections):
@@ -137,11 +138,11 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # what was read has its task by now, which begins
+        await asyncio.sleep(0)  # the tasks of requests that were read begin now
 
     async def stop(self, within_s: float = STOP_S) -> None:
-        """Stop listening, hang up, wait at most so long for running requests and for clients that read
-        their answers.
+        """Stop listening, hang up, and wait at most `within_s` for running requests and for clients that read their
+        answers.
         """
         self.leave()
         self._server.config.timeout_graceful_shutdown = math.ceil(within_s)
@@ -153,7 +154,8 @@ class HttpServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, so that asyncio sets TCP_NODELAY
+    # with an explicit protocol, so that asyncio sets TCP_NODELAY
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -166,7 +168,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Whether an Accept header names JSON itself. A wildcard does not: curl sends one, and people read its output."""
+    """Whether an Accept header names JSON itself. A wildcard does not count: curl sends one, and people read its
+    output.
+    """
     for part in accept.lower().split(","):
         media, *parameters = (each.strip() for each in part.split(";"))
         if media == "application/json":
@@ -175,8 +179,8 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """The metrics, and their content type: text, or OpenMetrics for those who ask for it. Prometheus does, and finds
-    the exemplars there.
+    """The metrics and their content type: text, or OpenMetrics if `accept` asks for it. Prometheus does, and finds
+    exemplars there.
     """
     encode, content_type = choose_encoder(accept)
     text = encode(registry)
@@ -189,7 +193,7 @@ def probes(
 ) -> App:
     """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready.
 
-    `/readyz` answers in JSON where JSON is accepted; `healthy_workers`, of a gateway, is in it.
+    `/readyz` answers in JSON if JSON is accepted. The reply of a gateway has `healthy_workers`.
     """
 
     async def readyz(scope: Scope, send: Send) -> None:

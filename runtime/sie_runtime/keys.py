@@ -3,9 +3,9 @@
     sie keys create ──► a record with its token's digest, in a bucket ──watch──► Keys in every gateway ──► `find`
     sie keys revoke ──► the same record, revoked ──────────┘                     and config service
 
-A token is 256 random bits, and only its holder has it. Nobody finds it from the digest by guessing, so the slow, salted
-hashes that passwords need would add milliseconds to every request and no safety. While the broker cannot be reached,
-the last known keys stay.
+A token is 256 random bits, and only its holder has it. It cannot be found from its digest by guessing, so the slow
+salted hashes that passwords need would cost milliseconds for each request and add no safety. While the broker cannot be
+reached, the last known keys stay valid.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sie_contracts import topology
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # between two looks whether the bucket is still the same one
+CHECK_S = 5.0  # between two checks whether the bucket is still the same one
 RETRY_S = 0.5
 _logger = logging.getLogger("sie.keys")
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one credential may use, beside the limits for all. 0: no limit of its own."""
+    """Limits of one credential, beside the limits for all. 0: no limit of its own."""
 
     body_bytes: int = 0
     items: int = 0
@@ -40,7 +40,9 @@ NO_LIMITS = Limits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A key as the bucket holds it, under its id. Times are seconds since 1970, 0: never. `digest`: see `digest_of`."""
+    """A key as the bucket stores it, under its id. Times are seconds since 1970, 0: never. `digest`: see
+    `digest_of`.
+    """
 
     id: str
     name: str
@@ -52,7 +54,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     limits: Limits = NO_LIMITS
 
     def ended(self, now_s: float) -> str:
-        """Why it is good for nothing any more, in two words; empty while it is."""
+        """Why the key is not valid any more, in two words; empty while it is valid."""
         if self.revoked_s:
             return "was revoked"
         return "has expired" if self.expires_s and self.expires_s <= now_s else ""
@@ -61,7 +63,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 def create(
     name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: Limits = NO_LIMITS
 ) -> tuple[Key, str]:
-    """A new key and its token, which is stored nowhere. No part of the token is in the key."""
+    """A new key, and its token. The token is stored nowhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
     key = Key(
         id=secrets.token_hex(6),
@@ -85,8 +87,8 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """The key of an entry that has a value. Raises ValueError for what is no key, or one under another
-    id than its own.
+    """The key of an entry that has a value. Raises ValueError for a value that is not a key, or not the key
+    of this id.
     """
     if entry.value is None:
         raise ValueError("it was removed")
@@ -97,20 +99,20 @@ def decode(entry: Entry) -> Key:
 
 
 def bucket_of(broker: Store, replicas: int) -> Bucket:
-    """The bucket of keys. It is kept in files always, so that a restart of the broker locks nobody out."""
+    """The bucket of keys. It is always stored in files, so that a restart of the broker locks nobody out."""
     return Bucket(broker, topology.KEYS_BUCKET, storage="file", replicas=replicas)
 
 
 async def open_bucket(broker: Store, replicas: int) -> KeyValue:
-    """The bucket of keys, open; made if it is not there. Raises BrokerError."""
+    """The bucket of keys, open; created if it does not exist. Raises BrokerError."""
     return await bucket_of(broker, replicas).open()
 
 
 class Keys:
     """All keys, as this process knows them.
 
-    `loaded` is true once all keys were read: before it, an unknown token may be a good one. A bucket that was lost
-    took its keys with it.
+    `loaded` is true once all keys were read. Before that an unknown token may be valid. If the bucket is lost, its keys
+    are lost too.
     """
 
     def __init__(self, broker: Store, replicas: int) -> None:
@@ -122,17 +124,17 @@ class Keys:
         )
 
     def find(self, token: str) -> Key | None:
-        """The key of a token, also one that has ended.
+        """The key of a token, also one that is not valid any more.
 
-        The time of the look-up by digest tells a guesser nothing: nobody can choose the bits of a digest. The
-        comparison after it always takes the same time.
+        The duration of the look-up by digest tells an attacker nothing, because nobody can choose the bits of a digest.
+        The comparison after it takes constant time.
         """
         digest = digest_of(token)
         key = self._by_digest.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     async def run(self, stop: Stop) -> None:
-        """Follow the bucket until `stop`. Every CHECK_S it is checked to be the same one."""
+        """Follow the bucket until `stop`. Every CHECK_S it is checked whether the bucket is still the same one."""
         trouble = Trouble(_logger, "keys stay as they are for now")
         pause_s = 0.0
         try:

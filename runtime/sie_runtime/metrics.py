@@ -1,9 +1,10 @@
-"""Metrics as processes make them from `metrics_table`: bounded label sets, families that are made when somebody
-scrapes, exemplars.
+"""Metrics of a process, made from `metrics_table`: bounded label sets, families collected at a scrape, exemplars.
 
-Maker.traffic ◄── met(model) ── what is answered
-     └──► after a scrape, every TURN_S at most: the busiest models get the names of those that were busy once, whose
-     series end
+    Maker.traffic ◄── met(name) ── each answered request
+         └──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the series of names
+         that are no longer among the busiest end
+
+A name is the first label of a metric: a model, a key.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sie_runtime.tracing import current_trace_id
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
 
-TURN_S = 60.0  # between two looks at who is busiest
+TURN_S = 60.0  # between two rankings of the busiest names
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01
@@ -29,18 +30,19 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series fo
 
 
 class Fold:
-    """The label sets of one metric, at most as many as it may have."""
+    """Bounds the label sets of one metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0  # labels of fixed sets are all there is
+        # labels with fixed values need no folding
+        self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """These values, or what they are counted as: with `other` for what may be anything, in the last resort for all
-        of them.
+        """The label set under which these values are counted: themselves; with `other` in place of labels that may have
+        any value; in the last resort `other` in place of all.
         """
         if values in self._known or values in self._folded:
             return values
@@ -54,17 +56,17 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Forget all others: what is gone makes room."""
+        """Forget all label sets but these, to make room."""
         self._known.intersection_update(present)
         self._folded.clear()
 
     def forget(self, values: tuple[str, ...]) -> None:
-        """These make room."""
+        """Forget this label set, to make room."""
         self._known.discard(values)
 
 
 class Traffic:
-    """How much was lately asked of whom. What was asked HALF_LIFE_S ago counts half."""
+    """Recent traffic by name. A request HALF_LIFE_S ago counts half."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -75,7 +77,7 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Once every TURN_S: true, and what was long ago counts less."""
+        """True once every TURN_S; then older traffic is reduced."""
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
             return False
@@ -96,15 +98,14 @@ class Labelled(Generic[Child]):
         self._each = metric.each
         self._parent: Child = parent
         self._fold = Fold(metric)
-        self._found: dict[tuple[str, ...], Child] = {}  # those that there are: one look-up on the hot path
-        self._named: dict[
-            str, int
-        ] = {}  # of a metric with `each`: the first labels that have their names, and how many sets
-        self._waiting: set[str] = set()  # those that were to have one more, since the last turn
-        self._room = self._most  # for sets of those that have no name yet
+        self._found: dict[tuple[str, ...], Child] = {}  # existing series: one look-up on the hot path
+        # of a metric with `each`: names (first labels) with series of their own, and how many label sets each has
+        self._named: dict[str, int] = {}
+        self._waiting: set[str] = set()  # those that asked for one more series since the last turn
+        self._room = self._most  # label sets left for names without a series
 
     def labels(self, *values: str) -> Child:
-        """The series of these values, in the order of the table, or the one that they are counted in."""
+        """The series of these values, in the order of the table, or the series in which they are counted."""
         found = self._found.get(values)
         if found is None:
             folded = self._fold(self._admitted(values) if self._each else values)
@@ -127,9 +128,9 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give names to the busiest of those that have one or want one. Who loses his loses his series.
+        """Give series of their own to the busiest of the names that have or want them. The other names lose theirs.
 
-        Who has a name keeps it until another one is KEEPS times as busy.
+        A name that has series keeps them until another one is KEEPS times as busy.
         """
         if not self._waiting:
             return
@@ -142,7 +143,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            more = self._each if name in before and name in self._waiting else 0  # another endpoint of his
+            more = self._each if name in before and name in self._waiting else 0  # for another endpoint of this name
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
         for values in [values for values in self._found if values[0] not in self._named and values[0] != OTHER]:
@@ -161,9 +162,9 @@ class Registry(CollectorRegistry):
 
 
 class Maker:
-    """Makes the metrics of one process, each once, with `registry`. KeyError for a name that its table does not have.
+    """Makes the metrics of one process in `registry`, each once. KeyError for a name that the table does not have.
 
-    `traffic` decides who is told by name.
+    `traffic` decides which names get series of their own.
     """
 
     def __init__(self, process: Process, clock: Callable[[], float] = time.monotonic) -> None:
@@ -173,7 +174,7 @@ class Maker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Right after a scrape: all that was counted for those whose series end is told by then."""
+        """Runs right after a scrape, when the counts of series that end have been read."""
         if self.traffic.fade():
             for each in self._labelled:
                 each.turn(self.traffic)
@@ -212,8 +213,8 @@ class Maker:
 
 
 class Scrape:
-    """Families of what other parts keep, made when somebody scrapes. One lives as long as the process, so that names
-    stay.
+    """Metric families of values that other objects keep, collected at a scrape. It lives as long as the process, so
+    that label sets stay.
     """
 
     def __init__(self, process: Process) -> None:
@@ -221,7 +222,7 @@ class Scrape:
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
-        """A gauge of now, values by their labels; those that are folded are added up."""
+        """A gauge of present values by label set. Values that are folded into one label set are summed."""
         if not isinstance(values, Mapping):
             return GaugeMetricFamily(name, self._table[name].text, value=float(values))
         metric, fold = self._table[name], self._folds[name]
@@ -232,7 +233,7 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """A counter that somebody else keeps. What is folded stays folded, since a counter never falls."""
+        """A counter that another object keeps. What was folded once stays folded, because a counter never falls."""
         if not isinstance(values, Mapping):
             return CounterMetricFamily(name, self._table[name].text, value=float(values))
         metric = self._table[name]
@@ -251,16 +252,14 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 
 def exemplar() -> dict[str, str] | None:
-    """What a latency that is observed now is to be found by among traces; None where there is no trace, or none that is
-    kept.
-    """
+    """The trace to attach to a latency that is observed now; None if there is no trace, or none that is sampled."""
     trace_id = current_trace_id()
     return {"trace_id": trace_id} if trace_id is not None else None
 
 
 def epoch_number(epoch: str) -> float:
-    """The part of a catalogue's epoch that grows: an epoch is when the broker made the catalogue, and the sequence of
-    its last write.
+    """The part of a catalogue epoch that grows: an epoch is the creation time of the catalogue, and the sequence of its
+    last write.
     """
     number = epoch.rpartition(":")[2]
     return float(number) if number.isdecimal() else 0.0

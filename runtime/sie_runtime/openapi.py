@@ -49,7 +49,7 @@ class Schemas:
 
 
 def statuses(*shapes: Shape) -> Statuses:
-    """The statuses that errors have in some shapes."""
+    """The statuses that errors have in the given shapes."""
     found: dict[int, dict[str, None]] = {}
     for error in each_error():
         for shape in shapes:
@@ -72,7 +72,7 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
 def document(
     routes: Sequence[Route], placeholders: Mapping[str, Parameter], errors: Errors, *, about: Mapping[str, Any]
 ) -> Schema:
-    """The document. `about` is its head, as FastAPI makes it; `placeholders` describes what stands in paths."""
+    """The document. `about` is its head, as FastAPI makes it. `placeholders` describes the placeholders of paths."""
     served = [route for route in routes if route.served]
     schemas = Schemas(_types(served, placeholders))
     for shape in {route.errors for route in served if route.errors is not None}:

@@ -1,14 +1,14 @@
-"""Which names a listener answers to, and which pages may make it do something.
+"""Which host names a listener answers to, and which web pages may make it act.
 
-A browser sends whatever a page asks it to, to any address that it can reach: a foreign page's form to this machine, or
-a request to a name that was turned to this machine's address behind the browser's back (DNS rebinding). It says where a
+A browser sends any request that a page asks for, to any address that it can reach: a form of a foreign page to this
+machine, or a request to a host name that was re-pointed to this machine (DNS rebinding). The browser says where a
 request comes from, and a page cannot change that:
 
     Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
     all? ──► application
 
-Reading by GET and HEAD needs no check of the origin: without CORS, which is offered nowhere, no page sees what another
-origin answered.
+Reads by GET and HEAD need no check of the origin: no CORS headers are ever sent, so no page sees the answer of another
+origin.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sie_runtime.refusals import Refusals
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-_CLUSTER_NAMES = (".svc", ".cluster.local")  # in no public DNS, so no page has them
+_CLUSTER_NAMES = (".svc", ".cluster.local")  # not in public DNS, so no web page has such a host
 _ANY = "*"
 
 
 class Names:
-    """The names of a listener. `allowed` as SIE_ALLOWED_HOSTS has it; None: any name, on loopback those of loopback and
-    of this machine.
+    """The host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. None: any name; on loopback, the names of loopback
+    and of this machine.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None) -> None:
@@ -41,12 +41,12 @@ class Names:
         self.has = functools.lru_cache(1024)(self._has)
 
     def _has(self, host: bytes) -> bool:
-        """Whether this is a name of the listener; `host` as the header has it, with its port or without."""
+        """Whether this is a name of the listener. `host`: the Host header, with or without a port."""
         name, port = _parts(host.decode("latin-1").lower())
         return self._is_any or self._is_own(name) or any(_matches(each, name, port) for each in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Names that need no setting. None of them can be turned to this machine's address by somebody else's DNS."""
+        """Names that are allowed without a setting. Foreign DNS can point none of them to this machine."""
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
         if self._is_loopback:
@@ -54,9 +54,7 @@ class Names:
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Whether a page of this origin is one of ours: it came from the very host that is asked now, or from a listed
-        one.
-        """
+        """Whether a page of this origin may act: its host is the host that is asked now, or an allowed one."""
         scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https"):
             return False
@@ -66,7 +64,7 @@ class Names:
         return any(_matches(each, name, port) for each in self._allowed if each != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raises PermissionDenied."""
+        """Raises PermissionDenied for a foreign host name or page."""
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
@@ -97,7 +95,7 @@ class Names:
 
 
 class Guarded:
-    """`app` for requests that name this listener, and come from no page of somebody else."""
+    """Passes requests to `app` if they name this listener and come from no foreign page."""
 
     def __init__(self, app: App, names: Names, refusals: Refusals) -> None:
         self.app = app
@@ -117,8 +115,8 @@ class Guarded:
 
 
 def _parts(host: str) -> tuple[str, str]:
-    """Name and port of a Host header; the port may be missing. An IPv6 address has no brackets then, a name no dot at
-    its end.
+    """Name and port of a Host header; the port may be missing. Brackets of an IPv6 address and a dot at the end of a
+    name are removed.
     """
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
@@ -128,8 +126,8 @@ def _parts(host: str) -> tuple[str, str]:
 
 
 def _matches(allowed: str, name: str, port: str) -> bool:
-    """Whether a listed name is this one. `*.example.com` is every name below example.com; a port counts where one is
-    listed.
+    """Whether a listed name matches. `*.example.com` matches every name below example.com. A port is compared if the
+    list has one.
     """
     wanted, wanted_port = _parts(allowed)
     if wanted_port and wanted_port != port:
@@ -146,5 +144,5 @@ def _is_address(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a listener at this address hears this machine alone."""
+    """Whether only this machine can reach a listener at this address."""
     return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -1,7 +1,7 @@
-"""The life of a process: logs configured, signals owned in one place, a stop that chains, an exit status that is true.
+"""The life of a process: configured logs, signals handled in one place, a graceful stop, a correct exit status.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
-                                      a second signal cuts a lame duck short, else ends the process at once
+                                      a second signal ends the lame-duck time, else it ends the process at once
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sie_runtime.tracing import current_trace_id
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
 START_S = 30.0  # how long processes that start together may wait for each other
-QUIET_S = 10.0  # and how long each says nothing of it: every start has such waits
+QUIET_S = 10.0  # and how long each logs nothing about it: every start has such waits
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
@@ -46,15 +46,15 @@ QUOTING = (
 
 def end_signals() -> tuple[signal.Signals, ...]:
     """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session
-    that closes. The last one is left alone where it is ignored, as under nohup.
+    that closes. SIGHUP is left alone if it is ignored, as under nohup.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where an exception and those that it came from were raised, the last one first. Messages that may quote a client
-    are left out.
+    """Where an exception and its causes were raised, the last one first. Messages that may quote a client are
+    left out.
     """
     told: list[str] = []
     while error is not None and len(told) < 10:
@@ -68,7 +68,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The documented fields of a line; a trace that is not given is that of the task that writes it."""
+    """The documented fields of a log line. A trace that is not given is that of the task that logs."""
     given = record.__dict__
     found = {name: given.get(name) for name in _FIELDS}
     if found["trace_id"] is None:
@@ -77,7 +77,9 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Plain(logging.Formatter):
-    """A line for people. What a call gives as `extra` stands behind the message; a latency is part of that."""
+    """A log line for people. `extra` of the logging call is printed after the message, unless the message has it
+    already.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         given = _fields(record)
@@ -88,8 +90,8 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """One JSON object per line with the documented keys and no other; values travel as `extra={...}` of
-    a logging call.
+    """One JSON object per line, with the documented keys and no others. Values come from `extra={...}` of the logging
+    call.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -104,25 +106,25 @@ class _Json(_Plain):
         line.update(_fields(record))
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
-        # names of files may have bytes that are no text
+        # names of files may have bytes that are not valid text
         line["message"] = line["message"].encode(errors="backslashreplace").decode()
         return msgspec.json.encode(line).decode()
 
 
 def configure_logging(*, json: bool) -> None:
-    """Send all loggers to standard error, plain or as JSON."""
+    """Send all loggers to standard error, as plain text or as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
     plain.converter = time.gmtime
     handler.setFormatter(_Json() if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # clients tell every URL, signed ones too
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # clients log every URL, signed ones too
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def own_stderr(*, json: bool) -> None:
-    """`configure_logging` of a process of ours, with what Python itself would write there otherwise: warnings, and
-    exceptions that nobody catches, whose messages may quote a client.
+    """`configure_logging`, and route to it what Python itself would print: warnings, and uncaught exceptions, whose
+    messages may quote a client.
     """
     configure_logging(json=json)
     logging.captureWarnings(True)
@@ -136,12 +138,12 @@ def _uncaught(what: str, kind: type[BaseException], error: BaseException | None,
 
 
 class Stop:
-    """The wish to end. Every long-lived task waits on it or is cancelled by its owner."""
+    """The request to end. Every long-lived task waits on it, or is cancelled by its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()
-        self._lame: asyncio.Event | None = None  # set: no longer
+        self._lame: asyncio.Event | None = None  # set: the lame-duck time is over
 
     def request(self) -> None:
         self._event.set()
@@ -156,15 +158,15 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`; true if the end was requested meanwhile. The pause of every periodic task."""
+        """Wait at most `seconds`. Returns True if the end was requested meanwhile. The pause of every periodic task."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()
         return self._event.is_set()
 
     async def lame_duck(self, seconds: float) -> None:
-        """The time between the wish to end and the end, in which a process serves on while balancers learn that it
-        goes.
+        """Wait between the request to end and the end: the process still serves while load balancers learn that it
+        leaves.
         """
         self._lame = asyncio.Event()
         try:
@@ -175,14 +177,14 @@ class Stop:
             self._lame = None
 
     def cut_short(self) -> bool:
-        """End the lame duck; false where there is none."""
+        """End the lame-duck time. False if there is none."""
         if self._lame is None:
             return False
         self._lame.set()
         return True
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
-        """As `wait_for`, until `waker` is set at most; it is cleared then. One task at a time for each."""
+        """As `wait_for`, but at most until `waker` is set, which is then cleared. Only one task may wait on a waker."""
         self._wakers.add(waker)
         try:
             with contextlib.suppress(TimeoutError):
@@ -197,8 +199,8 @@ class Stop:
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop until it returns its exit status.
 
-    What was imported is never collected: with the collector's own thresholds looking at it again and again is a fifth
-    of the processor time of a gateway (bench/results/queue.md).
+    Objects of imported modules are exempt from garbage collection: with the default thresholds, scanning them again and
+    again takes a fifth of the processor time of a gateway (bench/results/queue.md).
     """
     import uvloop
 
@@ -225,10 +227,10 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 
 
 class Trouble:
-    """A failure that repeats, told once until it has passed.
+    """Logs a repeated failure once, until it has passed.
 
-    `grace_s`: for so long it may be no more than another process that is still starting. Nothing is told in the first
-    QUIET_S of it, then it is told as information, and as a warning if it lasts longer.
+    `grace_s`: for this long the cause may be another process that is still starting. Nothing is logged for the first
+    QUIET_S of it; then it is logged at level info, and as a warning if it lasts longer.
     """
 
     def __init__(
@@ -260,11 +262,10 @@ class Trouble:
 
 
 class Tasks:
-    """The long-lived tasks of a component. One that ends in an exception is logged and ends the component through
+    """The long-lived tasks of a component. A task that ends with an exception is logged and ends the component through
     `failed`.
 
-    A background task that dies in silence is a component that looks alive and does nothing, so nothing here may be
-    fire-and-forget.
+    There is no fire-and-forget: if a background task died silently, the component would look alive and do nothing.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
@@ -291,7 +292,7 @@ class Tasks:
         return len(self._tasks)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait for all tasks to end by themselves; false if some were still running at the time-out."""
+        """Wait for all tasks to end by themselves. False if some still run at the time-out."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -312,10 +313,10 @@ async def retry(
     logger: logging.Logger,
     what: str,
 ) -> Any:
-    """Try until it works or the process is to stop (then None). Pauses double from 0.1 s to 5 s.
+    """Repeat until it works, or until the process is to stop (then None). Pauses double from 0.1 s to 5 s.
 
-    A failure that lasts QUIET_S is logged as information, since processes that start together wait for each other; one
-    that lasts START_S as a warning, once.
+    A failure that lasts QUIET_S is logged once at level info, because processes that start together wait for each
+    other. One that lasts START_S is logged once as a warning.
     """
     delay_s, trouble = 0.1, Trouble(logger, what, START_S)
     while not stop.requested:

@@ -1,12 +1,13 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
 
     head ──► body ──► trailers, which are dropped
-    answered before its body ended ──► the last answer of its connection: we say so, send no more, and throw away what
-    still comes closed by the client behind a whole request ──► answered if the client still reads
+    answered before its body ended ──► the last response of the connection: it says so; then we stop sending and discard
+    input until the client closes
+    the client closed its side after a whole request ──► answered if the client still reads
 
 A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
-read some of its response within WRITE_S. What never reaches an application is answered in the envelope of all other
-errors.
+read some of its response within WRITE_S. A request that never reaches an application is answered in the common error
+envelope.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from sie_runtime.asgi import refusal, refuse
 from sie_runtime.descriptors import max_connections
 from sie_runtime.refusals import Refusals
 
-MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers and trailers
+MAX_HEAD_BYTES = 64 << 10  # of a request line with headers and trailers
 HEAD_S = 10.0
 WRITE_S = 60.0
-LINGER_S = 5.0  # for a client that still sends to read its answer; a reset would take it away
-HALF_CLOSED_S = 1.0  # after its begin, a request is asked whether its client still reads
-MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between looks for the answer to that
-MAX_PIPELINED = 128  # requests sent ahead of their answers
+LINGER_S = 5.0  # for a client that still sends to read its response; a reset would discard the response
+HALF_CLOSED_S = 1.0  # age of a request at which a half-closed client is tested
+MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between checks for the result of that test
+MAX_PIPELINED = 128  # requests sent before earlier ones were answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -42,7 +43,7 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
-    """The bytes of a head and the length of the body it promises; None for one that uvicorn has to look at itself."""
+    """The bytes of a head and the length of its body; None for a head that uvicorn has to handle itself."""
     found = dict(headers)
     length = found.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(found) or _NO_NAME.search(b"".join(found)):
@@ -54,7 +55,7 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class State(ServerState):
-    """What the connections of a server share. `leaving`: each response is the last of its connection."""
+    """State that the connections of a server share. `leaving`: each response is the last of its connection."""
 
     def __init__(self, refusals: Refusals | None = None) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class State(ServerState):
 
 
 class _Outlet:
-    """The transport as the answer to one request sees it. `close` lets a client that still sends read
+    """The transport as the response to one request sees it. Its `close` waits until a client that still sends has read
     what was written.
     """
 
@@ -79,10 +80,10 @@ class _Outlet:
 
 
 class _Cycle(RequestResponseCycle):
-    """A response of known length leaves in one write, where uvicorn writes its head and then its body: 20 us of a
-    request's 335 (bench/results/queue.md).
+    """Sends a response of known length in one write. uvicorn writes the head and then the body: 20 us of the 335 of a
+    request (bench/results/queue.md).
 
-    What is unusual (no length, HEAD, a connection that closes, odd headers) is left to uvicorn.
+    Other responses (no length, HEAD, a connection that closes, unusual headers) are left to uvicorn.
     """
 
     server_state: State
@@ -94,7 +95,7 @@ class _Cycle(RequestResponseCycle):
     async def send(self, message: Any) -> None:
         if not self.response_started:
             if self.more_body or self.server_state.leaving:
-                self.keep_alive = False  # which uvicorn tells
+                self.keep_alive = False  # uvicorn then sends `connection: close`
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
                 self._begun = _head(message["status"], list(message.get("headers", ())))
             if self._begun is None:
@@ -122,26 +123,26 @@ class _Cycle(RequestResponseCycle):
         await super().send(message)
 
     def abandon(self) -> None:
-        """Nobody is there to be answered."""
+        """No client is there any more."""
         self.disconnected = True
         self.message_event.set()
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with `_Cycle` for its cycle, which it offers no way to name, and with bounds on what a client
-    may leave open.
+    """uvicorn's protocol with bounds on what a client may leave open. It also replaces uvicorn's cycle by `_Cycle`, for
+    which uvicorn has no option.
 
-    It needs no timer for a request whose head arrives in one piece.
+    A request whose head arrives in one piece needs no timer.
     """
 
     server_state: State
     cycle: _Cycle
     _in_head = False
-    _head_bytes = 0  # of a head that is not complete, without the piece in which it began
+    _head_bytes = 0  # of an incomplete head, without the piece in which it began
     _piece_bytes = 0
-    _has_body = False  # whether the last piece held any of a body
-    _idle_bytes = 0  # since the last of a body: chunk headers and trailers
-    _trailer_bytes = 0  # with those of the head before them; 0 while there is no trailer
+    _has_body = False  # whether the last piece had bytes of a body
+    _idle_bytes = 0  # since the last bytes of a body: chunk headers and trailers
+    _trailer_bytes = 0  # trailers and the head before them; 0 while there is no trailer
     _begun_s = 0.0
     _why = ""
     _is_lingering = False
@@ -160,7 +161,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn leaves it to fire where the connection broke
+        self._unset_keepalive_if_required()  # uvicorn lets the timer fire after the connection was lost
         for timer in (self._head_timer, self._write_timer, self._last_timer):
             if timer is not None:
                 timer.cancel()
@@ -177,7 +178,7 @@ class Protocol(HttpToolsProtocol):
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
             else:
-                self.cycle.keep_alive = False  # the parser has given up on what follows
+                self.cycle.keep_alive = False  # the parser cannot read what follows
             return
         except httptools.HttpParserError:
             self._refuse(InvalidInput(self._why or "this is no HTTP/1.1 request", reason="malformed"))
@@ -236,7 +237,7 @@ class Protocol(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _stop(self, why: str) -> None:
-        """End parsing from within a callback of the parser."""
+        """Stop parsing from within a callback of the parser."""
         self._why = why
         raise ValueError(why)
 
@@ -250,15 +251,15 @@ class Protocol(HttpToolsProtocol):
         self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
 
     def _rest(self) -> None:
-        """Nothing is asked for now."""
+        """No request is open now."""
         if self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _refuse(self, error: SIEError) -> None:
-        """Answer what cannot be read, and close. What comes behind a request that is still answered stays unanswered:
-        its client would take the refusal for the other answer.
+        """Answer a request that cannot be read, and close. If an earlier request is still being answered, nothing is
+        sent: the client would take the refusal for that answer.
         """
         self.server_state.refusals.note("connections" if error.retryable else "malformed", error.message)
         self._head_done()
@@ -281,14 +282,14 @@ class Protocol(HttpToolsProtocol):
             cycle.abandon()
 
     def _end(self) -> None:
-        """Close behind a response."""
+        """Close after a response."""
         if self.cycle.more_body:
             self._linger()
         else:
             self.transport.close()
 
     def _linger(self) -> None:
-        """Send no more, and throw away what comes until the client closes, for LINGER_S at most."""
+        """Stop sending, and discard input until the client closes, for at most LINGER_S."""
         if self._is_lingering or self.transport.is_closing():
             return
         self._is_lingering = True
@@ -298,13 +299,13 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends no more. Whether it still reads is not known: one that is gone looks the same."""
+        """The client sends no more. It may still read or be gone: both look the same here."""
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # closes the connection
         self._head_done()
         cycle.keep_alive = False
-        if cycle.scope["http_version"] == "1.1":  # older ones know no interim response
+        if cycle.scope["http_version"] == "1.1":  # older versions have no interim responses
             wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
             if wait_s > 0:
                 self._last_timer = self.loop.call_later(wait_s, self._ask, MIN_ASK_S)
@@ -313,32 +314,32 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _ask(self, next_s: float) -> None:
-        """Find out whether a client that sends no more still reads: to an interim response one that is gone answers
+        """Find out whether a client that sends no more still reads: a client that is gone answers an interim response
         with a reset.
         """
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # of a broken connection, which the look below finds
+            with contextlib.suppress(OSError):  # of a broken connection, which `poll` below finds
                 # at once: a client that is gone may be back in a moment
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
         found = select.poll()
-        found.register(descriptor, 0)  # errors and resets alone
+        found.register(descriptor, 0)  # only errors and resets
         if found.poll(0):
             self.transport.abort()
             return
         self._last_timer = self.loop.call_later(next_s, self._ask, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """uvicorn's, but where something has arrived it is read first: its client believes that it was taken."""
+        """uvicorn's, but input that has arrived is read first: its client believes that it was accepted."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
     @property
     def arriving(self) -> bool:
-        """Whether a request has arrived that nobody has begun to read, or its head is not complete."""
+        """Whether a request has arrived that was not begun, or whose head is not complete."""
         if (
             self.transport.is_closing()
             or self._is_lingering

@@ -1,4 +1,4 @@
-"""What is refused below any application: counted by its reason, and told in the log now and then."""
+"""Requests that are refused before they reach an application: counted by reason, and logged now and then."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-TELL_S = 10.0  # between lines in the log about what is refused here
-# the reasons for which something is refused below any application
+TELL_S = 10.0  # between log lines about refused requests
+# reasons for which a request is refused before it reaches an application
 REFUSED = (
     "host",
     "origin",
@@ -19,8 +19,8 @@ _logger = logging.getLogger("sie.http")
 
 
 class Refusals:
-    """What is refused below any application: each one is counted by its reason, and the log has one line each TELL_S,
-    since whoever sends garbage must not fill it. `count` is called with one of REFUSED.
+    """Counts each refused request by its reason. The log has at most one line each TELL_S, because clients that send
+    garbage must not fill it. `count` is called with one of REFUSED.
     """
 
     def __init__(self, count: Callable[[str], object] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Routes: one row for each method and path says all that a process knows of it, and a table finds the row of a request.
+"""Routes: one row for each method and path declares everything about it; a table finds the row of a request.
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`sie_runtime.openapi`)
 
-`{name}` in a path is one part of it, `{name:path}` is the rest of it, slashes included; literal parts behind it are
-matched first.
+`{name}` in a path is one segment, `{name:path}` is the rest of the path, slashes included. Literal segments after it
+are matched first.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from msgspec import Struct
 from sie_contracts.api.faults import Error
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
-OPEN = ""  # in place of a scope: for everybody, never behind a token
+OPEN = ""  # in place of a scope: no token is ever needed
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 TEXT, HTML = "text/plain", "text/html"
 _USUAL_PATH = 256
-_LIKE = 0.8  # how alike two paths must be
-_LIKE_PARTS = 3  # how many parts of one are looked at
-_LIKE_PART = 32  # and how many characters of each
+_LIKE = 0.8  # similarity from which a path counts
+_LIKE_PARTS = 3  # segments that are compared
+_LIKE_PART = 32  # characters of a segment that are compared
 
 
 class Parameter(NamedTuple):
-    """What a request says beside its body. `type` is one that msgspec knows; one in a path is always required."""
+    """A parameter of a request. `type` is a type that msgspec supports. A path parameter is always required."""
 
     name: str
     where: str  # path, query or header
@@ -41,8 +41,8 @@ class Parameter(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A body or a reply. `type` is one that msgspec knows, or a tuple of several; `example` is its `EXAMPLE` by
-    default. `media` are the media types in which it comes.
+    """A body or a reply. `type` is a type that msgspec supports, or a tuple of several. `example` is its `EXAMPLE` by
+    default. `media`: its media types.
     """
 
     type: Any = None
@@ -55,9 +55,9 @@ class Content(NamedTuple):
 class Route:
     """One method of one path. `endpoint` is its name in metrics and logs, `tag` its section of the document.
 
-    `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for what the config service answers and a gateway does
-    not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. What a
-    handler is, the process says.
+    `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
+    does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each
+    process has its own type of handler.
     """
 
     method: str
@@ -79,19 +79,19 @@ R = TypeVar("R", bound=Route)
 
 
 class Match(NamedTuple, Generic[R]):
-    """The routes of a path by method, none where there is no such path, and what stands in its placeholder."""
+    """The routes of a path by method, empty if there is no such path; and the value of its placeholder."""
 
     methods: Mapping[str, R]
     parameters: Mapping[str, str]
 
     def route(self, method: str) -> R | None:
-        """The route of a method; HEAD is GET."""
+        """The route of a method. HEAD is treated as GET."""
         return self.methods.get("GET" if method == "HEAD" else method)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):
-    """A path with one placeholder. The longest literal parts are the best match."""
+    """A path with one placeholder. The pattern with the longest literal parts is the best match."""
 
     head: str
     tail: str
@@ -111,7 +111,7 @@ class _Pattern(Generic[R]):
 
 
 class Table(Generic[R]):
-    """Routes by path. Raises ValueError for two of one method and path, and for a scope that does not exist."""
+    """Routes by path. Raises ValueError for two rows with the same method and path, and for an unknown scope."""
 
     def __init__(self, routes: Sequence[R]) -> None:
         self._exact: dict[str, dict[str, R]] = {}
@@ -126,7 +126,7 @@ class Table(Generic[R]):
         self._heads = {
             head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
         }
-        self._remembered = functools.lru_cache(1024)(self._look)  # a look through all patterns takes 10 us
+        self._remembered = functools.lru_cache(1024)(self._look)  # searching all patterns takes 10 us
 
     @staticmethod
     def _compiled(patterns: dict[str, dict[str, R]]) -> Iterator[_Pattern[R]]:
@@ -137,7 +137,7 @@ class Table(Generic[R]):
             yield _Pattern(head, tail, name, bool(is_rest), methods)
 
     def match(self, path: str) -> Match[R]:
-        """The routes of a path. One final slash says nothing."""
+        """The routes of a path. One final slash is ignored."""
         return (self._remembered if len(path) <= _USUAL_PATH else self._look)(path)
 
     def _look(self, path: str) -> Match[R]:
@@ -148,15 +148,15 @@ class Table(Generic[R]):
         return next((found for pattern in self._patterns if (found := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
-        """The served route that a path which is none may mean, as `/v1/encode/{model}`; empty if none is like it.
+        """The served route that an unknown path may mean, as `/v1/encode/{model}`; empty if none is similar.
 
-        Compared are the parts before a placeholder: with what a path begins with, as it is, below `/v1`, and without a
-        first `/v1` of two.
+        The segments before a placeholder are compared with the beginning of the path: the path as it is, below `/v1`,
+        and with one `/v1` removed if it has two.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         asked = {"/".join(each[:count]) for each in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # the right beginning, with nothing or too much behind it
+        # the beginning is right, the rest is missing or too long
         exact = next((head for head in self._heads if head in asked), None)
         like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)

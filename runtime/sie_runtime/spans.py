@@ -1,10 +1,9 @@
-"""Spans by the OpenTelemetry SDK. Imported only where tracing is on.
+"""Spans, with the OpenTelemetry SDK. Imported only if tracing is on.
 
-    Span.end ──► queue of 2,048, the oldest go first ──► a thread of its own ──► collector, console or nowhere
+    Span.end ──► queue of 2,048, the oldest are dropped first ──► a thread of its own ──► collector, console or nowhere
 
-Nothing here waits for a collector but `Tracer.close`, and that for FLUSH_S. The SDK reads further variables by itself:
-OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of
-spans.
+Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK reads further variables itself: OTEL_BSP_*,
+OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of spans.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from sie_contracts.trace_context import NONE, Context
 from sie_runtime.process import Trouble
 from sie_runtime.tracing import STAGE
 
-GIVE_UP_S = 0.5  # for an exporter that was told to end
-FLUSH_S = 1.0  # for what is left at the end: `sie serve` gives a worker 3 s in all
+GIVE_UP_S = 0.5  # for an exporter that was asked to end
+FLUSH_S = 1.0  # for the last spans at the end: `sie serve` gives a worker 3 s in all
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -42,7 +41,7 @@ _logger = logging.getLogger("sie.tracing")
 
 
 class Span:
-    """Something that lasts. One that is not sampled has a context and nothing else."""
+    """One span. A span that is not sampled has a context and nothing else."""
 
     __slots__ = ("_ended", "_span", "_tracer", "is_recording", "name")
 
@@ -55,8 +54,8 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """What others are told below it by. Written when asked for: a quarter of what a span costs, and most have
-        nothing below them.
+        """The trace context for work below this span. It is encoded on first use: that takes a quarter of the time of a
+        span, and most spans have no children.
         """
         written: dict[str, str] = {}
         _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
@@ -64,7 +63,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """32 hex digits; None of a span that is not sampled, for which no collector has a trace."""
+        """32 hex digits; None for a span that is not sampled, because no collector has its trace."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -75,15 +74,15 @@ class Span:
         self._span.update_name(name)
 
     def fail(self, code: str) -> None:
-        """What it stands for failed, with an error of that code."""
+        """Mark the span as failed, with an error code."""
         self._span.set_attribute("error.type", code)
         self._span.set_status(trace.StatusCode.ERROR)
 
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
-        """A child that is over, of so many milliseconds from `start_ns` on; returns its end. `stage`: the one of the
-        timing that it counts for.
+        """Add a finished child of so many milliseconds from `start_ns` on, and return its end. `stage`: the stage of
+        the reply's timing that it belongs to.
         """
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
@@ -93,11 +92,11 @@ class Span:
         return end_ns
 
     def lead_to(self, other: Span) -> None:
-        """What it stands for was done for another one: link it."""
+        """Add a link to another span, for whose work this one ran."""
         self._span.add_link(other._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
-        """It is over, now by default. A second end says nothing."""
+        """End the span, now by default. A second end has no effect."""
         if not self._ended:
             self._ended = True
             self._span.end(end_ns)
@@ -107,7 +106,9 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one component. Owns a thread that sends them, until `close`. May be used from any thread."""
+    """Makes the spans of one component. It owns a thread that exports them, until `close`. May be used from
+    any thread.
+    """
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
         resource = Resource.create(
@@ -118,7 +119,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # not ended at the interpreter's exit: that would wait for a dead collector
+        # not at the interpreter's exit, which would wait for a dead collector
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]
@@ -136,8 +137,8 @@ class Tracer:
         start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """A span below `parent`, the first one of a trace where that is empty or no context. To be ended
-        by the caller.
+        """A span below `parent`; the first span of a trace if `parent` is empty or not a context. The caller
+        ends it.
         """
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
@@ -146,13 +147,13 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_S at most. Spans that end later are dropped."""
+        """Export what is left, for at most FLUSH_S. Spans that end later are dropped."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # ends its wait for the next attempt
+                exporter.shutdown()  # this ends its wait for the next attempt
             _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
@@ -174,7 +175,7 @@ def _exporter(name: str, settings: Tracing) -> SpanExporter:
 
 
 class _Told(logging.Filter):
-    """Keeps the last message in place of writing it."""
+    """Keeps the last log message instead of writing it."""
 
     last = ""
 
@@ -187,8 +188,8 @@ _told = _Told()
 
 
 class _Collector(SpanExporter):
-    """A collector over gRPC or HTTP, whose absence is told once until it has passed: the SDK tells it at
-    every attempt.
+    """A collector over gRPC or HTTP. If it cannot be reached, this is logged once until it has passed; the SDK would
+    log each attempt.
     """
 
     def __init__(self, endpoint: str, protocol: str) -> None:

@@ -26,8 +26,8 @@ from sie_contracts.trace_context import NONE, Context
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-MAX_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
-# of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
+MAX_STATE_CHARS = 512  # of a tracestate: the minimum that the specification demands
+# attribute of a span of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
 STAGE = "sie.stage"
 
 _CONTEXT = re.compile(
@@ -36,23 +36,23 @@ _CONTEXT = re.compile(
 _VERSION = "00"  # of the specification
 _INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_FAULT = 500  # a server's span failed from this status on
-_SAMPLED = 1  # of the flags of a trace context
+_FAULT = 500  # from this status on, the span of a server counts as failed
+_SAMPLED = 1  # bit in the flags of a trace context
 _logger = logging.getLogger("sie.tracing")
 _current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
-    """What makes the spans of a component until it is closed; None where tracing is off. To be called after any fork.
+    """Start the tracer of a component; None if tracing is off. Call it after any fork.
 
-    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is
-    not installed. A variable that the SDK refuses leaves tracing off, with a warning.
+    `instance` tells it from others of its kind; by default it is the host's name. Raises SettingError if OpenTelemetry
+    is not installed. If the SDK refuses one of its variables, tracing stays off, with a warning.
     """
     if not settings.enabled:
         return None
     _unset_what_means_nothing()
     try:
-        from sie_runtime import spans  # the SDK reads some of its variables as it is imported
+        from sie_runtime import spans  # the SDK reads some of its variables when it is imported
 
         return spans.Tracer(settings, component, instance)
     except ImportError as error:
@@ -65,8 +65,9 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
 
 
 def _unset_what_means_nothing() -> None:
-    """Take variables out of this process that say what holds anyway, and that the SDK for Python refuses. Source: the
-    specification of its environment variables, by which an empty value is an unset one, and `none` a compression.
+    """Remove variables from the environment of this process that only state the default and that the SDK for Python
+    refuses. Source: the specification of the variables, in which an empty value counts as unset, and `none` is a
+    compression.
     """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         value = os.environ[name].strip().lower()
@@ -77,11 +78,11 @@ def _unset_what_means_nothing() -> None:
 def begin_request(
     tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
 ) -> tuple[Context, Span | None]:
-    """Take up the context that a client sends, and begin a span below it. `headers` by lower-case names, `received_s`
-    by perf_counter.
+    """Read the trace context that a client sends, and begin a span below it. `headers`: by lower-case name.
+    `received_s`: by perf_counter.
 
-    Returns the context for what is done for this request, the client's own without a tracer, and the span, to be ended
-    by `end_request`.
+    Returns the context for work of this request (without a tracer, the client's own) and the span, to be ended by
+    `end_request`.
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
@@ -93,12 +94,14 @@ def begin_request(
             told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own
         )
         context = span.context
-    set_current(context)  # none, too: a request that was pipelined begins in the task of the one before
+    set_current(context)  # also an empty one: a pipelined request begins in the task of the request before it
     return context, span
 
 
 def end_request(span: Span, what: str, status: int, code: str = "") -> None:
-    """Its answer has left: `what` was asked, and the error it ended in. Nothing of these may come from a client."""
+    """The response was sent. `what` was asked for, and `code` is the error, if any. None of these may come from a
+    client.
+    """
     span.rename(f"{span.name} {what}")
     span.set({"http.response.status_code": status})
     if status >= _FAULT:
@@ -109,8 +112,8 @@ def end_request(span: Span, what: str, status: int, code: str = "") -> None:
 
 
 def of_headers(traceparent: str, tracestate: str) -> Context:
-    """The context that a client sends; what is none is dropped, as the specification asks. One of a later version is
-    read as ours.
+    """The context that a client sends. An invalid one is dropped, as the specification asks. A later version is read as
+    ours.
     """
     found = _CONTEXT.fullmatch(traceparent)
     if found is None:
@@ -124,7 +127,7 @@ def of_headers(traceparent: str, tracestate: str) -> Context:
 
 
 def trace_id_of(traceparent: str) -> str | None:
-    """The trace of a context, 32 hex digits, where it is sampled: of others no collector has one."""
+    """The trace of a context, 32 hex digits, if it is sampled; else None, because no collector has it."""
     found = _CONTEXT.fullmatch(traceparent)
     return found["trace"] if found is not None and _flags(found) & _SAMPLED else None
 
@@ -134,7 +137,7 @@ def _flags(found: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """From here to its end this task, with the tasks that it starts, works for the request of that context."""
+    """From now on this task, and the tasks that it starts, work for the request of this context."""
     _current.set(trace_id_of(context.traceparent))
 
 
@@ -144,5 +147,5 @@ def current_trace_id() -> str | None:
 
 
 def ns_before(seconds: float) -> int:
-    """The time as spans have it, nanoseconds since 1970, that many seconds ago."""
+    """The time so many seconds ago in nanoseconds since 1970, as spans need it."""
     return time.time_ns() - round(seconds * 1e9)

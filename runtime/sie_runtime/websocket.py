@@ -1,11 +1,11 @@
-"""Websockets that only tell: text frames, at an interval, to whoever looks.
+"""Websockets that only send: text frames at an interval, to every client that is connected.
 
-    upgrade ──► may it? ──no──► a plain HTTP response
+    upgrade ──► allowed? ──no──► a plain HTTP response
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
-Nothing is kept for a peer that does not read: a frame is sent when the connection's buffer has room for it, those that
-were due meanwhile are never made, and a peer that leaves no room for PATIENCE_S is cut off. What peers send is thrown
-away.
+No frames are queued for a client that does not read: a frame is sent when the connection's buffer has room for it, and
+frames that were due meanwhile are never made. A client that leaves no room for PATIENCE_S is disconnected. What clients
+send is discarded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with two differences: a server that ends says that it goes away (1001), and an application can cut a
-    connection off.
+    """uvicorn's, with two differences: a server that ends says so (close code 1001), and an application can disconnect
+    a client.
     """
 
     async def run_asgi(self) -> None:
@@ -49,12 +49,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.writable.is_set():
             self.transport.close()
-        else:  # nobody reads: what waits to be sent would hold up the end
+        else:  # the client does not read: unsent frames would delay the end
             self.transport.abort()
 
 
 class Seats:
-    """How many websockets may be open: `most` in all, and a quarter of them for one address and for one key."""
+    """Bounds on open websockets: `most` in all, and a quarter of them for one address and for one key."""
 
     def __init__(self, most: int, where: str) -> None:
         self._most = most
@@ -65,7 +65,7 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Held by one websocket of a client; `key` names its credential, if it has one. Raises ResourceExhausted."""
+        """Held by one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -84,7 +84,9 @@ class Seats:
 
 
 def _network(address: str) -> str:
-    """An address as one client counts: of IPv6 the 64 bits that one host is given whole, all of loopback as one."""
+    """An address as one client counts: of IPv6 the first 64 bits, which one host owns; all of loopback is one
+    client.
+    """
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -97,13 +99,11 @@ def _network(address: str) -> str:
 
 
 class Frames:
-    """Frames of one kind, at most one in each `interval_s` to each of those who look. One is made for all who want it
-    at the same time.
-    """
+    """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` gives the frame of now; the very same one as before is not sent again. None when there are no more:
-        then the connection is closed with 1013, try again later.
+        """`make` returns the present frame; a frame equal to the last one is not sent. None: there are no more frames,
+        and the connection is closed with 1013, try again later.
         """
         self._make = make
         self._interval_s = interval_s
@@ -111,10 +111,10 @@ class Frames:
         self._last: str | None = None
         self._made_s = float("-inf")
         self.looking = 0
-        self.looked = asyncio.Event()  # set while anybody looks
+        self.looked = asyncio.Event()  # set while there are viewers
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept a websocket and serve it to its end. Who calls has checked that it may look."""
+        """Accept a websocket and serve it to its end. The caller has checked that the client is allowed."""
         await receive()  # websocket.connect
         gone = asyncio.create_task(_gone(receive))
         self.looking += 1
@@ -136,7 +136,7 @@ class Frames:
             _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
-            pass  # the peer went away
+            pass  # the client disconnected
         finally:
             self.looking -= 1
             if not self.looking:

@@ -30,12 +30,14 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256
 _WATCH_KEPT_S = 30.0
-_WATCH_CHECK_S = 2.0  # silence after which a watch makes sure that it missed nothing, by one request
+_WATCH_CHECK_S = 2.0  # silence after which a watch checks with one request that it missed nothing
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
-    """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that says so."""
+    """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that marks the
+    removal.
+    """
 
     def __init__(self, jetstream: JetStream, bucket: str) -> None:
         self._jetstream = jetstream
@@ -63,7 +65,7 @@ class NatsKeyValue:
         return sorted(await self._read(revision + 1), key=lambda entry: entry.revision)
 
     async def _read(self, first: int, within: str = "") -> list[Entry]:
-        """All that is there from revision `first` on, removed keys too."""
+        """All entries from revision `first` on, removed keys too."""
         found: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -212,10 +214,10 @@ class _Watch:
     async def open(self) -> None:
         state = await self._jetstream.stream_state(self._stream)
         if self._created and self._created != state.created:
-            self._last = 0  # the bucket was lost and made anew: all of it is news
+            self._last = 0  # the bucket was lost and created again: all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            self._last = max(self._last, state.last_sequence)  # what is not there any more, of old age, is not missing
+            self._last = max(self._last, state.last_sequence)  # entries that expired are not missing
         self._created = state.created
         self._read = 0
         self._retry_s = 0.0
@@ -263,7 +265,7 @@ class _Watch:
                 await self._check()
 
     async def _woken(self) -> bool:
-        """Until something is to be done; false after a long silence."""
+        """Wait until there is something to do. False after a long silence."""
         try:
             async with asyncio.timeout(_WATCH_CHECK_S):
                 await self._wake.wait()
@@ -273,7 +275,7 @@ class _Watch:
         return True
 
     async def _check(self) -> None:
-        """The net under a reader that lives and brings nothing: a broker that was killed may hold pulls that it never
+        """Find a reader that lives and brings nothing: a broker that was killed may have kept pulls that it never
         fills.
         """
         try:
@@ -285,8 +287,9 @@ class _Watch:
             return
         if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
             log.warning("a watch of %s missed what came after revision %d: reading again", self._stream, self._last)
-            await self._pulls.retire()  # its inbox may be what is deaf
-        self._checked = (self._last, state.last_sequence)  # behind for a moment is no fault: only the same twice is
+            await self._pulls.retire()  # perhaps its inbox receives nothing any more
+        # being behind for a moment is normal: only the same state twice is a fault
+        self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:
         try:

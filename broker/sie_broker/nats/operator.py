@@ -1,9 +1,9 @@
-"""What an operator asks of the broker: streams and consumers as they are, how they differ from what is wanted, and what
-changes it.
+"""What operator commands ask of the broker: the present streams and consumers, how they differ from this version's, and
+the steps that change them.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
-A step never costs a message: what cannot be changed in place, or not yet, is a refusal with its reason.
+A step never loses a message: what cannot be changed in place, or not yet, is a refusal with its reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be done to one stream or consumer. `refuse` is not done: `reason` says why, and what helps."""
+    """A change of one stream or consumer. A step with `refuse` is not done: `reason` says why, and what to do."""
 
     action: Literal["create", "update", "refuse"]
     kind: Literal["stream", "consumer"]
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Facts:
-    """A work stream as it is; `info` is None where there is none."""
+    """The state of a work stream. `info` is None if there is none."""
 
     info: StreamInfo | None
     consumers: list[ConsumerInfo]
@@ -70,7 +70,7 @@ async def streams(broker: NatsAdministration) -> list[StreamInfo]:
 
 
 async def look(broker: NatsAdministration, stream: str) -> Facts:
-    """Raises BrokerError."""
+    """Read the state of a stream and its consumers. Raises BrokerError."""
     info = next((each for each in await broker.stream_infos() if each.config.get("name") == stream), None)
     if info is None:
         return Facts(None, [], {})
@@ -78,7 +78,7 @@ async def look(broker: NatsAdministration, stream: str) -> Facts:
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
-    """The steps from what is found to what this version wants, the stream first. Empty: nothing differs."""
+    """The steps from the present state to that of this version, the stream first. Empty if nothing differs."""
     if facts.info is None:
         return [Step("create", "stream", spec.name, spec.name, config=stream_config(spec))]
     steps = [*_stream_step(facts, facts.info, spec)]
@@ -179,7 +179,7 @@ def _fixed(changes: tuple[Change, ...]) -> str:
 
 
 async def apply(broker: NatsAdministration, step: Step) -> None:
-    """Do a step that is no refusal. Raises BrokerError."""
+    """Do a step that is not refused. Raises BrokerError."""
     if step.kind == "stream":
         await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)
         return

@@ -1,6 +1,4 @@
-"""Deliveries of a stream, and the pull requests that ask for them: how many are open at each consumer, and which of
-them were lost.
-"""
+"""Deliveries of a stream, and the pull requests for them: how many are open at each consumer, and which were lost."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ WORK_EXPIRES_S = 1.0
 # it cost 1.5 % of a core, together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 _PULL_LATE_S = 1.0  # the broker answers an expired pull within milliseconds: a silent one is lost
-_LOG_EVERY_S = 10.0  # one line for all consumers that a restarted broker does not have yet
-_SWEEP_S = 0.25  # how far apart late pulls are looked for under load, so that timers do not grow with the message rate
+_LOG_EVERY_S = 10.0  # between log lines about consumers that a restarted broker does not have yet
+_SWEEP_S = 0.25  # between searches for late pulls: timers must not grow with the message rate
 
 
 def parse_reply(reply: str) -> list[str]:
@@ -88,11 +86,11 @@ class NatsDelivery:
 
 
 class _Credit:
-    """What is open at one consumer.
+    """The open pulls of one consumer.
 
-    `issued` counts every delivery ever asked for, `settled` those that came or that the broker gave back; the
-    difference may still come. Several pulls of a consumer are filled in turns, so a delivery cannot be told to belong
-    to one of them; the sums can.
+    `issued` counts every delivery that was ever asked for. `settled` counts those that came or that the broker gave
+    back. The difference may still come. The broker fills several pulls of a consumer in turns, so a delivery cannot be
+    assigned to one of them; the sums are exact.
     """
 
     __slots__ = ("consumer", "index", "issued", "retry", "retry_s", "settled", "wanted", "written_off")
@@ -103,7 +101,7 @@ class _Credit:
         self.wanted = 0
         self.issued = 0
         self.settled = 0
-        self.written_off = 0  # statuses of pulls up to here come too late to count
+        self.written_off = 0  # statuses of pulls issued up to here are ignored: they were written off
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
 
@@ -203,14 +201,14 @@ class NatsPulls:
         self._bus.forget(self)
 
     async def retire(self) -> None:
-        """Leave the inbox: nothing asked for on it may come any more. What has arrived on it is handled before this
+        """Leave the inbox: deliveries for it may be lost from now on. What has arrived on it is handled before this
         returns.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
                 if subscription.pending_msgs:
-                    await asyncio.sleep(0)  # the handler does not block: one turn of the loop empties what is there
+                    await asyncio.sleep(0)  # the handler does not block: one turn of the loop handles what has arrived
             try:
                 await subscription.unsubscribe()
             except NatsError as error:
@@ -273,7 +271,7 @@ class NatsPulls:
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
-                return  # retired while we waited: everything is asked for again on the next inbox
+                return  # retired meanwhile: everything is asked for again on the next inbox
             entry.issued += missing
             expires_s = _expiry(now_s, PULL_EXPIRES_S if missing == 1 else self._expires_s)
             self._expect(expires_s + _PULL_LATE_S, entry)
@@ -294,7 +292,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Ask again for what a pull past its expiry neither brought nor gave back."""
+        """Ask again for deliveries that a pull past its expiry neither brought nor gave back."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages
@@ -335,8 +333,8 @@ class NatsPulls:
             log.exception("pulls on %s: the handler failed", self._stream)
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
-        """A pull ended: 408 expired, 404 nothing there, 409 the consumer is gone or moves, 503 nobody serves it. 100 is
-        a heartbeat.
+        """A pull ended: 408 expired, 404 no messages, 409 the consumer is gone or moves, 503 nobody serves it. 100 is a
+        heartbeat.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -351,7 +349,8 @@ class NatsPulls:
         if left is not None:
             entry.settle(int(left))
         elif status == "409" and ("Deleted" in reason or "Leadership" in reason):
-            entry.write_off(issued)  # every pull of the consumer ended, and no status says with how much left
+            # every pull of the consumer ended, and no status says how many deliveries were left
+            entry.write_off(issued)
         else:
             entry.settle(asked)
         if status in ("404", "408") or "Leadership" in reason:

@@ -1,5 +1,5 @@
-"""Addresses and credentials of servers, the pauses between attempts, and a TCP transport that closes although its peer
-is silent.
+"""Addresses and credentials of servers, the pauses between connection attempts, and a TCP transport whose close does
+not wait for a silent peer.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Transport(TcpTransport):  # type: ignore[misc]
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Server addresses without credentials, and the credentials for all of them (discovered servers are announced
-    without).
+    """Server addresses without credentials, and the credentials for all of them: the addresses that the broker
+    announces have none.
 
-    `password` is that of a user whom the URL names without one. Without it a lone name is a token.
+    `password` is that of a user whom the URL names without one. Without a password a single name is a token.
     """
     servers: list[str] = []
     credentials: dict[str, str] = {}
@@ -78,10 +78,10 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
 
 
 def inbox_prefix(credentials: Mapping[str, str]) -> str:
-    """Where the answers to a user arrive: below its name, so that a server's permissions can keep other users out.
+    """The prefix of inboxes of a user: it contains the name, so that permissions of the server can keep other users
+    out.
 
-    Bytes of the name that do not stand in one token of a subject become `-`; without a user it is the client's own
-    prefix.
+    Bytes of the name that cannot be in a token of a subject become `-`. Without a user it is the client's own prefix.
     """
     user = _NO_TOKEN.sub("-", credentials.get("user", ""))
     return f"_INBOX.{user}" if user else "_INBOX"
