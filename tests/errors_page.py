@@ -47,7 +47,7 @@ def _row(error: SIEError) -> str:
     retry = f"{error.retry_after_s}" if error.retryable else "–"
     kind = envelope(error, "")["error"]["type"]
     when = " ".join((type(error).__doc__ or "").partition("\n\n")[0].split())
-    when = f"{when} Of the config service alone." if error.code in CONFIG_ONLY else when
+    when = f"{when} Only from the config service." if error.code in CONFIG_ONLY else when
     tei_cell = f"{status} `{body['error_type']}`"
     return (
         f"| `{error.code}` | {error.status} | {retry} | `{kind}` | {tei_cell} | `{codes()[error.code].__name__}` | "

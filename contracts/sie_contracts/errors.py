@@ -105,27 +105,27 @@ class SIEError(Exception):
 
 
 class InvalidInput(SIEError):
-    """The body, a parameter, a header or a file is not what is expected, or not what the model can do: `reason` and
-    `param` say which.
+    """The body, a parameter, a header or a file is invalid, or the model does not support it: `reason` and `param` say
+    which.
     """
 
     code, status = "INVALID_INPUT", 400
 
 
 class Unauthenticated(SIEError):
-    """The token is missing or not known."""
+    """The token is missing or unknown."""
 
     code, status = "UNAUTHENTICATED", 401
 
 
 class PermissionDenied(SIEError):
-    """The token lacks the scope, or no admin token is configured for what only an admin may do."""
+    """The token lacks the scope, or the operation needs an admin token and none is configured."""
 
     code, status = "PERMISSION_DENIED", 403
 
 
 class PoolOperationForbidden(SIEError):
-    """A limit of reservations is reached, or the pool is no reservation."""
+    """A limit of reservations is reached, or the pool is not a reservation."""
 
     code, status = "POOL_OPERATION_FORBIDDEN", 403
 
@@ -143,19 +143,19 @@ class PoolNotFound(SIEError):
 
 
 class NotFound(SIEError):
-    """No such path, or no such thing behind it."""
+    """No such path, or the object that the path names does not exist."""
 
     code, status = "NOT_FOUND", 404
 
 
 class MethodNotAllowed(SIEError):
-    """The path does not take that method; `Allow` has those that it takes."""
+    """The path does not support that method; `Allow` lists those that it supports."""
 
     code, status = "METHOD_NOT_ALLOWED", 405
 
 
 class BundleConflict(SIEError):
-    """The bundle does not serve the model; `compatible_bundles` has those that do."""
+    """The bundle does not serve the model; `compatible_bundles` lists those that do."""
 
     code, status = "BUNDLE_CONFLICT", 409
 
@@ -167,21 +167,21 @@ class PoolConflict(SIEError):
 
 
 class ContentConflict(SIEError):
-    """The configuration is another one by now: `revision` and `diff`."""
+    """The configuration has changed meanwhile: `revision` and `diff`."""
 
     code, status = "CONTENT_CONFLICT", 409
 
 
 class PayloadTooLarge(SIEError):
-    """The body, one input or the expected reply is larger than `limit` bytes, or costs more than a key's quota ever
-    allows.
+    """The body, one input or the expected reply is larger than `limit` bytes, or needs more tokens than the
+    quota of a key allows in a minute.
     """
 
     code, status = "PAYLOAD_TOO_LARGE", 413
 
 
 class ValidationFailed(SIEError):
-    """A configuration that cannot be used; `errors` has each fault."""
+    """The configuration is invalid; `errors` lists each fault."""
 
     code, status = "VALIDATION_ERROR", 422
 
@@ -193,14 +193,14 @@ class IdempotencyMismatch(SIEError):
 
 
 class RateLimited(SIEError):
-    """The key's quota of tokens is used up; never the cluster's capacity."""
+    """The quota of tokens of the key is used up. The code is never used for missing capacity of the cluster."""
 
     code, status, retryable, retry_after_s = "RATE_LIMITED", 429, True, 1
 
 
 class InferenceFailed(SIEError):
-    """The model could not compute the input: `reason` is `non_finite`, or `poison` for one that ended the process
-    twice.
+    """The model could not compute the input: `reason` is `non_finite`, or `poison` for an input that killed the
+    adapter twice.
     """
 
     code, status = "INFERENCE_ERROR", 500
@@ -234,8 +234,8 @@ class ModelLoadFailed(SIEError):
 
 
 class LoraLoadFailed(SIEError):
-    """The LoRA cannot be loaded: `lora_id`. 404 and 400 where it is the client's who named it, by reason; 500 for
-    anything else.
+    """The LoRA cannot be loaded: `lora_id`. 404 and 400, by reason, for a LoRA that the client named; 500 for anything
+    else.
     """
 
     code, status = "LORA_LOAD_FAILED", 500
@@ -266,7 +266,7 @@ class LoraLoading(SIEError):
 
 
 class ResourceExhausted(SIEError):
-    """The device had no memory for the input, also alone in its batch."""
+    """The device was out of memory for the input, even when it ran alone."""
 
     code, status, retryable, retry_after_s = "RESOURCE_EXHAUSTED", 503, True, 5
 
@@ -288,20 +288,20 @@ CONFIG_CHANGED = "config_changed"
 
 class NotReady(SIEError):
     """The process has not read its catalogue or its keys yet, or what it needs is not set up. With reason
-    `config_changed`: gateway and worker did not come to know the same entry of the model in time.
+    `config_changed`: gateway and worker did not get the same entry of the model in time.
     """
 
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
 
 
 class ShuttingDown(SIEError):
-    """This gateway is leaving; another one takes the request."""
+    """This gateway is shutting down; send the request again, to another gateway."""
 
     code, status, retryable, retry_after_s = "SHUTTING_DOWN", 503, True, 1
 
 
 class GatewayTimeout(SIEError):
-    """The budget of the request was over, wherever its work was then."""
+    """The budget of the request ended before its work was done."""
 
     code, status, retryable, retry_after_s = "GATEWAY_TIMEOUT", 504, True, 5
 

@@ -92,7 +92,7 @@ class RequestError(SIEError):
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):
-    """The body, a parameter or a file is not what is expected, or not what this model can do."""
+    """The body, a parameter or a file is invalid, or the model does not support it."""
 
 
 class AuthenticationError(RequestError, code="UNAUTHENTICATED"):
@@ -104,11 +104,11 @@ class PermissionDeniedError(AuthenticationError, code="PERMISSION_DENIED"):
 
 
 class PoolOperationForbiddenError(PermissionDeniedError, code="POOL_OPERATION_FORBIDDEN"):
-    """A limit of reservations is reached, or the pool is none."""
+    """A limit of reservations is reached, or the pool is not a reservation."""
 
 
 class NotFoundError(RequestError, code="NOT_FOUND"):
-    """No such path, or no such thing behind it."""
+    """No such path, or the object that the path names does not exist."""
 
 
 class ModelNotFoundError(NotFoundError, code="MODEL_NOT_FOUND"):
@@ -120,11 +120,11 @@ class PoolNotFoundError(NotFoundError, code="POOL_NOT_FOUND"):
 
 
 class MethodNotAllowedError(RequestError, code="METHOD_NOT_ALLOWED"):
-    """The path does not take that method."""
+    """The path does not support that method."""
 
 
 class ConflictError(RequestError):
-    """What is asked for contradicts what is there."""
+    """The request contradicts what exists."""
 
 
 class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
@@ -152,7 +152,7 @@ class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
-    """The key's quota was still used up when the client's patience ended."""
+    """The key's quota was still used up when the client's budget of waiting ended."""
 
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
@@ -180,15 +180,17 @@ class LoraLoadFailedError(ServerError, code="LORA_LOAD_FAILED"):
 
 
 class ProvisioningError(ServerError, code="PROVISIONING"):
-    """No worker was ready when the client's patience ended: `details` has `gpu`, `bundle` and `estimated_wait_s`."""
+    """No worker was ready when the client's budget of waiting ended: `details` has `gpu`, `bundle` and
+    `estimated_wait_s`.
+    """
 
 
 class ModelLoadingError(ServerError, code="MODEL_LOADING"):
-    """The model was still loading when the client's patience ended."""
+    """The model was still loading when the client's budget of waiting ended."""
 
 
 class LoraLoadingError(ServerError, code="LORA_LOADING"):
-    """The LoRA was still loading when the client's patience ended."""
+    """The LoRA was still loading when the client's budget of waiting ended."""
 
 
 class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
@@ -196,7 +198,7 @@ class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
 
 
 class QueueFullError(ServerError, code="QUEUE_FULL"):
-    """The queue was still full when the client's patience ended."""
+    """The queue was still full when the client's budget of waiting ended."""
 
 
 class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
