@@ -6,12 +6,13 @@ unknown, never zero.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from sie_broker import BrokerError, BrokerUnavailable, Queue
+from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
 from sie_contracts import topology
 from sie_contracts.messages import Priority
 from sie_contracts.topology import Lane
@@ -78,6 +79,16 @@ class Backlog:
         asked_s = self._clock()
         counts = await self._queue.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
         self._read[pool] = (asked_s, counts, _by_priority(counts))
+
+    async def oldest(self, pool: str, subjects: Sequence[str]) -> list[Stored | None]:
+        """The oldest message of each subject or filter of a pool, None where there is none. Raises BrokerError."""
+        stream = topology.stream_name(pool)
+        questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
+        answers = await asyncio.gather(*questions, return_exceptions=True)  # so that no question outlasts this
+        failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+        if failed is not None:
+            raise failed
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def messages(self, lane: Lane, priority: Priority) -> int | None:
         """Messages of a lane and priority, None while not known."""

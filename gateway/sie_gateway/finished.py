@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import msgspec
 from sie_contracts import arrays
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import AllItemsFailed, InvalidInput, SIEError
-from sie_contracts.messages import Failed, Ok, Operation, Priority, WorkResult
+from sie_contracts.messages import Failed, Ok, Operation, Priority, RunOptions, WorkResult
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
 from sie_gateway.body import Item
@@ -55,6 +55,10 @@ class Understood:
     query: Item | None
     lane: Lane
     priority: Priority
+
+    def with_run(self, run: RunOptions) -> Understood:
+        """The same request with other options of the run."""
+        return replace(self, options=replace(self.options, run=run))
 
 
 class Finished:

@@ -7,7 +7,6 @@ be asked is unknown, never zero.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -54,7 +53,7 @@ class Lag:
 
     async def oldest_s(self, lane: Lane) -> float:
         """How long the oldest message of a lane waits, seconds; 0 where there is none. Raises BrokerError."""
-        first = await self._queue.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane))
+        (first,) = await self._backlog.oldest(lane.pool, [topology.lane_filter(lane)])
         return 0.0 if first is None else self._age_s(first)
 
     def _age_s(self, stored: Stored) -> float:
@@ -104,14 +103,9 @@ class Lag:
                 if count:
                     asked.append((topology.lane_filter(lane, priority), labels))
         asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_SUBJECTS]]
-        stream = topology.stream_name(pool)
-        answers = await asyncio.gather(
-            *(self._queue.first_stored(stream, subject=each) for each, _ in asked), return_exceptions=True
-        )
+        answers = await self._backlog.oldest(pool, [each for each, _ in asked])
         seen: set[str] = set()
         for (_, of_lane), first in zip(asked, answers, strict=True):
-            if isinstance(first, BaseException):
-                raise first
             if first is None:  # it was answered meanwhile
                 continue
             oldest_s = self._age_s(first)

@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
-from sie_broker import BrokerError, Queue, Store, WrongRevision
+from sie_broker import BrokerError, Store, WrongRevision
 from sie_broker import tables as stored_tables
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Change, Stored, StoredTable
@@ -216,8 +216,7 @@ class Ages:
     longest for it.
     """
 
-    def __init__(self, broker: Queue, backlog: Backlog, now_s: Callable[[], float]) -> None:
-        self._broker = broker
+    def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
         self._backlog = backlog
         self._now_s = now_s
         self._looks: dict[str, int] = {}  # subject -> looks since its age was asked for
@@ -249,13 +248,7 @@ class Ages:
         )[:MAX_ASKED]
         for subject in subjects:
             self._looks[subject] = self._looks.get(subject, 0) + 1
-        stream = topology.stream_name(lane.pool)
-        questions = (self._broker.first_stored(stream, subject=subject) for subject in due)
-        for subject, first in zip(
-            due, await asyncio.gather(*questions, return_exceptions=True), strict=True
-        ):  # none outlasts this
-            if isinstance(first, BaseException):
-                raise first
+        for subject, first in zip(due, await self._backlog.oldest(lane.pool, due), strict=True):
             self._looks[subject] = 0
             self._ages_s[subject] = max(0.0, self._now_s() - first.sent_s) if first is not None else 0.0
         oldest_s: dict[str, float] = {}

@@ -103,7 +103,7 @@ async def serve(
         else None
     )
     backlog = Backlog(broker, record)
-    ages = Ages(broker, backlog, clock.now_s)
+    ages = Ages(backlog, clock.now_s)
     placer = Placer(
         broker,
         settings.adopt_after_ms / 1000,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,5 +24,4 @@ async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, d
     parameters = run.parameters if raw else {**run.parameters, "relevance": True}
     most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0
     run = msgspec.structs.replace(run, parameters=parameters, document_tokens=most)
-    understood = replace(understood, options=replace(understood.options, run=run))
-    return await inference.execute(call, understood)
+    return await inference.execute(call, understood.with_run(run))

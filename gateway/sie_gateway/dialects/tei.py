@@ -7,7 +7,6 @@ string here alone.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -138,38 +137,33 @@ async def _encode(
         merged["normalize"] = fields.flag(params, "normalize", default=True)
     understood = inference.understand(call, Asked("encode", resolved, items, {"params": merged}))
     if capability == "embed_all":
-        run = options.unpooled(resolved.entry, understood.options.run)
-        understood = replace(understood, options=replace(understood.options, run=run))
+        understood = understood.with_run(options.unpooled(resolved.entry, understood.options.run))
     return await inference.execute(call, understood)
+
+
+async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> Finished:
+    """The outputs of `inputs`."""
+    body = _body(raw)
+    resolved = able(inference, call, capability, body.get("model"))
+    items = _inputs(body.get("inputs"), inference.max_items(call))
+    return await _encode(inference, call, resolved, capability, items, body)
 
 
 async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Dense vectors: a list of them, for a single input too."""
-    body = _body(raw)
-    resolved = able(inference, call, "embed", body.get("model"))
-    finished = await _encode(
-        inference, call, resolved, "embed", _inputs(body.get("inputs"), inference.max_items(call)), body
-    )
+    finished = await _embedded(inference, call, raw, "embed")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
 
 async def embed_all(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The states of all tokens, not pooled and not normalised."""
-    body = _body(raw)
-    resolved = able(inference, call, "embed_all", body.get("model"))
-    finished = await _encode(
-        inference, call, resolved, "embed_all", _inputs(body.get("inputs"), inference.max_items(call)), body
-    )
+    finished = await _embedded(inference, call, raw, "embed_all")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
 async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Sparse vectors: index and weight of each word of the vocabulary that has one."""
-    body = _body(raw)
-    resolved = able(inference, call, "embed_sparse", body.get("model"))
-    finished = await _encode(
-        inference, call, resolved, "embed_sparse", _inputs(body.get("inputs"), inference.max_items(call)), body
-    )
+    finished = await _embedded(inference, call, raw, "embed_sparse")
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
     return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
