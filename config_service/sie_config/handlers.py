@@ -121,7 +121,7 @@ async def bundle(service: ConfigService, request: Request) -> Response:
 
 
 async def resolve(service: ConfigService, request: Request) -> Response:
-    """What a model's name means."""
+    """The model and profile that a name stands for, and the bundles that can serve it."""
     body = await _body(request)
     return json_response(configs.resolution(await service.require().catalogue(), body))
 

@@ -19,7 +19,7 @@ def _page(path: str, summary: str, media: str) -> Route:
 ROUTES: tuple[Route, ...] = (
     *config_routes.bound(HANDLERS),
     _page("/docs", "This document as a page", HTML),
-    _page("/docs/oauth2-redirect", "What that page needs", HTML),
+    _page("/docs/oauth2-redirect", "Files of that page", HTML),
     _page("/openapi.json", "This document", JSON),
 )
 TABLE = Table(ROUTES)

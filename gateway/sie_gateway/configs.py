@@ -88,7 +88,7 @@ async def bundle(gateway: Gateway, request: Request) -> Response:
 
 
 async def resolve(gateway: Gateway, request: Request) -> Response:
-    """What a model's name means."""
+    """The model and profile that a name stands for, and the bundles that can serve it."""
     return json_response(configs.resolution(_catalogue(gateway), await request.body()))
 
 

@@ -97,7 +97,7 @@ class Finished:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Tokens that were run, and the positions of inputs that were cut."""
+        """Number of tokens that ran, and the positions of truncated inputs."""
         tokens, truncated = 0, []
         for result, places in zip(self._results, self._positions, strict=True):
             for place, outcome in zip(places, result.outcomes, strict=True):

@@ -56,7 +56,7 @@ async def model(gateway: Gateway, request: Request) -> Response:
 
 
 async def health(gateway: Gateway, _request: Request) -> Response:
-    """What is in use, and who serves."""
+    """The catalogue in use, and the workers."""
     return json_response(gateway.status.health())
 
 

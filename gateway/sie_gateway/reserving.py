@@ -209,7 +209,7 @@ async def pools(gateway: Gateway, _request: Request) -> Response:
 
 
 async def assignment(gateway: Gateway, request: Request) -> Response:
-    """The pools that a worker serves."""
+    """The pool that a worker is to serve."""
     worker = request.query_params.get("worker", "")
     served = gateway.pools.assigned(worker)
     pinned = gateway.pools.pinned(served)

@@ -51,21 +51,21 @@ class InferenceRoute(GatewayRoute):
 _ShortText = Annotated[str, Meta(max_length=128)]
 _TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
 HEADERS = (
-    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "Work past this deadline is dropped."),
-    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "Whether others may overtake it."),
+    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "The budget of the request; work past it is dropped."),
+    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may overtake it."),
     Parameter("X-SIE-Pool", "header", str, "The pool that serves it."),
     Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves it, or pool/profile."),
     Parameter(
         "X-SIE-Route-Key",
         "header",
         _ShortText,
-        "Of an alias with several models: requests with the same one get the same.",
+        "For an alias with several models: requests with the same key get the same model.",
     ),
-    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply tells where its time went."),
+    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: where its time was spent."),
     Parameter(
         "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
     ),
-    Parameter("X-Request-ID", "header", _ShortText, "Comes back with the reply."),
+    Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
 )
 PLACEHOLDERS = {
     **config_routes.PLACEHOLDERS,
@@ -101,7 +101,7 @@ def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *m
 NATIVE = (
     _native("encode", native.encode, "Vectors of inputs", native_api.Encode, native_api.Encoded, RAW, ARROW),
     _native("score", native.score, "Scores of inputs against a query", native_api.Score, native_api.Scored),
-    _native("extract", native.extract, "What is found in inputs", native_api.Extract, native_api.Extracted),
+    _native("extract", native.extract, "Entities or classes in inputs", native_api.Extract, native_api.Extracted),
 )
 
 
@@ -159,7 +159,7 @@ DIALECTS = (
             path,
             "rerank",
             handler,
-            (_RERANK, "Documents by their relevance to a query"),
+            (_RERANK, "Documents, ranked by relevance to a query"),
             api.Rerank,
             api.Ranked,
             family(name),
@@ -170,7 +170,10 @@ DIALECTS = (
         "/rerank",
         "rerank",
         rerank.either,
-        (_RERANK, "Documents by relevance; with `texts` in place of `documents`, as Text Embeddings Inference has it"),
+        (
+            _RERANK,
+            "Documents, ranked by relevance; with `texts` in place of `documents` as Text Embeddings Inference does it",
+        ),
         Content((api.Rerank, api.TeiRerank), example=api.TeiRerank.EXAMPLE),
         (api.Ranked, list[api.TeiRank]),
         family("infinity"),
@@ -188,24 +191,24 @@ DIALECTS = (
 _MAIN = (
     "main_task",
     tei.main_task,
-    "What the model is for",
+    "The operation of the model, as Text Embeddings Inference reports it",
     Content((api.TeiEmbed, api.TeiPredict, api.TeiSimilarity, api.TeiRerank)),
     Content(list[Any], example=[[0.02, -0.07]]),
 )
 _Tei = tuple[str, Handler, str, Any, Any]
 _EITHER_TEI: tuple[_Tei, ...] = (
-    ("embed", tei.embed, "Dense vectors", api.TeiEmbed, Content(api.Embeddings, example=[[0.02, -0.07]])),
+    ("embed", tei.embed, "Dense vectors of texts", api.TeiEmbed, Content(api.Embeddings, example=[[0.02, -0.07]])),
     (
         "embed_all",
         tei.embed_all,
-        "The state of every token",
+        "The hidden state of every token",
         api.TeiEmbedAll,
         Content(api.TokenEmbeddings, example=[[[0.1, 0.2], [0.3, 0.4]]]),
     ),
     (
         "embed_sparse",
         tei.embed_sparse,
-        "Sparse vectors",
+        "Sparse vectors of texts",
         api.TeiEmbedAll,
         Content(list[list[api.TeiWeight]], example=[[{"index": 7592, "value": 1.2}]]),
     ),
@@ -219,7 +222,7 @@ _EITHER_TEI: tuple[_Tei, ...] = (
     (
         "similarity",
         tei.similarity,
-        "Cosine of one sentence with others",
+        "Cosine similarity of one sentence with others",
         api.TeiSimilarity,
         Content(list[float], example=[0.83]),
     ),
@@ -233,11 +236,11 @@ _EITHER_TEI: tuple[_Tei, ...] = (
             example=[[{"id": 7592, "text": "hello", "special": False, "start": 0, "stop": 5}]],
         ),
     ),
-    ("decode", tei.decode, "Texts of token ids", api.TeiDecode, Content(list[str], example=["hello"])),
+    ("decode", tei.decode, "Texts from token ids", api.TeiDecode, Content(list[str], example=["hello"])),
 )
 _NAMED_TEI: tuple[_Tei, ...] = (
     *_EITHER_TEI,
-    ("rerank", tei.rerank, "Texts by their relevance to a query", api.TeiRerank, _RANKS),
+    ("rerank", tei.rerank, "Texts, ranked by relevance to a query", api.TeiRerank, _RANKS),
 )
 
 
@@ -251,8 +254,8 @@ TEI = (
     *(_tei(f"/{row[0]}", row) for row in _EITHER_TEI),
     *(_tei(f"/tei/{{model:path}}/{row[0]}", row) for row in _NAMED_TEI),
     _tei("/tei/{model:path}", _MAIN),
-    _tei("/info", ("info", tei.info, "What serves the default model", None, api.TeiInfo)),
-    _tei("/tei/{model:path}/info", ("info", tei.info, "What serves this model", None, api.TeiInfo)),
+    _tei("/info", ("info", tei.info, "The server and the default model", None, api.TeiInfo)),
+    _tei("/tei/{model:path}/info", ("info", tei.info, "The server and this model", None, api.TeiInfo)),
 )
 
 
@@ -289,10 +292,10 @@ def _control(
 
 _FLAG = Literal["true", "false"]
 _MODEL_QUERY = (
-    Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that do this."),
+    Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that support this operation."),
     Parameter("output", "query", str, "Only models with this output."),
     Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
-    Parameter("variants", "query", _FLAG, "Whether profiles are listed too, as `model:profile`."),
+    Parameter("variants", "query", _FLAG, "Whether the list has profiles too, as `model:profile`."),
 )
 _MODELS = _control(
     "GET",
@@ -306,7 +309,7 @@ _MODELS = _control(
 _MODEL = _control(
     "GET", "/v1/models/{model:path}", "models", operations.model, ("SIE", "One model"), operations_api.ModelInfo
 )
-_WORKER = Parameter("worker", "query", str, "The id of the worker, as its heartbeat tells it.", "w0", required=True)
+_WORKER = Parameter("worker", "query", str, "The id of the worker, as in its heartbeats.", "w0", required=True)
 CONTROL: tuple[GatewayRoute, ...] = (
     _MODELS,
     _MODEL,
@@ -329,7 +332,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
         assignments.PATH,
         "pools",
         reserving.assignment,
-        ("Pools", "The pools that a worker serves"),
+        ("Pools", "The pool that a worker is to serve"),
         operations_api.Assignment,
         parameters=(_WORKER,),
         reader=True,
@@ -387,10 +390,10 @@ def _socket(path: str, summary: str) -> GatewayRoute:
 
 _NOT_READY = Content(media=(TEXT,), description="Not ready")
 OPERATIONS = (
-    *(_probe(path, "Whether the process lives", (TEXT,), _NOT_READY) for path in ("/healthz", "/livez", "/ping")),
+    *(_probe(path, "Whether the process is alive", (TEXT,), _NOT_READY) for path in ("/healthz", "/livez", "/ping")),
     _probe(
         "/readyz",
-        "Whether it can serve: 503 with the reason; as JSON where that is accepted",
+        "Whether the process is ready: 503 with the reason if not; JSON if `Accept` allows it",
         (TEXT, JSON),
         Content(
             operations_api.Readiness,
@@ -404,7 +407,7 @@ OPERATIONS = (
         "/health",
         "health",
         operations.health,
-        ("Operations", "What is in use, and who serves"),
+        ("Operations", "The catalogue in use, and the workers"),
         operations_api.Health,
     ),
     _control(
@@ -412,12 +415,12 @@ OPERATIONS = (
         "/v1/scaling/{lane}",
         "scaling",
         operations.scaling,
-        ("Operations", "What a lane has to do, and how many workers it wants"),
+        ("Operations", "The load of a lane, and the number of workers that it needs"),
         operations_api.LaneFigures,
     ),
     _operated(
         "/metrics",
-        "What Prometheus reads, where SIE_GATEWAY_API_METRICS is on",
+        "The metrics for Prometheus, if SIE_GATEWAY_API_METRICS is on",
         TEXT,
         operations.metrics,
         scope="metrics",
@@ -425,10 +428,10 @@ OPERATIONS = (
     ),
     _operated("/", "A live page of the cluster", HTML, operations.page),
     _operated("/docs", "This document as a page", HTML, head=True),
-    _operated("/docs/static/{file}", "What that page needs", "*/*", head=True),
+    _operated("/docs/static/{file}", "Files of that page", "*/*", head=True),
     _operated("/openapi.json", "This document", JSON, head=True),
-    _socket(CLUSTER_PATH, "Workers and models, every second"),
-    _socket(WORKER_PATH, "A worker of this gateway's own, every 200 ms"),
+    _socket(CLUSTER_PATH, "The status of workers and models, every second"),
+    _socket(WORKER_PATH, "The status of a worker of this gateway, every 200 ms"),
 )
 
 ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *CATALOGUE, *OPERATIONS)

@@ -155,7 +155,7 @@ class Resolve(Struct, kw_only=True):
 
 
 class Resolution(Struct, kw_only=True):
-    """What a model's name means."""
+    """The model and profile that a name stands for, and the bundles that can serve it."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,

@@ -27,7 +27,7 @@ from sie_contracts.api.shapes import (
 )
 
 VectorType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-Priority = Annotated[int, Meta(ge=0, le=999, description="Below 500: interactive, else bulk.")] | UnsetType
+Priority = Annotated[int, Meta(ge=0, le=999, description="Below 500: interactive. From 500 on: bulk.")] | UnsetType
 Truncate = Truncation | bool | UnsetType
 Embeddings = list[list[float]]
 TokenEmbeddings = list[list[list[float]]]
@@ -80,8 +80,8 @@ class EmbeddingsRequest(Struct, kw_only=True):
     normalized: Flag = UNSET
     truncation: Flag = UNSET
     token_encoding: Literal["model", "cl100k_base", "o200k_base"] | UnsetType = UNSET
-    late_chunking: Annotated[Flag, Meta(description="Only false is served.")] = UNSET
-    return_multivector: Annotated[Flag, Meta(description="Only false is served.")] = UNSET
+    late_chunking: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
+    return_multivector: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
 
 
 class Embedding(Struct, kw_only=True):
@@ -321,7 +321,7 @@ class TeiPredict(_Truncated, kw_only=True):
 
 
 class TeiSentences(Struct, kw_only=True):
-    """One sentence, and those that it is compared with."""
+    """One sentence, and the sentences to compare it with."""
 
     source_sentence: str
     sentences: ManyTexts

@@ -44,21 +44,21 @@ Items = Annotated[list[str | Item], Meta(min_length=1)]
 
 class _Params(Struct, kw_only=True):
     instruction: Text = UNSET
-    default_instruction: Annotated[Text, Meta(description="The instruction where nothing else names one.")] = UNSET
-    query_template: Annotated[Text, Meta(description="In place of the model's own: has `{text}`.")] = UNSET
-    doc_template: Annotated[Text, Meta(description="In place of the model's own: has `{text}`.")] = UNSET
+    default_instruction: Annotated[Text, Meta(description="The instruction, if no other field names one.")] = UNSET
+    query_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
+    doc_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
     is_query: Flag = UNSET
-    input_type: Annotated[Text, Meta(description="`query` and `search_query` mean `is_query`.")] = UNSET
+    input_type: Annotated[Text, Meta(description="`query` and `search_query` set `is_query`.")] = UNSET
     truncate: Truncation | bool | UnsetType = UNSET
     max_seq_length: Whole = UNSET
     profile: Text = UNSET
     lora_id: Text = UNSET
-    lora: Annotated[Text, Meta(description="Another name of `lora_id`.")] = UNSET
+    lora: Annotated[Text, Meta(description="Another name for `lora_id`.")] = UNSET
     on_item_error: Literal["slot", "fail"] | UnsetType = UNSET
     timing: Annotated[
         Literal["request", "items"] | UnsetType, Meta(description="`items`: each result has its own timing as well.")
     ] = UNSET
-    options: Annotated[Map, Meta(description="The same parameters; those beside it come first.")] = UNSET
+    options: Annotated[Map, Meta(description="The same parameters. Those beside it take precedence.")] = UNSET
 
 
 class EncodeParams(_Params, kw_only=True):
@@ -73,7 +73,7 @@ class EncodeParams(_Params, kw_only=True):
 
 
 class ScoreWeights(Struct, kw_only=True):
-    """What each kind of score counts in a hybrid one."""
+    """The weight of each kind of score in a hybrid score."""
 
     dense: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
     sparse: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -97,7 +97,7 @@ class ExtractParams(_Params, kw_only=True):
     merge_adjacent_entities: Flag = UNSET
     precompute_labels: Flag = UNSET
     raw_scores: Flag = UNSET
-    hypothesis_template: Annotated[Text, Meta(description="Has `{}` in the place of the label.")] = UNSET
+    hypothesis_template: Annotated[Text, Meta(description="Contains `{}` in place of the label.")] = UNSET
     output_schema: Map = UNSET
 
 

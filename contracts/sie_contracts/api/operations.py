@@ -21,7 +21,7 @@ class Download(Struct, kw_only=True):
 
 
 class Precision(Struct, kw_only=True):
-    """What is asked for, what workers serve, and why that differs."""
+    """The requested precision, the precision that workers use, and the reason if they differ."""
 
     requested: str | UnsetType | None = UNSET
     served: Texts = UNSET
@@ -76,7 +76,7 @@ class ModelInfo(Struct, kw_only=True):
     certificate: dict[str, Any] | UnsetType | None = UNSET
     fingerprint: str | UnsetType | None = UNSET
     variant_of: Text = UNSET
-    alias: Annotated[Map, Meta(description="Of an alias: its targets, and the model that it shadows to.")] = UNSET
+    alias: Annotated[Map, Meta(description="For an alias: its targets, and its shadow model.")] = UNSET
     downloads: list[Download] | UnsetType = UNSET
     precision: Precision | UnsetType = UNSET
     backend: Text = UNSET
@@ -118,7 +118,7 @@ class PoolRequest(Struct, kw_only=True):
 
 
 class PoolSpec(Struct, kw_only=True):
-    """What a pool was asked to be. A pool that is no reservation has no lease, and its workers are not counted."""
+    """The specification of a pool. A pool that is not a reservation has no lease, and its workers are not counted."""
 
     name: str
     bundle: str | None = None
@@ -194,7 +194,7 @@ class PoolRenewed(Struct, kw_only=True):
 
 
 class Assignment(Struct, kw_only=True):
-    """The pools that a worker serves."""
+    """The pool that a worker is to serve."""
 
     EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
 
@@ -296,7 +296,7 @@ class Health(Struct, kw_only=True):
 
 
 class LaneFigures(Struct, kw_only=True):
-    """What a lane has to do, and how many workers it wants."""
+    """The load of a lane, and the number of workers that it needs."""
 
     EXAMPLE: ClassVar[Any] = {
         "lane": "_default.l4.default",

@@ -18,7 +18,7 @@ Texts = list[str] | UnsetType
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 ManyTexts = Annotated[list[str], Meta(min_length=1)]
-Timing = Annotated[dict[str, float], Meta(description="Milliseconds by stage, by the stage's name and a short one.")]
+Timing = Annotated[dict[str, float], Meta(description="Milliseconds of each stage, by its name and its short name.")]
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}
 USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
@@ -48,7 +48,7 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens that were run, and the positions of inputs that were cut."""
+    """Number of tokens that ran, and the positions of truncated inputs."""
 
     prompt_tokens: Whole = msgspec.UNSET
     total_tokens: Whole = msgspec.UNSET
