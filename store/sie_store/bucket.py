@@ -1,7 +1,8 @@
-"""The snapshots of weights in a bucket, asked within bounds of time: coroutines that raise StoreError and FetchFailed.
+"""The snapshots of weights in a bucket. Every call is a coroutine that ends within bounds of time and raises StoreError
+or FetchFailed.
 
-models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
-models--org--name/COMMIT/sie-manifest.json   written last: without it the others do not count
+    models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
+    models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _FOLDER = re.compile(r"models--(.+)")
 
 
 def place(repository: str, revision: str) -> str:
-    """Where the objects of a snapshot are."""
+    """The prefix of the objects of a snapshot."""
     return f"models--{repository.replace('/', '--')}/{revision}"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the bucket has of one commit. `wrong`: what is wrong with it, a line each; without a manifest it does not
-    count.
+    """The state of one commit in the bucket. `wrong`: what is wrong with it, a line each; a missing manifest is one of
+    them.
 
-    `sizes`: bytes of every object by its name, the manifest aside.
+    `sizes`: bytes of every object by its name, except the manifest.
     """
 
     repository: str
@@ -53,16 +54,16 @@ class Stored:
 
 
 class Bucket:
-    """The store, asked within bounds: coroutines that raise StoreError and FetchFailed."""
+    """A bucket of snapshots. Its coroutines end within bounds of time and raise StoreError or FetchFailed."""
 
     def __init__(self, url: str, store: ObjectStore, limits: Limits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # what every load of a model that is not on the disk waits for, before it goes on to the next source
+        # the load of a model that is not on the disk waits for this before it tries the next source
         self._glance = Patience(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """The manifest of a snapshot, which is all there if it has one, and how to write another one unless somebody
-        else does first.
+        """The manifest of a snapshot, None if it is not complete; and how to write another one unless somebody else did
+        so meanwhile.
         """
         import obstore
 
@@ -94,7 +95,7 @@ class Bucket:
         return manifest, version
 
     async def sizes(self, repository: str, revision: str) -> dict[str, int]:
-        """The bytes of every object of a snapshot, by its name, the manifest aside."""
+        """The bytes of every object of a snapshot by its name, except the manifest."""
         import obstore
 
         prefix = place(repository, revision)
@@ -111,7 +112,7 @@ class Bucket:
         return await self.limits.asked(listed)
 
     async def below(self, prefix: str | None) -> list[str]:
-        """The names below `prefix` that have something below them."""
+        """The names of folders below `prefix`."""
         import obstore
 
         found = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
@@ -143,7 +144,7 @@ class Bucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         found = [stored for each in await asyncio.gather(*map(of, folders)) for stored in each]
-        # some stores keep empty folders
+        # some stores keep objects for empty folders
         return [stored for stored in found if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
@@ -154,7 +155,7 @@ class Bucket:
         with contextlib.suppress(ObjectMissing):
             await self.limits.asked(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
         for name, size in (await self.sizes(repository, revision)).items():
-            with contextlib.suppress(ObjectMissing):  # somebody else removes it as well
+            with contextlib.suppress(ObjectMissing):  # somebody else removed it
                 await self.limits.asked(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
             gone += size
         return gone
@@ -190,7 +191,7 @@ class BucketSource:
         return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
 
     def _broken(self, wrong: str) -> FetchFailed:
-        """What the bucket holds is not what the manifest there says. A push repairs it, so the load is tried again."""
+        """The bucket does not hold what its manifest says. A push can repair it, so the load is tried again."""
         return FetchFailed(
             "NETWORK", f"{self.what} is damaged there, {wrong}: `sie weights push --force` writes it again"
         )

@@ -1,13 +1,13 @@
-"""The snapshots of weights on this node's disk, laid out as HF_HOME so that other programs find them too.
+"""The local cache: snapshots of weights on this node's disk, laid out as HF_HOME so that other programs find them too.
 
     hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
-    hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next one goes on there
-    hub/.locks/models--org--name/COMMIT.fetch   exclusive: the one process of the node that fetches it, with how far it
-                                                is
-    hub/.locks/models--org--name/COMMIT.use     shared: loads it, has it loaded or fetches it; exclusive: removes it.
-                                                Its time: the last use
+    hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next fetch resumes there
+    hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
+                                                it contains the progress
+    hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, hold or fetch the snapshot;
+                                                exclusive lock of one that removes it. Its mtime: the last use
 
-A fetch fills the partial folder; the manifest is written last, and the folder is renamed into place whole.
+A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sie_store.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-STALLED_S = 180.0  # a fetch of another process that tells nothing new for so long is hung: its own waits are shorter
+STALLED_S = 180.0  # of a fetch by another process without progress: its own time-outs are shorter
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
@@ -48,8 +48,8 @@ T = TypeVar("T")
 class Fetch(Protocol):
     """Fills a folder with the files of one snapshot and returns its manifest.
 
-    What earlier tries left in the folder is used. A file grows under its name + PART and is renamed when its digest is
-    right; what has its final name already may be a hard link to somebody's file, so it is checked, and replaced if it
+    Files that earlier attempts left in the folder are used. A file grows under its name + PART and is renamed once its
+    digest is right. A file with its final name may be a hard link to somebody's file: it is checked, and replaced if it
     is wrong, but never written into. Every file is synced to the disk. `progress.expect` is called before the first
     byte is fetched. Raises FetchFailed, OSError.
     """
@@ -59,9 +59,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One complete snapshot that the cache holds, as `listed` found it. `used_s`: seconds since the epoch, of its last
-    use.
-    """
+    """One complete snapshot of the cache, as `listed` found it. `used_s`: time of its last use, seconds since 1970."""
 
     folder: Path
     manifest: Manifest
@@ -70,8 +68,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may go from the disk. `used_s`: seconds since the epoch, of its last use. `is_partial`: only what
-    a fetch left.
+    """Something that may be removed from the disk. `used_s`: time of its last use, seconds since 1970. `is_partial`:
+    only the partial folder of a fetch.
     """
 
     repository: str
@@ -84,8 +82,8 @@ class Candidate:
 class LocalCache:
     """The snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
 
-    `room` makes room on the disk for so many bytes more, before a fetch; it raises FetchFailed if there is none.
-    `relieve` removes what may go while the disk is above its threshold, and returns whether it is below it.
+    `room` is called before a fetch: it makes room on the disk for so many bytes, and raises FetchFailed if it cannot.
+    `relieve` removes snapshots while the disk is above its threshold, and returns whether it is below it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,14 +93,14 @@ class LocalCache:
         self.relieve: Callable[[], bool] = lambda: True
 
     def place(self, repository: str, revision: str) -> Path:
-        """Where a snapshot is or would be. Raises ManifestError for names that are none."""
+        """The folder of a snapshot, whether it exists or not. Raises ManifestError for invalid names."""
         check_names(repository, revision)
         return self._of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, wanted: Wanted | None = None) -> Path | None:
-        """The folder of a snapshot that is known to have all files that are `wanted`, by its manifest or by the listing
-        of the hub's own client. Without `wanted`: all files that were wanted when it was fetched. None if it lacks one,
-        or if neither manifest nor listing is there. Raises ManifestError.
+        """The folder of a snapshot that has all `wanted` files, by its manifest or by the listing of the hub's own
+        client. Without `wanted`: all files that were wanted when it was fetched. None if a file is missing, or if there
+        is neither manifest nor listing. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -114,8 +112,8 @@ class LocalCache:
         return folder if is_whole else None
 
     def flaw(self, repository: str, revision: str) -> str:
-        """What shows that a snapshot is not complete, where neither a manifest nor a listing says that it is; empty if
-        nothing shows it. Raises ManifestError.
+        """Evidence that a snapshot without manifest and listing is not complete; empty if there is none. Raises
+        ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
@@ -123,12 +121,12 @@ class LocalCache:
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """What logs call a snapshot. The name of a LoRA may be a client's."""
+        """The name of a snapshot for logs. The name of a LoRA may be input of a client."""
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """The manifest of a snapshot; None without one, and if it is not that of this snapshot. Says nothing of the
-        files.
+        """The manifest of a snapshot; None if there is none, or if it belongs to another snapshot. The files are not
+        checked.
         """
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
@@ -140,11 +138,10 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """That this snapshot is in use, from now until the lease is closed: nobody removes it. It need not be there
-        yet.
+        """A lease on a snapshot: nobody removes it until the lease is closed. The snapshot need not exist yet.
 
-        Raises FetchFailed if another process is removing it and does not end, and if the disk has no room for the lease
-        itself.
+        Raises FetchFailed if another process is removing it and does not finish, or if the disk has no room for the
+        lease.
         """
         check_names(repository, revision)
         deadline_s = time.monotonic() + REMOVAL_S
@@ -171,10 +168,10 @@ class LocalCache:
         wanted: Wanted | None = None,
         progress: Progress | None = None,
     ) -> Path:
-        """The folder of a snapshot, fetched unless it is there. One process of the node fetches; the others wait and
+        """The folder of a snapshot, fetched if it is not there. One process of the node fetches; the others wait and
         find it afterwards.
 
-        `what` names it in logs and errors. Raises FetchFailed. Whoever wants it to stay holds a lease before.
+        `what` names it in logs and errors. Raises FetchFailed. A caller that needs it to stay must hold a lease before.
         """
         progress = progress or Progress(what)
 
@@ -197,10 +194,10 @@ class LocalCache:
             return self._with_room(fetched, what)
 
     def _with_room(self, act: Callable[[], T], what: str) -> T:
-        """What `act` returns, done once more with room made if the disk was full: even a lock or a folder needs a
-        block.
+        """The result of `act`. If the disk is full, room is made and `act` is called once more: even a lock or a folder
+        needs a block.
 
-        `what` is named if it fails. Raises FetchFailed.
+        `what` names it in errors. Raises FetchFailed.
         """
         try:
             try:
@@ -214,11 +211,11 @@ class LocalCache:
             raise _disk_failed(what, self.folder, error) from error
 
     def listed(self) -> list[Snapshot]:
-        """All snapshots with a manifest whose files are there, in order of their names."""
+        """All snapshots with a manifest whose files are there, sorted by name."""
         return [each for each in self._with_manifest() if not verify(each.folder, each.manifest, digests=False)]
 
     def _with_manifest(self) -> list[Snapshot]:
-        """`listed`, and those whose files are missing or cut off."""
+        """`listed`, and also snapshots whose files are missing or cut off."""
         snapshots = []
         for path in sorted(self.hub.glob(f"models--*/snapshots/*/{MANIFEST}")):
             try:
@@ -230,8 +227,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """When somebody last began or ended to use it, seconds since the epoch; if nobody did, when it was made; 0 if
-        it is not there.
+        """When a use of the snapshot last began or ended, seconds since 1970; if it was never used, when it was made; 0
+        if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -239,20 +236,20 @@ class LocalCache:
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot, and what a fetch left of it, unless a process uses it. Returns whether it is gone. Raises
+        """Remove a snapshot and its partial folder, unless a process uses it. Returns whether it was removed. Raises
         OSError.
         """
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """What may go to make room, that which was used longest ago first: snapshots that SIE fetched, whole or not,
-        and what is left of fetches, none of them in use now.
+        """What may be removed to make room, least recently used first: snapshots that SIE fetched, complete or not, and
+        partial folders; none of them in use now.
         """
         going = []
         for each in self._with_manifest():
             repository, revision = each.manifest.repository, each.manifest.revision
             if each.manifest.origin != "found" and not self._is_used(repository, revision):
-                with contextlib.suppress(FileNotFoundError):  # gone since
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     going.append(
                         Candidate(repository, revision, each.used_s, is_partial=False, bytes=_bytes_in(each.folder))
                     )
@@ -261,7 +258,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            with contextlib.suppress(ManifestError, FileNotFoundError):  # not of SIE, or a fetch has begun since
+            with contextlib.suppress(ManifestError, FileNotFoundError):  # not of SIE, or a fetch began meanwhile
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
@@ -270,7 +267,7 @@ class LocalCache:
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        if not path.exists():  # making it would look like a use
+        if not path.exists():  # to create it would look like a use
             return False
         try:
             lock = taken(path, shared=False)
@@ -282,7 +279,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove it, unless a process uses it or fetches it. Returns whether it is gone. Raises OSError."""
+        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError."""
         repository, revision = candidate.repository, candidate.revision
         lock = taken(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:
@@ -294,14 +291,14 @@ class LocalCache:
                 shutil.rmtree(gone)
             if place.exists() and not candidate.is_partial:
                 partial.mkdir(parents=True, exist_ok=True)
-                os.rename(place, gone)  # at once: half a snapshot must not be found
+                os.rename(place, gone)  # atomic: half a snapshot must not be found
             for folder in (gone, partial / revision):
                 if folder.exists():
                     shutil.rmtree(folder)
         return True
 
     def outstanding_bytes(self) -> int:
-        """What fetches of this node, in whatever process, have still to come."""
+        """Bytes that all fetches of this node, in any process, have still to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
             with contextlib.suppress(PermissionError):  # another user's, which nothing tells of
@@ -321,8 +318,8 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, what: str, progress: Progress) -> Iterator[Lock]:
-        """The lock of the one process that fetches. While another process fetches, it waits and follows its progress.
-        Raises FetchFailed when that stands still for STALLED_S.
+        """The lock of the one process that fetches. While another process holds it, wait and follow its progress.
+        Raises FetchFailed if that makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
         last, last_s, is_logged = b"", time.monotonic(), False
@@ -332,7 +329,7 @@ class LocalCache:
                 progress.follow(_noted(note))
             if time.monotonic() - last_s > STALLED_S:
                 raise FetchFailed(
-                    "NETWORK", f"{what} is fetched by another process, which has done nothing for {STALLED_S:g} s"
+                    "NETWORK", f"{what} is fetched by another process, which has made no progress for {STALLED_S:g} s"
                 )
             if not is_logged:
                 is_logged = True
@@ -343,8 +340,8 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """The manifest of what was fetched together with what was there. Files that SIE did not put there make it a
-        snapshot of others.
+        """The manifest of what was fetched together with what was there. If some files are not from SIE, the snapshot
+        counts as found (`origin`).
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -357,7 +354,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # that may be in use: nothing of it goes
+        if place.exists():  # it may be in use: none of its files is removed
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
@@ -377,7 +374,7 @@ class LocalCache:
 
 
 def _disk_failed(what: str, folder: Path, error: OSError) -> FetchFailed:
-    """No room may come to an end by itself; a folder that may not be written to does not."""
+    """The failure of a write. A full disk may be tried again later; a folder without write permission may not."""
     if error.errno in FULL:
         return FetchFailed(
             "NETWORK", f"{what} could not be written: no space is left on the disk of {folder}; make room there"
@@ -395,7 +392,7 @@ def _note(lock: Lock, fetched: Fetched) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of all files below it. Raises FileNotFoundError if one goes meanwhile."""
+    """Bytes of all files below a folder. Raises FileNotFoundError if one is removed meanwhile."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -407,7 +404,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """The progress that the fetching process noted; nothing while the note is being written."""
+    """The progress that the fetching process noted; an empty one while the note is being written."""
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))
@@ -416,7 +413,7 @@ def _noted(note: bytes) -> Fetched:
 
 
 def _link_files(place: Path, partial: Path) -> None:
-    """Give a fetch the files that are there, where the disk has hard links."""
+    """Hard-link the files of a snapshot into the partial folder, if the disk has hard links."""
     for path in place.rglob("*") if place.exists() else ():
         target = partial / path.relative_to(place)
         if path.is_file() and path.name != MANIFEST and not target.exists():

@@ -1,9 +1,9 @@
-"""The bucket of snapshots that all nodes share (SIE_CLUSTER_CACHE), for callers that block.
+"""The cluster cache: the bucket of snapshots that all nodes share (SIE_CLUSTER_CACHE), for callers that block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
     push:  files that are not there yet ──► all listed again ──► manifest
 
-A store writes an object whole or not at all, and for one commit everybody writes the same bytes, so pushers need no
+A store writes an object as a whole or not at all, and all pushers write the same bytes for one commit, so they need no
 lock.
 """
 
@@ -33,8 +33,8 @@ SETTING = "SIE_CLUSTER_CACHE"
 
 
 async def _wrong(source: BucketSource, files: list[RemoteFile], progress: Progress) -> list[str]:
-    """Which files have another digest than the manifest says, a line for each. Nothing of them is kept. Raises
-    FetchFailed, StoreError.
+    """The files whose digest differs from the manifest, a line for each. Nothing is kept of them. Raises FetchFailed,
+    StoreError.
     """
     reader = Reader(source, progress)
 
@@ -53,7 +53,7 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: Progre
 
 
 class ClusterCache:
-    """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread, and ends within
+    """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread and ends within
     bounds of time.
     """
 
@@ -62,7 +62,7 @@ class ClusterCache:
         self._bucket = Bucket(url, object_stores.opened(url, SETTING), limits or Limits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """How to fetch a snapshot into the local cache; None if the bucket has none of it. Raises FetchFailed,
+        """How to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises FetchFailed,
         ManifestError.
         """
         check_names(repository, revision)
@@ -75,25 +75,25 @@ class ClusterCache:
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: Progress, *, force: bool = False) -> Pushed:
-        """Write the files of `manifest`, which lie in `folder`, then the manifest. What is there already is left alone,
-        unless `force`.
+        """Write the files of `manifest`, which are in `folder`, then the manifest. Files that the bucket has already
+        are skipped, unless `force`.
 
-        Files that a snapshot has beside these stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
+        Other files of the snapshot stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
         """
         encode(manifest)
         return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))
 
     def listed(self) -> list[Stored]:
-        """All snapshots, those that are not complete among them, in order of their names. Raises FetchFailed."""
+        """All snapshots, incomplete ones too, sorted by name. Raises FetchFailed."""
         return self._run(self._bucket.listed())
 
     def stored(self, repository: str, revision: str) -> Stored:
-        """One snapshot, as `listed` has it. Raises FetchFailed, ManifestError."""
+        """One snapshot, as in `listed`. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: Stored, progress: Progress) -> list[str]:
-        """What is wrong with the files of a snapshot: each is read and digested, and not kept. Raises FetchFailed."""
+        """What is wrong with the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())
         source = BucketSource(self._bucket, stored.manifest, progress.what)
@@ -102,12 +102,12 @@ class ClusterCache:
         return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]
 
     def remove(self, repository: str, revision: str) -> int:
-        """Remove a snapshot, its manifest first. Returns the bytes that are gone. Raises FetchFailed, ManifestError."""
+        """Remove a snapshot, its manifest first. Returns the bytes removed. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.removed(repository, revision))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The outcome of `work`, in a loop of its own; what the store refused becomes FetchFailed, with what to do."""
+        """The result of `work`, in an event loop of its own. A StoreError becomes FetchFailed, with what to do."""
         try:
             return asyncio.run(work)
         except BucketMissing as error:
@@ -123,5 +123,5 @@ class ClusterCache:
             raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
         except StoreError as error:
             raise FetchFailed(
-                "NETWORK", f"the store gave no answer that helps ({error}): is its endpoint right, and is it up?"
+                "NETWORK", f"the store did not answer properly ({error}): is its endpoint right, and is it up?"
             ) from error

@@ -1,9 +1,10 @@
-"""Room for weights on a disk that is nearly full: snapshots that were used longest ago go, before a fetch begins and,
-since others fill the disk too, while the process serves (`Watch`).
+"""Room for weights on a disk that is nearly full. Least recently used snapshots are evicted before a fetch begins, and
+also while the process serves (`Watch`), because others fill the disk too.
 
-Only what SIE put there goes: snapshots whose manifest it wrote, and what is left of fetches that nobody goes on with.
-What the hub's own client, or anybody else, put into the same cache stays. Nor does anything go that a process of this
-node loads, has loaded or fetches: each holds a lease (`LocalCache.lease`), and a removal needs that there is none.
+Only what SIE put there is removed: snapshots whose manifest it wrote, and partial folders of fetches that no process
+continues. What the hub's own client, or anybody else, put into the same cache stays. A snapshot that a process of this
+node loads, holds or fetches is never removed: the process holds a lease (`LocalCache.lease`), and a removal needs that
+there is none.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from sie_store.manifest import FetchFailed
 
 _logger = logging.getLogger("sie.store")
 _POLL_S = 0.2
-LOOK_S = 30.0  # between two looks at the disk while the process serves
+LOOK_S = 30.0  # between two checks of the disk while the process serves
 SPARE_BYTES = 16 << 20  # file systems need some of their own
 
 
 class Usage(NamedTuple):
-    """Bytes of a file system that are used, and that this user may still fill."""
+    """Used bytes of a file system, and bytes that this user may still write."""
 
     used: int
     free: int
@@ -40,8 +41,8 @@ Probe = Callable[[Path], Usage]
 
 
 def usage(folder: Path, limit_bytes: int | None = None) -> Usage:
-    """Of the file system of `folder`, or of what will hold it; with a limit, of so many bytes for what is below
-    `folder`.
+    """The usage of the file system of `folder`, or of the one that will hold it. With a limit: of so many bytes for
+    what is below `folder`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = shutil.disk_usage(there)
@@ -52,7 +53,7 @@ def usage(folder: Path, limit_bytes: int | None = None) -> Usage:
 
 
 def _size(path: str) -> int:
-    """Bytes of a file; 0 for a link, and for what has gone since it was listed."""
+    """Bytes of a file; 0 for a link, and for a file that was removed meanwhile."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -61,11 +62,11 @@ def _size(path: str) -> int:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """The local cache in `folder`, which makes room on its disk above `threshold_percent` of it
+    """The local cache in `folder`. It evicts snapshots while its disk is above `threshold_percent`
     (SIE_DISK_PRESSURE_THRESHOLD_PERCENT).
 
-    None: nothing is removed (SIE_DISK_CACHE_ENABLED is off). A fetch that does not fit is refused before it begins,
-    either way.
+    None: nothing is removed (SIE_DISK_CACHE_ENABLED is off). In both cases a fetch that does not fit is refused before
+    it begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -75,9 +76,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Remove snapshots until `needed_bytes` more, and what other fetches of this node have to come, leave the disk
-    below the threshold, or nothing is left that may go. Raises FetchFailed, and removes nothing, if they would not fit
-    even then.
+    """Evict snapshots until the disk stays below the threshold with `needed_bytes` more and what other fetches of this
+    node have still to write, or until nothing may be removed any more. Raises FetchFailed, and removes nothing, if the
+    bytes would not fit even then.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -98,13 +99,13 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
             _logger.warning(
                 "the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent
             )
-        if needed + SPARE_BYTES > (free := probe(cache.folder).free):  # others wrote meanwhile
+        if needed + SPARE_BYTES > (free := probe(cache.folder).free):  # other programs wrote meanwhile
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Remove snapshots while the disk is above the threshold and there are some that may go. Returns whether it is
-    below it now.
+    """Evict snapshots while the disk is above the threshold and some may be removed. Returns whether it is below it
+    now.
     """
 
     def is_above() -> bool:
@@ -118,8 +119,8 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 
 class Watch:
-    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; a warning is
-    logged when it is not any more.
+    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; when that changes
+    to False, a warning is logged.
     """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:
@@ -138,7 +139,7 @@ class Watch:
             try:
                 is_well = self._look()
             except OSError as error:
-                _logger.warning("the disk of %s cannot be looked at: %s", self._folder, error)
+                _logger.warning("the disk of %s cannot be checked: %s", self._folder, error)
                 continue
             if was_well and not is_well:
                 _logger.warning(
@@ -163,7 +164,7 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
         return cache.discard(candidate)
     except OSError as error:  # another user's: the next one may go
         name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # without the path, which has its name
+        why = error.strerror or type(error).__name__  # without the path, which contains the name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 
@@ -171,8 +172,8 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Of a class that is tried again later: room may come. `others_bytes`: the part of `needed_bytes` that other
-    fetches need.
+    """A failure of a class that is tried again later, when there may be room. `others_bytes`: the part of
+    `needed_bytes` that other fetches need.
     """
     others = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -185,8 +186,8 @@ def _no_room(
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
-    """One process of the node at a time: two that look at the same disk would remove twice as much. One that hangs is
-    not waited for, nor does it matter more than room that the lock's file is another user's or has no room itself.
+    """The lock for one removing process of the node at a time: two would remove twice as much. If its holder hangs, if
+    its file belongs to another user or if there is no room for it, room is made without the lock.
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:

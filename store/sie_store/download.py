@@ -1,11 +1,11 @@
-"""The one download engine: the files of a snapshot into a folder, each resumed where an earlier try ended.
+"""The download engine: the files of a snapshot into a folder, each resumed where an earlier attempt ended.
 
-    files ──► those that are there already, checked ──► the others, read on from the length of their part ──► appended
-    and digested ──► renamed when the digest is right
+    files ──► those that are there already are checked ──► the others are read on from the length of their part ──►
+    appended and digested ──► renamed when the digest is right
 
-A file grows only at its end, under its name + PART, so its length says how far it is. The next try continues there,
-whichever process made the first one. A `Source` answers ranges of one file: the hub (`hub.py`) or a bucket
-(`bucket.py`). What failed and may pass is asked for again from the byte where the answer ended.
+A file grows only at its end, under its name + PART, so its length is its progress. The next attempt continues there, in
+whichever process. A `Source` returns ranges of one file: the hub (`hub.py`) or a bucket (`bucket.py`). After a failure
+that may pass, the rest is requested again from the byte where the answer ended.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-MAX_WAITING_BYTES = 1 << 20  # of one file, that came while others of its bytes are written
+MAX_WAITING_BYTES = 1 << 20  # of one file, which arrived while earlier bytes are being written
 ROUNDS = 2  # a file with a wrong digest is read once more from its start: its part on the disk may be damaged
 
 
 @dataclass(frozen=True)
 class Limits(Patience):
-    """What one download may use. `stall_s` is the longest wait for the next bytes; `tries` counts answers that brought
-    no byte. One answer brings `part_bytes`, and `parts_at_once` of all files are read ahead, and are in memory; with 0,
-    one answer brings the rest of a file, which is written as it comes.
+    """Limits of one download. `stall_s`: the longest wait for the next bytes. `tries` counts answers that brought no
+    byte. One answer brings `part_bytes`; `parts_at_once` parts of all files are read ahead and kept in memory. With 0,
+    one answer brings the rest of a file, which is written as it arrives.
     """
 
     part_bytes: int = 8 << 20
@@ -50,7 +50,7 @@ class Limits(Patience):
 @dataclass(frozen=True)
 class RemoteFile:
     """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (the digest that git gives a file) are in hex, and
-    empty where the source does not tell them.
+    empty if the source does not tell them.
     """
 
     path: str
@@ -60,24 +60,24 @@ class RemoteFile:
 
 
 class Source(Protocol):
-    """Where the files of one snapshot are. `what` names the snapshot in logs and errors."""
+    """The place of the files of one snapshot. `what` names the snapshot in logs and errors."""
 
     what: str
     limits: Limits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """The bytes from `start` to before `end`, or the first of them. Raises StoreError for what may pass, and
-        FetchFailed.
+        """The bytes from `start` to before `end`, or the first of them. Raises StoreError for a failure that may pass,
+        and FetchFailed.
         """
         ...
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
-        """The failure of a file that has the wrong digest in every round."""
+        """The failure of a file whose digest is wrong in every round."""
         ...
 
 
 class Reader:
-    """Reads the files of a source. `progress` counts every byte that comes."""
+    """Reads the files of a source. `progress` counts every byte that arrives."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         self._source, self._limits, self._progress = source, source.limits, progress
@@ -91,7 +91,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Parts of a file, of which some are read ahead. A part has its turn until it is taken."""
+        """The parts of a file, of which some are read ahead. A part counts as read ahead until it is taken."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()
@@ -114,7 +114,7 @@ class Reader:
         return data
 
     async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """The bytes from `start` to before `end`, asked for again from where an answer ended."""
+        """The bytes from `start` to before `end`; after an answer that ended early the rest is requested again."""
         at, tries = start, 0
         while at < end:
             before = at
@@ -146,7 +146,7 @@ class Digests:
             self._blob.update(data)
 
     def add_file(self, path: Path, progress: Progress) -> int:
-        """Add what a file holds. Returns its bytes. Raises OSError."""
+        """Add the contents of a file. Returns its bytes. Raises OSError."""
         with path.open("rb") as opened:
             while piece := opened.read(PIECE_BYTES):
                 self.add(piece)
@@ -158,7 +158,7 @@ class Digests:
         return self._sha256.hexdigest()
 
     def fact(self) -> FileFact | None:
-        """What the file is; None if that is not what its source says."""
+        """Size and digest of the file; None if they differ from what its source says."""
         is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
@@ -171,7 +171,7 @@ class Download:
         self._reader = Reader(source, progress)
 
     async def all(self, files: Sequence[RemoteFile]) -> dict[str, FileFact]:
-        """Bring every file. Returns what each is, by its path. Raises FetchFailed, StoreError, OSError."""
+        """Bring every file. Returns size and digest of each, by its path. Raises FetchFailed, StoreError, OSError."""
         present = await each_file(lambda file: asyncio.to_thread(self._present, file), files)
         missing = [file for file in files if present[file.path] is None]
         total, lacking = (sum(file.size for file in some) for some in (files, missing))
@@ -181,8 +181,8 @@ class Download:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """A file that is there under its final name and right. One that is wrong is removed, and so is a part that is
-        too long. Neither is written into: the file may be a hard link to somebody's file.
+        """A correct file that is there under its final name. A wrong one is removed, and so is a part that is too long.
+        Neither is written into: the file may be a hard link to somebody's file.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -222,7 +222,7 @@ class Download:
         raise self._source.damaged(file)
 
     def _begun(self, part: Path, digests: Digests) -> int:
-        """The bytes that are there of a file, which `digests` get."""
+        """The bytes of a file that are there already; they are added to `digests`."""
         part.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
         return digests.add_file(part, self._progress)
@@ -240,7 +240,7 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Returns when the pieces that wait are few. Raises OSError, of an earlier piece too."""
+        """Append a piece. Returns when few pieces wait. Raises OSError, also for an earlier piece."""
         self._waiting += piece
         if self._writing is not None and self._writing.done():
             self._writing.result()
@@ -251,7 +251,7 @@ class _Appending:
             await self._writing
 
     async def end(self) -> None:
-        """Returns when all is written. Raises OSError."""
+        """Returns when everything is written. Raises OSError."""
         if self._writing is not None:
             await self._writing
 
@@ -269,7 +269,7 @@ class _Appending:
 
 
 async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
-    """What `call` returns for each file, by its path; some files at a time. The first failure ends the others."""
+    """The result of `call` for each file, by its path; some files at a time. The first failure cancels the others."""
     turns = asyncio.Semaphore(FILES_AT_ONCE)
 
     async def one(file: RemoteFile) -> _T:

@@ -1,15 +1,15 @@
-"""Files that are whole or not there, also when the power goes."""
+"""Files that are complete or absent, also after a loss of power."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-PART = ".part"  # of a name, until its file is whole
+PART = ".part"  # suffix of a file that is not complete
 
 
 def write(path: Path, data: bytes) -> None:
-    """Put `data` in the place of `path`. Raises OSError."""
+    """Replace `path` by a file with `data`. Raises OSError."""
     growing = path.with_name(path.name + PART)
     with growing.open("wb") as file:
         file.write(data)
@@ -20,7 +20,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the disk has the folder's present names. Raises OSError."""
+    """Return when the folder's present names are on the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

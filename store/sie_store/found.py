@@ -1,9 +1,9 @@
-"""Whether a snapshot that somebody else put into the cache is complete: the hub's own client, an older one, or a copy
-by hand.
+"""Whether a snapshot that SIE did not put into the cache is complete. The hub's own client may have put it there, in
+this or an older version, or somebody copied it.
 
     is_listed_whole   by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there,
                       with its size
-    contradiction     where there is no listing: what the files say of each other
+    contradiction     without a listing: whether the files refer to files that are missing
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no fold
 
 
 def is_listed_whole(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
-    """Whether the listing of the hub's client says that the snapshot has all files that are `wanted`. `cache`: the
-    folder `hub`.
-    """
+    """Whether the snapshot has all `wanted` files, by the listing of the hub's client. `cache`: the folder `hub`."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -42,7 +40,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, wanted: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """What shows that a snapshot without a listing is not complete; empty if nothing does."""
+    """Evidence that a snapshot without a listing is not complete; empty if there is none."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"
@@ -65,7 +63,7 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
 
 
 def _missing(path: Path, stored: object) -> str:
-    """The first file or folder that an index of shards, or a list of modules, names in vain."""
+    """The first file or folder that an index of shards or a list of modules names and that is missing."""
     named: list[str] = []
     if (
         path.name.endswith(".safetensors.index.json")

@@ -2,8 +2,8 @@
 
     listing ──► files that are wanted ──► download.py ──► manifest
 
-The hub's own client begins every file anew when its process ends (huggingface_hub 2.4), so only its sessions, its
-listing and its errors are used.
+The hub's own client starts a file again when its process ended (huggingface_hub 2.4), so only its sessions, its listing
+and its errors are used.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LIMITS = Limits(tries=3, part_bytes=0)
 
 
 def hub_fetch(repository: str, revision: str, wanted: Wanted) -> Fetch:
-    """The fetch of the files of a commit that are `wanted`, for `LocalCache.obtain`."""
+    """The fetch of the `wanted` files of a commit, for `LocalCache.obtain`."""
     return functools.partial(_fetch, repository, revision, wanted)
 
 
 def commit_of(repository: str, revision: str | None = None, *, what: str = "") -> str:
-    """The commit that a branch or tag is now; without one, the main branch. `what` names it in logs and errors. Raises
-    FetchFailed.
+    """The present commit of a branch or tag; without one, of the main branch. `what` names it in logs and errors.
+    Raises FetchFailed.
     """
     from huggingface_hub import HfApi, constants
 
@@ -76,8 +76,8 @@ def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progres
 
 
 def _file(url: str, sibling: RepoSibling, what: str) -> RemoteFile:
-    """What the listing says of a file; where a mirror leaves its size out, what its own headers say. A large file has a
-    SHA-256, any other the digest of a blob of git; a mirror may tell neither.
+    """A file of the listing. If a mirror leaves its size out, the headers of the file are asked. A large file has a
+    SHA-256, any other the digest of a git blob; a mirror may give neither.
     """
     from huggingface_hub import get_hf_file_metadata
 
@@ -109,9 +109,9 @@ class _Hub:
 
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         from huggingface_hub import constants, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, but not marked so
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, but not exported
 
-        # compressed, a range would be one of the compressed bytes
+        # with compression a range would be one of the compressed bytes
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
         if start:
             headers["Range"] = f"bytes={start}-"
@@ -120,9 +120,9 @@ class _Hub:
             url = f"{self._url}/{quote(file.path)}"
             async with self._session.stream("GET", url, headers=headers, timeout=wait_s) as response:
                 hf_raise_for_status(response)
-                at = start if response.status_code == 206 else 0  # a mirror without ranges sends all of it
+                at = start if response.status_code == 206 else 0  # a mirror without range requests sends the whole file
                 async for data in response.aiter_bytes():
-                    piece = data[max(0, start - at) : max(0, end - at)]  # the digest tells what more would mean
+                    piece = data[max(0, start - at) : max(0, end - at)]  # the digest detects extra bytes
                     at += len(data)
                     if piece:
                         yield piece
@@ -134,8 +134,8 @@ class _Hub:
 
 
 def _asked(call: Callable[[], _T], what: str) -> _T:
-    """What a call of the hub's client returns, asked again where that may help. The call blocks this thread, which the
-    end of the process does not wait for.
+    """The result of a call of the hub's client, repeated where that may help. The call blocks this thread; the end of
+    the process does not wait for it.
     """
     tries = 0
     while True:
@@ -149,12 +149,12 @@ def _asked(call: Callable[[], _T], what: str) -> _T:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """What may pass becomes StoreError. Its text is fit for a log: that of its cause has the URL, which may be signed
-    or hold a password.
+    """A failure that may pass becomes StoreError. Its text is safe for a log; that of the cause contains the URL, which
+    may be signed or contain a password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # of whichever library the hub's client is built on: the parent of all that can go wrong with a connection
+    # the base class of connection errors of the library that the hub's client is built on
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -171,7 +171,7 @@ def _passing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _classed(what: str) -> Iterator[None]:
-    """What the hub's client raises becomes FetchFailed; what the disk does not."""
+    """Errors of the hub's client become FetchFailed; errors of the disk do not."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

@@ -1,7 +1,7 @@
-"""Locks between the processes of a node, on files: shared for those who use a snapshot, exclusive for the one who
-fetches or removes it.
+"""File locks between the processes of a node: shared for those that use a snapshot, exclusive for the one that fetches
+or removes it.
 
-The kernel lets go of them with the process, however it ends. They hold between threads of one process too.
+The kernel releases them with the process, however it ends. They also work between threads of one process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """One lock that is held, until `close` or until nobody holds this object. Its file stays: removing it would let in
-    a second holder.
+    """A lock that is held until `close`, or until the object is destroyed. Its file stays: if it were removed, there
+    could be a second holder.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """`is_use`: that it begins and that it ends is noted in the time of its file."""
+        """`is_use`: the begin and the end of the lock set the mtime of its file."""
         self._descriptor = descriptor
         self._is_use = is_use
         self._touch()
 
     def write(self, data: bytes) -> None:
-        """Leave a note in the file, for those who wait; none where the disk is full or the file is another user's: it
-        is only advice.
+        """Leave a note in the file for those that wait. No note is written if the disk is full or the file belongs to
+        another user: it is only advice.
         """
         if self._descriptor is None:
             return
@@ -38,15 +38,15 @@ class Lock:
             os.ftruncate(self._descriptor, len(data))
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)  # rather none than an old one
+                os.ftruncate(self._descriptor, 0)  # no note is better than an old one
 
     def _touch(self) -> None:
         if self._descriptor is not None and self._is_use:
-            with contextlib.suppress(OSError):  # another user's file, on a disk that both read
+            with contextlib.suppress(OSError):  # another user's file, on a shared disk
                 os.utime(self._descriptor)
 
     def close(self) -> None:
-        """Let go."""
+        """Release the lock."""
         self._touch()
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -65,11 +65,11 @@ class Lock:
 
 
 def taken(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
-    """The lock at `path`, or None while somebody else's excludes it. Never waits. Raises OSError.
+    """The lock at `path`, or None while another lock excludes it. Never waits. Raises OSError.
 
-    Another user's file is locked without writing to it, which file systems over a network may refuse for an exclusive
-    lock. A shared lock in a folder that this user may not write to is one in name only: who may not write there removes
-    nothing either.
+    The file of another user is locked without writing to it; network file systems may refuse that for an exclusive
+    lock. In a folder without write permission a shared lock is only nominal: a user who cannot write there cannot
+    remove anything either.
     """
     refused: OSError | None = None
     try:

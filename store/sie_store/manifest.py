@@ -1,8 +1,7 @@
 """The manifest of a snapshot of weights: which files one commit of a repository has, with their sizes and SHA-256.
 
-It is the completeness marker. Whoever puts a snapshot anywhere, a local cache, a bucket or an archive, writes it last,
-so what has none is not all there. The same file lies in all three, under the name MANIFEST beside the files that it
-names.
+It marks a complete snapshot: it is written last, into a local cache, a bucket or an archive alike, so a snapshot
+without it is not complete. It is the same file in all three, under the name MANIFEST beside the files that it names.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKN
 
 
 class ManifestError(ValueError):
-    """This is no manifest, or one that names what it must not."""
+    """This is not a manifest, or it names a file that it must not name."""
 
 
 class FetchFailed(Exception):
-    """A source of weights did not give a snapshot. `error_class` is that of the load that wanted it; NETWORK may be
+    """A source of weights did not give a snapshot. `error_class` is the class of the load that needs it; NETWORK may be
     tried again.
     """
 
@@ -53,9 +52,9 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """All files of a snapshot, by their path below its folder, with `/`.
 
-    `revision` is the commit. `left_out` names files of the repository that nobody wanted when it was fetched: a model
-    that wants one of them does not find this snapshot complete. `origin`: where this copy came from; `found` is one
-    that somebody else had put there, which is never removed to make room.
+    `revision` is the commit. `left_out`: files of the repository that were not wanted when it was fetched; for a model
+    that wants one of them the snapshot is not complete. `origin`: where this copy came from; a `found` one was put
+    there by another program, and is never removed to make room.
     """
 
     repository: str
@@ -71,17 +70,18 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(fact.bytes for fact in self.files.values())
 
 
-_manifest = msgspec.json.Decoder(Manifest)  # made here: two threads that are the first to use a type end the process
+# made at import: two threads that use a type first at the same time end the process
+_manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A manifest as JSON, equal for equal manifests. Raises ManifestError for what `decode` would refuse."""
+    """A manifest as JSON; equal manifests give equal bytes. Raises ManifestError for what `decode` would refuse."""
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest that `data` is. Raises ManifestError, which says what is wrong with it."""
+    """Decode and check a manifest. Raises ManifestError, which says what is wrong with it."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}")
     try:
@@ -93,7 +93,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both can be parts of a path: they may come from an entry, a bucket or an archive."""
+    """Raise ManifestError unless both can be part of a path: they may come from an entry, a bucket or an archive."""
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")
@@ -102,7 +102,7 @@ def check_names(repository: str, revision: str) -> None:
 
 
 def is_safe(name: str) -> bool:
-    """Whether a file of this name stays below the folder of its snapshot, and is not the manifest."""
+    """Whether a file of this name stays below the folder of its snapshot and is not the manifest."""
     is_below = all(part not in ("", ".", "..") for part in name.split("/"))
     return is_below and name != MANIFEST and len(name) <= 1024 and "\\" not in name and "\0" not in name
 
@@ -123,7 +123,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
-    """The SHA-256 of a file, in hex. `read` hears of every piece, bytes. Raises OSError."""
+    """The SHA-256 of a file, in hex. `read` is called with the bytes of every piece. Raises OSError."""
     made = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -141,8 +141,8 @@ def describe(
     origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """The manifest of what lies in `folder` now, hidden files and a manifest aside. Reads every file that is `wanted`
-    and names the others as left out. Raises OSError, ManifestError.
+    """The manifest of the files that are in `folder` now, except hidden files and a manifest. Reads every `wanted` file
+    and lists the others as left out. Raises OSError, ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):
@@ -161,8 +161,8 @@ def describe(
 def verify(
     folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """What is wrong with the files in `folder`, a line for each; nothing if all are there and right. Without `digests`
-    only sizes are.
+    """What is wrong with the files in `folder`, a line for each; empty if all are there and right. Without `digests`
+    only sizes are compared.
     """
     wrong = []
     for name, fact in manifest.files.items():

@@ -1,8 +1,8 @@
-"""SIE_MODELS_DIR in a bucket: what is asked of a folder, asked of the objects below s3://bucket/prefix or
+"""SIE_MODELS_DIR in a bucket: the interface of a models folder, on the objects below s3://bucket/prefix or
 gs://bucket/prefix.
 
-list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some at
-once
+    list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some
+    at a time
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_OBJECTS = 100_000  # below the prefix, files of models or not
 
 
 class BucketFolder:
-    """The objects below `url`. Each call blocks its thread, within bounds of time, and raises SettingError if the store
-    does not help.
+    """The objects below `url`. Each call blocks its thread within bounds of time, and raises SettingError if the store
+    fails.
     """
 
     def __init__(self, url: str, suffixes: tuple[str, ...], patience: Patience | None = None) -> None:
@@ -37,8 +37,8 @@ class BucketFolder:
         self._store = object_stores.opened(url, SETTING)
 
     def look(self) -> dict[str, tuple[int, int, int]]:
-        """Time, size and a number of the tag of each file of models, by its path below the prefix. A prefix without any
-        is an error.
+        """(time, size, a number from the tag) of each file of models, by its path below the prefix. Raises SettingError
+        if there is none.
         """
         found = self._run(self._patience.asked(self._listed))
         if not found:
@@ -47,10 +47,10 @@ class BucketFolder:
         return found
 
     def read(self, sizes: Mapping[str, int], most_bytes: int) -> dict[str, bytes]:
-        """The bodies of these files as they are now, by path, each with at most `most_bytes`. `sizes`: in bytes, as
-        `look` found them.
+        """The present bodies of these files, by path, each with at most `most_bytes`. `sizes`: in bytes, as `look`
+        found them.
 
-        One that is gone meanwhile is left out.
+        A file that was removed meanwhile is left out.
         """
         return self._run(self._bodies(sizes, most_bytes))
 
@@ -80,9 +80,9 @@ class BucketFolder:
 
         async def one(path: str, size: int) -> None:
             async def body() -> bytes:
-                # not by the size in the list: the object may have grown since
+                # not the size in the list: the object may have grown since
                 bounded: GetOptions = {"range": (0, most_bytes)}
-                # an empty one has no range
+                # an empty object has no range
                 answer = await obstore.get_async(self._store, path, options=bounded if size else {})
                 if not size and answer.meta["size"]:
                     answer = await obstore.get_async(self._store, path, options=bounded)
@@ -102,7 +102,7 @@ class BucketFolder:
         return found
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The outcome of `work`, in a loop of its own."""
+        """The result of `work`, in an event loop of its own."""
         try:
             try:
                 return asyncio.run(work)
@@ -119,7 +119,7 @@ class BucketFolder:
             ) from error
         except StoreError as error:
             fix = "is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
-            raise SettingError(SETTING, f"{self.url}: the store gave no answer that helps ({error}): {fix}") from error
+            raise SettingError(SETTING, f"{self.url}: the store did not answer properly ({error}): {fix}") from error
 
 
 def _first(errors: Collection[BaseException]) -> BaseException:

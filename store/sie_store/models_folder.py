@@ -1,4 +1,4 @@
-"""The entries of the operator's own models folder, as a worker reads them: what cannot be read is nobody's entry."""
+"""The entries of the operator's own models folder, as a worker reads them. A file that cannot be read is skipped."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """What a worker may load, by its settings, its package and its own look at SIE_MODELS_DIR, which is taken when it
-    matters.
+    """What a worker may load, by its settings, the entries of its package and those of SIE_MODELS_DIR, which is read at
+    each check.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
@@ -36,11 +36,10 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """What there is to warn of in the models folder; empty where it is the operator's alone, or SIE_MODEL_PATHS names
-    it.
+    """A warning about the models folder; empty if only the operator can write there, or if SIE_MODEL_PATHS names it.
 
-    Raises SettingError for one where every user may write, and for a ./models that nobody named and that is another
-    user's.
+    Raises SettingError for a folder in which every user may write, and for a ./models that no setting names and that
+    belongs to another user.
     """
     folder = Path(allowed.models).expanduser()
     trusted = {os.path.realpath(os.path.expanduser(each)) for each in allowed.paths or ()}
@@ -60,23 +59,23 @@ def examined(allowed: Allowed) -> str:
 
 
 def place_of(allowed: Allowed) -> str:
-    """The models folder as an absolute path, whether it is there or not, or the URL of its bucket."""
+    """The models folder as an absolute path, whether it exists or not, or the URL of its bucket."""
     return allowed.models if is_bucket(allowed.models) else str(Path(allowed.models).expanduser().absolute())
 
 
 def in_use(allowed: Allowed) -> str:
-    """The same; empty where there is no such folder."""
+    """As `place_of`; empty if there is no such folder."""
     place = place_of(allowed)
     return place if is_bucket(place) or Path(place).is_dir() else ""
 
 
 def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
-    """The models of the folder, less what cannot be read. A folder where others may write has none."""
+    """The models of the folder that can be read; none if others may write there."""
     for path, body in _bodies(allowed).items():
         try:
             document = parse_document(_decoded(body))
         except (SIEError, ValueError) as error:
-            _logger.warning("%s says nothing of what may be loaded: %s", path, error)
+            _logger.warning("%s cannot be read, so it permits nothing: %s", path, error)
             continue
         if isinstance(document, ModelEntry):
             yield document
@@ -107,7 +106,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
         examined(allowed)
         return {str(file.relative_to(root)): file.read_bytes() for file in _files(root)}
     except (SettingError, OSError) as error:
-        _logger.warning("the models folder says nothing of what may be loaded: %s", error)
+        _logger.warning("the models folder cannot be read, so it permits nothing: %s", error)
         return {}
 
 

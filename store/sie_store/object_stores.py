@@ -1,15 +1,14 @@
-"""Object stores by their URL: opened one way everywhere, each call bounded in time, and what they refuse in one set of
-words.
+"""Object stores by URL: opened in one way, each call bounded in time, and their errors as one set of classes.
 
-s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or StoreError
-                                                                            └── Patience.asked: again, where that helps
+s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or error
+                                                                    └── Patience.asked: repeated, where that helps
 
-StoreError             no answer in time, or one that may be another one later
+StoreError             no answer in time, or a failure that may pass
 ├── ObjectMissing      no such object
 ├── BucketMissing      no such bucket
-├── AccessRefused      credentials that are missing, wrong, expired or not allowed to
-├── RangeMissing       the object is shorter than what was asked of it
-└── WrittenMeanwhile   somebody else wrote it since it was read
+├── AccessRefused      credentials are missing, wrong, expired or not allowed to do this
+├── RangeMissing       the object is shorter than the requested range
+└── WrittenMeanwhile   somebody else wrote the object since it was read
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ _INSTANCE = (
 
 
 class StoreError(Exception):
-    """The store refused, or did not answer in time. Trying again may help, unless it is one of the kinds below.
-    `after_s`: how long it asked to wait before that.
+    """The store refused, or did not answer in time. Another attempt may help, unless it is one of the subclasses.
+    `after_s`: how long the store asked to wait before it.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -85,7 +84,7 @@ class AccessRefused(StoreError):
 
 
 class RangeMissing(StoreError):
-    """The object ends before the bytes that were asked for begin."""
+    """The object ends before the requested range begins."""
 
 
 class WrittenMeanwhile(StoreError):
@@ -93,11 +92,11 @@ class WrittenMeanwhile(StoreError):
 
 
 def opened(url: str, setting: str) -> ObjectStore:
-    """The store at `url`, whose keys are below its path. Raises SettingError, which names `setting`.
+    """The store at `url`; its keys are below the path of the URL. Raises SettingError, which names `setting`.
 
-    A folder is made if it is not there, for its owner alone. Buckets are not looked at: they may come later.
-    Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that those name, or from the
-    machine.
+    A folder is created if it does not exist, with permissions for its owner alone. Buckets are not checked: they may be
+    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these name,
+    or from the machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
@@ -127,14 +126,14 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 
 def _let_threads_finish() -> None:
-    """At exit. obstore's threads drop what they hold of Python a moment after an answer; if the interpreter is being
-    finalized by then, the process is aborted (SIGABRT).
+    """At exit. The threads of obstore release Python objects a moment after an answer. If the interpreter is being
+    finalized then, the process is aborted (SIGABRT).
     """
     time.sleep(EXIT_PAUSE_S)
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
-    """What `work` returns, which talks to a store. Raises StoreError."""
+    """The result of `work`, a call of a store, within a time-out. Raises StoreError."""
     from obstore.exceptions import BaseError
 
     try:
@@ -148,9 +147,9 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a store, and how often to ask it. The pause before the second try is `pause_s`, before the
-    next ones twice that of the one before, or what the store asked for, MAX_PAUSE_S at most. It has jitter: many nodes
-    may ask at once.
+    """How long to wait for a store, and how often to ask it. The pause before the second attempt is `pause_s`; each
+    later one doubles, or is what the store asked for; at most MAX_PAUSE_S. It has jitter, because many nodes may ask at
+    once.
     """
 
     stall_s: float = 30.0
@@ -158,13 +157,13 @@ class Patience:
     pause_s: float = 0.5
 
     async def asked(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """What `call` returns, asked again where that may help, each time for `timeout_s` (stall_s).
-        Raises StoreError.
+        """The result of `call`, repeated where that may help; each attempt has `timeout_s` (default: stall_s). Raises
+        StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """The same of what is bounded in time by itself and raises StoreError."""
+        """As `asked`, for a call that bounds its own time and raises StoreError."""
         tries = 0
         while True:
             try:
@@ -174,8 +173,8 @@ class Patience:
                 await self.pause(error, tries, "a store")
 
     async def pause(self, error: StoreError, tries: int, what: str, at: int | None = None) -> None:
-        """Wait before the next try, which asks for `what` from byte `at` on. Raises `error` after the last try, and
-        where another one cannot help.
+        """Wait before the next attempt, which asks for `what` from byte `at` on. Raises `error` after the last attempt,
+        and if another one cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
@@ -185,8 +184,8 @@ class Patience:
 
 
 def failure(error: Exception) -> StoreError:
-    """What an exception of obstore means. Its message never holds a credential: it has status and code of the store's
-    own answer.
+    """The StoreError for an exception of obstore. Its message never contains a credential: it has the status and code
+    of the store's own answer.
     """
     from obstore.exceptions import (
         AlreadyExistsError,

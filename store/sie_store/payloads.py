@@ -1,10 +1,10 @@
-"""Inputs that no message of the queue can hold: kept in a store that gateways and workers share.
+"""Payloads: inputs that are too large for a message of the queue, in a store that gateways and workers share.
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
-A key is the digest of its bytes and the period that it was written in. Periods are as long as objects live, so when one
-is old enough to be removed no writer can write it again: clean-up never takes what somebody just stored. Nothing else
-in the store is ever touched.
+A key is the digest of the bytes and the period in which they were written. A period is as long as the life of an
+object, so no writer can write a key again that is old enough to be removed: clean-up never removes what was just
+stored. No other object of the store is ever touched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class PayloadMissing(StoreError):
-    """There is no such object, or it is not what its key says. Trying again does not help."""
+    """There is no such object, or its contents do not match its key. Another attempt does not help."""
 
 
 class PayloadStore:
@@ -41,7 +41,7 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data`, also where it is already: that makes it young again. Returns its key."""
+        """Store `data`; if it is there already, its age starts again. Returns its key."""
         import obstore
 
         async def stored() -> str:
@@ -67,7 +67,7 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """An object, whole and unchanged. Raises PayloadMissing, StoreError."""
+        """The bytes of an object, verified against its key. Raises PayloadMissing, StoreError."""
         import obstore
 
         wanted = _digest_of(key)
@@ -83,7 +83,7 @@ class PayloadStore:
         return await _within(timeout_s, read())
 
     async def sweep(self, *, older_than_s: float, now_s: float, timeout_s: float) -> int:
-        """Remove payloads last written before `now_s - older_than_s`, some thousands at most. Returns how many."""
+        """Remove payloads last written before `now_s - older_than_s`, at most MAX_REMOVALS. Returns how many."""
         import obstore
 
         async def swept() -> int:
@@ -120,9 +120,9 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
-    """The store at a URL of SIE_PAYLOAD_STORE_URL's form; None without one. Raises SettingError.
+    """The store at a URL in the form of SIE_PAYLOAD_STORE_URL; None without one. Raises SettingError.
 
-    A folder is made if it is not there, for its owner alone: it holds what clients sent. Buckets are not looked at:
-    they may come later.
+    A folder is created if it does not exist, with permissions for its owner alone: it contains input of clients.
+    Buckets are not checked: they may be created later.
     """
     return None if url is None else PayloadStore(object_stores.opened(url, setting))

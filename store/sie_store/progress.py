@@ -18,8 +18,8 @@ STEP_EVERY_S = 1.0
 class Progress:
     """One fetch. Every method may be called from any thread. `what` names it in the log; `clock` is in seconds.
 
-    `on_expect` hears before the first byte how many are to come and may raise FetchFailed; `on_step` hears at most once
-    a second how far it is, and also while nothing arrives but files are checked.
+    `on_expect` is called before the first byte with the number of bytes to come, and may raise FetchFailed. `on_step`
+    is called with the progress at most once a second, also while files are only checked.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,8 +36,8 @@ class Progress:
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """The bytes of the whole snapshot, and those of them that are there already. Makes room for the others. Raises
-        FetchFailed.
+        """Set the bytes of the whole snapshot, and how many of them are there already. Makes room for the others.
+        Raises FetchFailed.
         """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
@@ -46,7 +46,7 @@ class Progress:
         self._step(0)
 
     def add(self, count: int) -> None:
-        """So many bytes arrived; negative: what arrived, or was there, has to be fetched again."""
+        """So many bytes arrived. Negative: bytes that arrived, or were there, must be fetched again."""
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
@@ -54,7 +54,7 @@ class Progress:
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Somebody else fetches it, and is so far."""
+        """Another process fetches it, with this progress."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -78,13 +78,13 @@ class Progress:
             _logger.info("fetching %s: %s", self.what, summary)
 
     def end(self) -> None:
-        """It is all there."""
+        """Everything is there."""
         with self._lock:
             summary = self._summary(self._clock())
         _logger.info("fetched %s: %s", self.what, summary)
 
     def state(self) -> Fetched:
-        """As it is now."""
+        """The present progress."""
         with self._lock:
             return self._state(self._clock())
 

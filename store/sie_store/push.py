@@ -1,11 +1,11 @@
-"""A snapshot into a bucket: its files first, its manifest last, so that whoever finds a manifest finds all that it
-names.
+"""A push of a snapshot into a bucket: its files first, its manifest last, so that a manifest never names a missing
+file.
 
     manifest there ──► files that it lacks ──► each digested, then written ──► manifest of both, unless it changed ──►
     all read again
 
-Any number of pushers may do so at once: they write the same bytes, a manifest takes the place only of the one that it
-was made from, and each looks at the end whether what it relied on is still there.
+Any number of pushers may run at once: they write the same bytes, a manifest replaces only the one from which it was
+made, and each pusher checks at the end whether what it relied on is still there.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.store")
 
-MAX_PARTS = 9_000  # of one object: stores allow 10,000
-MIN_PART_BYTES = 8 << 20  # and nothing under 5 MiB
+MAX_PARTS = 9_000  # of one object; stores allow 10,000
+MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
 STALL_S = 180.0  # for one part
-ROUNDS = 20  # of looking, writing and looking again
-DIGEST = "sha256"  # attribute of an object: what its writer had digested
+ROUNDS = 20  # of check, write and check again
+DIGEST = "sha256"  # attribute of an object: the digest that its writer computed
 
 
 class PushRefused(Exception):
-    """What is to be pushed contradicts what is there, or its own manifest."""
+    """The files to be pushed contradict the snapshot in the bucket, or their own manifest."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did: files that it wrote, files that were there, and the bytes of the first."""
+    """The result of a push: files written, files that were there already, and the bytes written."""
 
     written: int
     present: int
@@ -52,7 +52,7 @@ class Pushed:
 
 
 class Push:
-    """One push of the files of `manifest`, which lie in `folder`."""
+    """One push of the files of `manifest`, which are in `folder`."""
 
     def __init__(self, bucket: Bucket, folder: Path, manifest: Manifest, progress: Progress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
@@ -88,7 +88,7 @@ class Push:
         raise StoreError("somebody else removes or replaces it all the time")
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """The manifest that is there and says nothing else of any of these files, and how to write another one."""
+        """The manifest in the bucket, which contradicts none of these files, and how to write another one."""
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
         except FetchFailed as error:
@@ -111,7 +111,7 @@ class Push:
         return None if others else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """The files that have to be written: of another size, or of which nothing says that they are right."""
+        """The files that must be written: those of another size, and those that nothing proves to be right."""
         if everything:
             return list(self._manifest.files)
         sizes = await self._bucket.sizes(self._manifest.repository, self._manifest.revision)
@@ -123,7 +123,7 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Whether another push, which did not end, wrote these bytes."""
+        """Whether another push, which did not finish, wrote these bytes."""
         import obstore
 
         try:
@@ -162,8 +162,8 @@ class Push:
             await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
-        """Raises WrittenMeanwhile if somebody wrote what `mode` says that nobody did; a store that
-        cannot tell writes.
+        """Raises WrittenMeanwhile if somebody else wrote the object against `mode`. A store that cannot check this
+        writes.
         """
         import obstore
         from obstore.exceptions import NotSupportedError
@@ -181,7 +181,7 @@ class Push:
             await self._bucket.limits.asked(functools.partial(put, "overwrite"), STALL_S)
 
     async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
-        """Write a large file in parts, some at once. Raises StoreError, also when no part is taken for STALL_S."""
+        """Write a large file in parts, some at a time. Raises StoreError, also if no part is accepted for STALL_S."""
         import obstore
         from obstore.exceptions import BaseError
 

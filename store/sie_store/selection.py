@@ -1,4 +1,4 @@
-"""Which files of a repository a model needs, and what every load of its family begins with."""
+"""Which files of a repository a model needs, and which files every load of its family needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ of_lora = _matching(LORA_FILES)
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """The files that a load of `entry` may read. A family of somebody else's may read any."""
+    """The files that a load of `entry` may read. A family of another package may read any."""
     if entry.family not in FAMILIES:
         return _matching(("*",))
     pickled = (PICKLED,) if FAMILIES[entry.family].has_pickled_weights else ()
@@ -51,7 +51,7 @@ def wanted_by(entry: ModelEntry) -> Wanted:
 
 
 def runs_code(entry: ModelEntry) -> bool:
-    """Whether a load of the entry, or of one of its profiles, runs code that lies beside the weights."""
+    """Whether a load of the entry, or of one of its profiles, runs code from its folder."""
     return any(
         load.trust_remote_code
         for load in (entry.load, *(profile.load for profile in entry.profiles.values()))
@@ -60,8 +60,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Whether the folder has what every load of this family begins with. A family of somebody else's
-    knows by itself.
+    """Whether the folder has the files that every load of this family needs. A family of another package checks that
+    itself.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()
@@ -73,12 +73,12 @@ def is_model(folder: Path, entry: ModelEntry) -> bool:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether weights lie in the folder itself."""
+    """Whether the folder itself contains weights."""
     return any(folder.glob("*.safetensors"))
 
 
 def lacking(entry: ModelEntry) -> str:
-    """What a folder is that is no model of this family."""
+    """Why a folder is not a model of this family."""
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]

@@ -1,13 +1,15 @@
-"""The folder that holds the files of a model: a path, the local cache, the cluster cache, an installed package, then
-the hub.
+"""The folder that holds the files of a model: a path, the local cache, the cluster cache, an installed package, or the
+hub.
 
     weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the
     hub (SIE_HF_FALLBACK)
 
-The first that is named and present wins. Nothing but files is read here: a package is located, never imported. What
-comes from the cluster cache or the hub lands in the local cache. A snapshot there that nothing tells to be complete
-counts as a miss while a download is allowed, which keeps its files and fetches what is missing; without one, it serves
-if its files agree with each other.
+The first source that is named and present is used. Only files are read here: a package is located, never imported. What
+comes from the cluster cache or the hub is stored in the local cache.
+
+A snapshot in the local cache without a manifest or listing may be incomplete. If downloads are allowed it counts as a
+miss, and the download keeps its files and fetches the missing ones. Otherwise it is used if its files refer to no
+missing file.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights; nobody removes it from the disk while the lease is held."""
+    """A folder of weights. Nobody removes it from the disk while the lease is held."""
 
     folder: Path
     lease: Lock = _NO_LEASE
@@ -53,7 +55,7 @@ class Located:
 
 @dataclass(frozen=True)
 class WeightSources:
-    """Where this process looks. `cache_folder` is laid out as HF_HOME: snapshots are under `hub`."""
+    """The sources of this process. `cache_folder` is laid out as HF_HOME: snapshots are under `hub`."""
 
     cache_folder: Path
     may_download: bool
@@ -68,7 +70,7 @@ class WeightSources:
 
     @classmethod
     def of(cls, settings: Settings) -> WeightSources:
-        """The sources that the settings of a process name. Raises SettingError."""
+        """The sources that the settings name. Raises SettingError."""
         threshold_percent = settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None
         cache = limited(
             settings.cache_folder, threshold_percent, functools.partial(usage, limit_bytes=settings.disk_cache_bytes)
@@ -81,13 +83,13 @@ class WeightSources:
         return cls(settings.cache_folder, settings.hf_fallback, cluster, cache)
 
     def folder(self, entry: ModelEntry) -> Path:
-        """The folder of `entry`, downloaded if need be. Raises ModelLoadFailed, which names what was looked at and what
-        would help.
+        """The folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, which names the sources that were
+        tried and the fix.
         """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """`folder`, and a lease on it: whoever loads from it keeps that for as long as the model is loaded. Raises
+        """`folder`, and a lease on it, which the caller keeps for as long as the model is loaded. Raises
         ModelLoadFailed.
         """
         weights = entry.weights
@@ -121,13 +123,13 @@ class WeightSources:
         ) from failed
 
     def fetching(self) -> dict[str, Fetched]:
-        """How far each fetch of this process is, by the id of its entry."""
+        """The progress of each fetch of this process, by the id of its entry."""
         with self._lock:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """The snapshot in the local cache, brought there from the cluster cache if need be; else what `looked` gets to
-        say, and why the cluster cache failed, if it did.
+        """The snapshot in the local cache, fetched from the cluster cache if necessary. If there is none, the reasons
+        are added to `looked`; the failure of the cluster cache, if any, is returned.
         """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
@@ -216,7 +218,7 @@ class WeightSources:
         return located
 
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
-        """From the hub. Raises FetchFailed."""
+        """The folder, fetched from the hub. Raises FetchFailed."""
         weights, wanted, what = entry.weights, wanted_by(entry), _named(entry.weights)
         with self._reported(entry.id, what) as progress:
             fetch = hub_fetch(weights.hub, weights.revision, wanted)
@@ -244,8 +246,8 @@ class WeightSources:
                     del self._fetching[name]
 
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
-        """A LoRA: a path that the entry names, a folder in `models_dir` (./models) by its path or its name there, else
-        a hub repository `name` or `name@commit`.
+        """The folder of a LoRA: a path that the entry names; a folder in `models_dir` (./models), by its path or its
+        name; or a hub repository, `name` or `name@commit`.
 
         Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
         """
@@ -277,9 +279,7 @@ class WeightSources:
             raise made(name, f"no folder of the models folder, not in the local cache; {message}{allowed}") from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
-        """`private` is what logs call it in place of its name, where that is a client's. Raises FetchFailed,
-        ManifestError.
-        """
+        """`private`: the name for logs, if a client chose the LoRA. Raises FetchFailed, ManifestError."""
         commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
         lease, what = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
         if (folder := self._whole_lora(repository, commit)) is not None:
@@ -319,8 +319,8 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """The commit that stands for a branch: what the hub's client last found, else the only one in the cache, else
-        what the hub says.
+        """The commit of a branch: the one that the hub's client found last, else the only one in the cache, else the
+        one that the hub says.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
@@ -337,7 +337,7 @@ class WeightSources:
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an installed distribution that holds config.json beside safetensors; None if there is none."""
+    """The folder of an installed distribution that contains config.json and safetensors; None if there is none."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -347,17 +347,17 @@ def package_folder(package: str) -> Path | None:
 
 
 def private_name(lora: str) -> str:
-    """What logs call a LoRA that a client named: the same for the same name, which cannot be read from it."""
+    """A name for logs of a LoRA that a client chose: a digest, from which its name cannot be read."""
     return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
 def named_loras(entry: ModelEntry) -> set[str]:
-    """The LoRAs that an entry names itself, for all requests or in a profile."""
+    """The LoRAs that an entry itself names, for all requests or in a profile."""
     return {name for name in (entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())) if name}
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:
-    """The files that the entry has digests of and the folder has not."""
+    """The files for which the entry has digests and which the folder lacks."""
     return [name for name in entry.weights.digests if not (folder / name).is_file()]
 
 

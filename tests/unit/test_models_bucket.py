@@ -180,7 +180,7 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
         began_s = time.monotonic()
         for call in calls:
             with pytest.raises(
-                SettingError, match=r"no answer that helps \(no answer within 0\.3 s\): is its endpoint right \(AWS_"
+                SettingError, match=r"did not answer properly \(no answer within 0\.3 s\): is its endpoint right \(AWS_"
             ):
                 call()
         assert time.monotonic() - began_s < 10
@@ -191,7 +191,7 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
         unused.bind(("127.0.0.1", 0))
         for name, value in aws_environ(f"http://127.0.0.1:{unused.getsockname()[1]}").items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: s3://bucket/x: the store gave no answer that helps"):
+        with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: s3://bucket/x: the store did not answer properly"):
             folder_at("s3://bucket/x").look()
 
 

@@ -526,7 +526,7 @@ def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
     copy = LocalCache(tmp_path / "copied").place("org/lora", COMMIT)
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(MANIFEST))
     assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
-    with pytest.raises(LoraLoadFailed, match="the store gave no answer that helps"):
+    with pytest.raises(LoraLoadFailed, match="the store did not answer properly"):
         WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
 
 

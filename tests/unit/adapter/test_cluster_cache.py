@@ -455,7 +455,7 @@ def test_a_store_that_is_down_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(google_account(tmp_path / "account.json", url)))
         cache = ClusterCache(f"{scheme}://bucket", Limits(tries=2, pause_s=0.01, stall_s=3))
-        with pytest.raises(FetchFailed, match=r"gave no answer that helps \(.*\): is its endpoint right") as caught:
+        with pytest.raises(FetchFailed, match=r"did not answer properly \(.*\): is its endpoint right") as caught:
             cache.fetch(REPOSITORY, COMMIT)
     assert caught.value.error_class == "NETWORK"
 
