@@ -5,17 +5,19 @@ nats-server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from cluster import Cluster, running
 from fake_adapter import TOKENIZER
@@ -28,7 +30,8 @@ CLIENTS = 32
 # the promise, from each death to the next answer: 0.33 s and 0.25 s on 2 cores under a load of 10; 3x is the test's
 # margin
 BACK_S = 1.0
-LESS = 0.05  # the promise, of throughput outside the restarts; 3x as well
+LESS = 0.05  # the promise, of what a worker does in a second of processor time outside the restarts; 3x as well
+SAMPLE_S = 0.1
 _logger = logging.getLogger("tests.poison")
 FAMILY = '''
 import hashlib, os
@@ -105,14 +108,71 @@ async def send_all(url: str, texts: list[str]) -> list[Answer]:
     return answers
 
 
+@dataclass
+class Sample:
+    """Processor seconds by process, at a moment. `worker`: sidecar and adapters."""
+
+    at_s: float
+    worker: dict[int, float]
+    gateway: dict[int, float]
+
+
+def sample(cluster: Cluster) -> Sample:
+    def used_s(*roles: str) -> dict[int, float]:
+        found = {}
+        for pid in (pid for role in roles for pid in cluster.pids(role)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(pid).cpu_times()
+                found[pid] = times.user + times.system
+        return found
+
+    return Sample(time.monotonic(), used_s("sidecar", "adapter"), used_s("gateway"))
+
+
+@contextlib.asynccontextmanager
+async def sampled(cluster: Cluster) -> AsyncIterator[list[Sample]]:
+    """Samples every SAMPLE_S until the end of the block."""
+    samples = [await asyncio.to_thread(sample, cluster)]
+
+    async def run() -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            samples.append(await asyncio.to_thread(sample, cluster))
+
+    task = asyncio.create_task(run())
+    try:
+        yield samples
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def share_of_gateway(samples: list[Sample]) -> float:
+    """Processor seconds of the worker for each of the gateway's, from the first sample to the last, between which no
+    process came or went.
+
+    A busy machine makes a second of wall time bring less, and a second of processor time as well (shared cores and
+    caches). It does so to both: the gateway does the same for each request whatever happens to adapters. At a load of 6
+    on 2 cores, of windows of 10 s, requests a second were 79 to 139, and this was 1.11 to 1.24.
+    """
+    assert len(samples) > 1, "too few samples"
+
+    def used_s(first: dict[int, float], last: dict[int, float]) -> float:
+        return sum(seconds - first.get(pid, 0.0) for pid, seconds in last.items())
+
+    first, last = samples[0], samples[-1]
+    return used_s(first.worker, last.worker) / used_s(first.gateway, last.gateway)
+
+
 async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float], float, float]:
-    """Check every answer. Returns the longest silences, and the requests a second before the first death and after the
+    """Check every answer. Returns the longest silences, and the `share_of_gateway` before the first death and after the
     second.
     """
     texts = [f"text number {number}" for number in range(count)]
     await send_all(cluster.url, texts[:200])
     texts[count // 2] = DEADLY
-    answers = await send_all(cluster.url, texts)
+    async with sampled(cluster) as samples:
+        answers = await send_all(cluster.url, texts)
     assert len(answers) == count
     for answer in answers:
         if answer.number == count // 2:
@@ -127,11 +187,11 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
     assert len(deaths) == 2, deaths
     assert cluster.metric("sie_poisoned_inputs_total") == 1
     ended = sorted(answer.ended_s for answer in answers)
-    gaps = sorted(((after - before, before, after) for before, after in pairwise(ended)), reverse=True)[:2]
-    first_s, last_s = min(gap[1] for gap in gaps), max(gap[2] for gap in gaps)
-    before = sum(1 for each in ended if each <= first_s) / (first_s - ended[0])
-    after = sum(1 for each in ended if each > last_s) / (ended[-1] - last_s)
-    measured = [gap[0] for gap in gaps], before, after
+    gaps = sorted((after - before for before, after in pairwise(ended)), reverse=True)[:2]
+    # by the processes that there were: on a busy machine the longest silences need not be those of the deaths
+    before = share_of_gateway([each for each in samples if each.worker.keys() == samples[0].worker.keys()])
+    after = share_of_gateway([each for each in samples if each.worker.keys() == samples[-1].worker.keys()])
+    measured = gaps, before, after
     assert max(measured[0]) < 3 * BACK_S, report(*measured)
     assert len([line for line in cluster.lines if "adapter ready on" in line]) == 3
     assert len(cluster.pids("adapter")) == 2  # the parent has been the same all along
@@ -140,21 +200,22 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
 
 def report(gaps: list[float], before: float, after: float) -> str:
     silences = ", ".join(f"{gap:.2f} s" for gap in gaps)
-    return f"silences {silences}; {before:.0f} requests/s before, {after:.0f} after"
+    share = f"{before:.2f} before, {after:.2f} after"
+    return f"silences {silences}; processor seconds of the worker for one of the gateway: {share}"
 
 
 @pytest.mark.timeout(300)
 async def test_one_input_of_2000(cluster: Cluster) -> None:
-    """L4. A few seconds on each side are too short for more than a look at the rates."""
+    """L4. A few seconds on each side are too short for more than a look at what requests cost."""
     gaps, before, after = await run_with_one_poison(cluster, 2000)
     _logger.info("%s", report(gaps, before, after))
-    assert after > before / 2, report(gaps, before, after)
+    assert after < 2 * before, report(gaps, before, after)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_one_input_of_10000(cluster: Cluster) -> None:
-    """L4, at its full size: long enough for the rates on both sides to be compared."""
+    """L4, at its full size: long enough for what requests cost on both sides to be compared."""
     gaps, before, after = await run_with_one_poison(cluster, 10_000)
     _logger.info("%s", report(gaps, before, after))
-    assert after > (1 - 3 * LESS) * before, report(gaps, before, after)
+    assert (1 - 3 * LESS) * after < before, report(gaps, before, after)
