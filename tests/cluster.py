@@ -33,14 +33,16 @@ def free_ports(count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def until(condition: Callable[[], object], timeout_s: float, what: str) -> object:
-    """Poll for a state of other processes. Raises AssertionError, naming it, at the time-out."""
+def until(
+    condition: Callable[[], object], timeout_s: float, what: str, seen: Callable[[], object] = lambda: ""
+) -> object:
+    """Poll for a state of other processes. Raises AssertionError, naming it and what is `seen`, at the time-out."""
     end_s = time.monotonic() + timeout_s
     while True:
         found = condition()
         if found:
             return found
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what} {seen()}"
         time.sleep(0.02)
 
 

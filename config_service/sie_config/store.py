@@ -362,7 +362,7 @@ class CatalogueStore:
         done: list[Change] = []
 
         async def attempt() -> None:
-            changes = self._to_seed((await self.snapshot()).held, wanted)
+            changes = _to_seed((await self.snapshot()).held, wanted)
             for start in range(0, len(changes), SEED_BATCH):
                 batch = changes[start : start + SEED_BATCH]
                 aliases = {
@@ -378,22 +378,18 @@ class CatalogueStore:
         await retry_conflicts(attempt, SEED_ATTEMPTS)
         return done
 
-    @staticmethod
-    def _to_seed(present: Mapping[str, Held], wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
-        changes: list[Change] = []
-        for model, (entry, source) in wanted.items():
-            held, document = present.get(model, Held()), normalised(entry)
-            if held.stored is None or (held.stored.source != "api" and held.entry != document):
-                changes.append(Change(model, held, document, source, "seed"))
-        for model, held in present.items():
-            if (
-                model not in wanted
-                and held.stored is not None
-                and held.stored.source != "api"
-                and held.entry is not None
-            ):
-                changes.append(Change(model, held, None, held.stored.source, "seed"))
-        return changes
+
+def _to_seed(present: Mapping[str, Held], wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+    """The changes that make `present` what the folders hold; models written over the API are left out."""
+    changes: list[Change] = []
+    for model, (entry, source) in wanted.items():
+        held, document = present.get(model, Held()), normalised(entry)
+        if held.stored is None or (held.stored.source != "api" and held.entry != document):
+            changes.append(Change(model, held, document, source, "seed"))
+    for model, held in present.items():
+        if model not in wanted and held.stored is not None and held.stored.source != "api" and held.entry is not None:
+            changes.append(Change(model, held, None, held.stored.source, "seed"))
+    return changes
 
 
 def _export(read: Snapshot) -> ConfigExport:

@@ -219,7 +219,10 @@ def test_ten_thousand_models_are_no_burden(stack: Stack) -> None:
         took_s.append(time.monotonic() - answered_s)
     assert sorted(took_s)[2] < 3 * 0.05
     until(
-        lambda: converged(stack, revision), POLLED_S, "the write everywhere, so that nobody has anything left to read"
+        lambda: converged(stack, revision),
+        POLLED_S,
+        f"revision {revision} everywhere, so that nobody has anything left to read",
+        seen=lambda: status(stack),
     )
     assert max(part.rss_bytes() for part in (gateway, worker, stack.config)) < 200e6
     before, begun_s = cpu_s(gateway, worker, stack.config), time.monotonic()
