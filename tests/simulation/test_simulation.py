@@ -7,11 +7,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from simulation.bugs import BUGS, planted
+from simulation.virtual import VirtualLoop, virtual_time
 from simulation.world import simulate
+
+from sie_gateway.consumers import IDLE_S, Consumers
+from sie_gateway.shadow import Shadows
 
 SEEDS, BLOCK = 300, 25
 LONG, LONG_BLOCK = 10_000, 250
@@ -56,6 +61,17 @@ def test_a_planted_bug_is_found(name: str) -> None:
             if any(bug.finds in violation for violation in simulate(seed).violations):
                 return
     pytest.fail(f"not found by {bug.seeds} seeds")
+
+
+def test_clocks_that_are_defaults_of_arguments_are_virtual() -> None:
+    loop, real_s = VirtualLoop(), time.perf_counter()
+    with virtual_time(loop, 0):
+        by_name = (Consumers.__init__.__kwdefaults__ or {})["clock"]
+        by_place = (Shadows.__init__.__defaults__ or ())[-1]
+        assert by_name() == by_place() == time.perf_counter() == loop.now_s
+    assert Consumers.__init__.__kwdefaults__ == {"idle_s": IDLE_S, "clock": time.perf_counter}
+    assert time.perf_counter() >= real_s
+    loop.close()
 
 
 @pytest.mark.timeout(300)

@@ -19,7 +19,7 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,7 +261,8 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         return read
 
     fakes = {name: clock(name) for name in _CLOCKS}
-    places = _defaults({id(function): name for name, function in real.items()})
+    given = {id(function): fakes[name] for name, function in real.items()}
+    defaults = [(each, each.__defaults__, each.__kwdefaults__) for each in _with_a_clock(given.keys())]
     sources = [(os, "urandom", source.randbytes), (random, "_urandom", source.randbytes)]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in sources]
     try:
@@ -269,18 +270,13 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
             setattr(time, name, fake)
         for owner, name, fake in sources:
             setattr(owner, name, fake)
-        for function, values in places:
-            function.__defaults__ = tuple(
-                fakes[real_name] if (real_name := values.get(index)) else value
-                for index, value in enumerate(function.__defaults__)
-            )
+        for function, by_place, by_name in defaults:
+            function.__defaults__ = by_place and tuple(given.get(id(value), value) for value in by_place)
+            function.__kwdefaults__ = by_name and {name: given.get(id(value), value) for name, value in by_name.items()}
         yield
     finally:
-        for function, values in places:
-            function.__defaults__ = tuple(
-                real[real_name] if (real_name := values.get(index)) else value
-                for index, value in enumerate(function.__defaults__)
-            )
+        for function, by_place, by_name in defaults:
+            function.__defaults__, function.__kwdefaults__ = by_place, by_name
         for owner, name, value in kept:
             setattr(owner, name, value)
         for name, value in real.items():
@@ -288,8 +284,8 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         random.setstate(state)
 
 
-def _defaults(clocks: dict[int, str]) -> list[tuple[Any, dict[int, str]]]:
-    """Functions of the product that have a clock as the default of an argument, and at which places."""
+def _with_a_clock(clocks: Collection[int]) -> list[types.FunctionType]:
+    """Functions of the product that have a clock as the default of an argument. `clocks`: their ids."""
     found = []
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("sie_"):
@@ -297,15 +293,10 @@ def _defaults(clocks: dict[int, str]) -> list[tuple[Any, dict[int, str]]]:
         for member in list(vars(module).values()):
             if getattr(member, "__module__", None) != module_name:
                 continue
-            functions = [member] if isinstance(member, types.FunctionType) else []
-            if isinstance(member, type):
-                functions = [each for each in vars(member).values() if isinstance(each, types.FunctionType)]
+            members = vars(member).values() if isinstance(member, type) else [member]
+            functions = [each for each in members if isinstance(each, types.FunctionType)]
             for function in functions:
-                places = {
-                    index: clocks[id(value)]
-                    for index, value in enumerate(function.__defaults__ or ())
-                    if id(value) in clocks
-                }
-                if places:
-                    found.append((function, places))
+                defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+                if any(id(value) in clocks for value in defaults):
+                    found.append(function)
     return found
