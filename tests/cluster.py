@@ -89,7 +89,8 @@ class Cluster:
         )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
-        until(lambda: self.said("ready in") or self.process.poll() is not None, timeout_s, "ready")
+        last = "try     curl "  # of the lines that greet, which follow `ready in`
+        until(lambda: self.said(last) or self.process.poll() is not None, timeout_s, "ready")
         assert self.process.poll() is None, self.log()
         return self
 

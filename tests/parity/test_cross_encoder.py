@@ -250,7 +250,7 @@ def test_an_unknown_activation_is_refused(engine: ScoringEngine, folders: Folder
 def test_a_prompt_that_would_be_left_out_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
     folder = copied(folders("bert"), tmp_path)
     edit_json(folder / "config_sentence_transformers.json", default_prompt_name="query", prompts={"query": "rank: "})
-    with pytest.raises(ModelLoadFailed, match="prompt query"):
+    with pytest.raises(ModelLoadFailed, match="prompt 'query'"):
         engine.load(folder, "cross-encoder")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from click.testing import CliRunner
-from cluster import MODEL, Cluster, running
+from cluster import MODEL, Cluster, running, until
 
 from sie_cli.main import main
 from sie_contracts import arrays
@@ -387,7 +387,7 @@ def test_no_input_reaches_the_log(cluster: Cluster, client: httpx.Client) -> Non
     post(client, {"items": [{"text": canary, "id": 5}]})
     post(client, {"items": [canary], "params": {"truncate": canary}})
     post(client, b'{"items": ["' + canary.encode() + b'"')
-    assert cluster.said("encode 400")
+    until(lambda: cluster.said("encode 400"), 30, "the line of a refused request")
     assert not cluster.said(canary)
 
 

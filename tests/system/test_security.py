@@ -271,8 +271,8 @@ def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client
         client.get(f"/v1/{path}")
     client.request(f"X{NAMED.upper()}"[:20], "/v1/models")
 
+    until(lambda: all(cluster.said(f"encode {status} in") for status in (200, 400)), 30, "the log of all requests")
     sinks = {"the log": "\n".join(cluster.lines), "/health": client.get("/health").text}
-    assert all(cluster.said(f"encode {status} in") for status in (200, 400)), "the log is all there"
     ports = [
         port for line in cluster.lines if (found := line.partition("metrics on ")[2]).isdigit() for port in [int(found)]
     ]
