@@ -1,0 +1,600 @@
+"""What a request asks of a model: every parameter, its levels and its prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from catalogue_examples import (
+    entry,
+    options,
+    refused,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.muvera import Muvera
+from sie_contracts.option_values import describe
+from sie_contracts.options import (
+    DTYPES,
+    MAX_LABELS,
+    counting,
+    decoding,
+    run_options,
+    tokenizing,
+)
+
+# precedence
+
+LEVELS = ("params.", "", "params.options.", "options.")
+
+
+def at(level: str, name: str, value: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {name: value}
+    for key in reversed(level.split(".")[:-1]):
+        body = {key: body}
+    return body
+
+
+def merged(*bodies: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for body in bodies:
+        for key, value in body.items():
+            found[key] = (
+                merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+            )
+    return found
+
+
+PARAMETERS: list[tuple[str, list[Any], str, list[Any]]] = [
+    ("max_seq_length", [16, 32, 64, 128], "max_tokens", [16, 32, 64, 128]),
+    ("truncate", ["NONE", "START", "END", "START"], "truncate", ["NONE", "START", "END", "START"]),
+    ("normalize", [False, True, False, True], "normalize", [False, True, False, True]),
+    ("pooling", ["cls", "mean", "last", "last_token"], "pooling", ["cls", "mean", "last", "last"]),
+    ("dimensions", [128, 256, 384, 128], "dimensions", [128, 256, 0, 128]),
+    (
+        "output_types",
+        [["sparse"], ["dense"], ["dense", "sparse"], ["sparse", "dense"]],
+        "outputs",
+        [("sparse",), ("dense",), ("dense", "sparse"), ("sparse", "dense")],
+    ),
+    ("instruction", ["a", "b", "c", "d"], "prefix", [f"Instruct: {text}\nQuery: " for text in "abcd"]),
+    ("default_instruction", ["a", "b", "c", "d"], "prefix", [f"Instruct: {text}\nQuery: " for text in "abcd"]),
+    (
+        "query_template",
+        ["a {text}", "b{text}", "{text}c", "d {instruction}: {text}"],
+        "prefix",
+        ["a ", "b", "", "d retrieve: "],
+    ),
+    ("doc_template", ["a {text}", "b{text}", "c {text} c", "{text}"], "prefix", ["a ", "b", "c ", ""]),
+    ("output_dtype", ["float16", "int8", "ubinary", "uint8"], "dtype", ["float16", "int8", "ubinary", "uint8"]),
+    ("is_query", [True, False, 1, 0], "is_query", [True, False, True, False]),
+    ("input_type", ["query", "document", "search_query", "x"], "is_query", [True, False, True, False]),
+    ("lora_id", ["a", "b", "c", "d"], "lora", ["a", "b", "c", "d"]),
+    ("lora", ["a", "b", "c", "d"], "lora", ["a", "b", "c", "d"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "field", "expected"), PARAMETERS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_one_precedence_for_every_parameter(name: str, given: list[Any], field: str, expected: list[Any]) -> None:
+    """`params.X`, `X`, `params.options.X`, `options.X`: the first that is set wins, where null and [] are not set."""
+    base = {"is_query": True} if "instruction" in name or name == "query_template" else {}
+    levels = dict(zip(LEVELS, given, strict=True))
+    for first, level in enumerate(LEVELS):
+        below = [at(other, name, levels[other]) for other in LEVELS[first:]]
+        for unset in (None, []):
+            above = [at(other, name, unset) for other in LEVELS[:first]]
+            body = merged(base, *above, *below)
+            assert getattr(options(body).run, field) == expected[first], (level, unset)
+
+
+def test_without_a_parameter_the_profile_counts_then_the_model_then_the_contract() -> None:
+    assert options({}).run == RunOptions(prefix="passage: ", pooling="mean")
+    assert options({}, "org/rich:cls").run == RunOptions(
+        prefix="Instruct: from the profile\nQuery: ",
+        suffix=" ?",
+        pooling="cls",
+        is_query=True,
+        instruction="from the profile",
+    )
+    assert options({}, "org/rich:short").run.normalize is False
+    assert options({"normalize": True}, "org/rich:short").run.normalize is True
+    assert options({"is_query": False, "instruction": None}, "org/rich:cls").run.prefix == "passage: "
+    assert options({}, "org/Model").run == RunOptions()
+
+
+def test_without_a_dense_output_the_only_one_is_meant() -> None:
+    sparse = entry("org/sparse", outputs={"sparse": 30522})
+    found = run_options(Catalogue({sparse.id: sparse}).resolve(sparse.id), {})[1]
+    assert found.run.outputs == ("sparse",)
+
+
+def test_a_request_never_changes_what_the_next_one_gets() -> None:
+    """W8."""
+    before = options({})
+    options({"normalize": False, "params": {"dimensions": 128, "options": {"profile": "cls"}}})
+    assert options({}) == before
+
+
+# parameters
+
+
+def test_matryoshka_widths_are_the_native_one_and_those_of_the_profile() -> None:
+    """W18: 0 means the model's own."""
+    assert [options({"dimensions": width}).run.dimensions for width in (128, 256, 384, 128.0)] == [128, 256, 0, 128]
+    assert options({"dimensions": 64}, "org/rich:short").run.dimensions == 64
+    for width, spec in ((64, "org/rich"), (256, "org/rich:short"), (128, "org/Model"), (385, "org/rich")):
+        error = refused({"params": {"dimensions": width}}, spec)
+        assert (error.reason, error.param) == ("bad_dimensions", "params.dimensions")
+        assert "384" in error.message, "the allowed ones are named"
+    for wrong in (0, -1, 1.5, True, "128", [128], {}, float("nan"), float("inf")):
+        assert refused({"dimensions": wrong}).reason == "schema"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, "END"), (True, "END"), (False, "NONE"), ("END", "END"), ("start", "START"), ("None", "NONE"), ([], "END")],
+)
+def test_truncation_has_three_ways_and_two_old_spellings(given: Any, expected: str) -> None:
+    assert options({"truncate": given}).run.truncate == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("truncate", "MIDDLE", "schema"),
+        ("truncate", 1, "schema"),
+        ("normalize", "yes", "schema"),
+        ("normalize", 2, "schema"),
+        ("is_query", "x", "schema"),
+        ("input_type", 1, "schema"),
+        ("instruction", 5, "schema"),
+        ("pooling", "max", "schema"),
+        ("output_types", "dense", "schema"),
+        ("output_types", [1], "schema"),
+        ("output_types", ["multivector"], "unsupported_output"),
+        ("output_dtype", "bfloat16", "unsupported_dtype"),
+        ("output_dtype", "int4", "unsupported_dtype"),
+        ("max_seq_length", 0, "schema"),
+        ("max_seq_length", 257, "schema"),
+        ("max_seq_length", "10", "schema"),
+        ("on_item_error", "skip", "schema"),
+        ("timing", "all", "schema"),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_its_path_at_every_level(name: str, value: Any, reason: str) -> None:
+    """E8: and the message repeats no text of the client."""
+    for level in LEVELS:
+        error = refused(at(level, name, value))
+        assert (error.reason, error.param) == (reason, level + name)
+        assert not isinstance(value, str) or value in ("bfloat16", "int4", "dense") or repr(value) not in error.message
+
+
+@pytest.mark.parametrize("path", ["params", "options"])
+@pytest.mark.parametrize("value", [[1], "x", 3, True])
+def test_a_level_that_is_not_a_map_is_refused(path: str, value: Any) -> None:
+    assert refused({path: value}).param == path
+
+
+def test_zero_and_one_are_booleans_here() -> None:
+    assert [options({"normalize": value}).run.normalize for value in (0, 1, False, True)] == [False, True, False, True]
+
+
+def test_how_the_reply_is_shaped() -> None:
+    assert (options({}).on_item_error, options({}).item_timing) == ("slot", False)
+    found = options({"params": {"on_item_error": "fail", "options": {"timing": "items"}}})
+    assert (found.on_item_error, found.item_timing) == ("fail", True)
+
+
+def test_repeated_outputs_are_one() -> None:
+    assert options({"output_types": ["sparse", "dense", "sparse"]}).run.outputs == ("sparse", "dense")
+
+
+# one verb's own options
+
+
+@pytest.mark.parametrize(
+    ("spec", "operation"),
+    [("org/Model", "score"), ("org/cross", "encode"), ("org/ner", "score"), ("org/late", "extract")],
+)
+def test_a_verb_that_the_model_does_not_do_is_refused(spec: str, operation: Operation) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        options({"labels": ["x"]}, spec, operation=operation)
+    assert (caught.value.reason, caught.value.param) == ("unsupported_task", "model")
+
+
+def test_each_dtype_of_the_contract_and_no_other() -> None:
+    assert [options({"output_dtype": name}).run.dtype for name in DTYPES] == [
+        "float32",
+        "float16",
+        "int8",
+        "uint8",
+        "binary",
+        "ubinary",
+    ]
+    specs = ("org/m3", "org/m3:sparse", "org/rich")
+    found = [options(body, spec).run.dtype for body in ({}, {"output_dtype": "float32"}) for spec in specs]
+    assert found == ["float16", "int8", "float32", "float32", "float32", "float32"]
+
+
+def test_output_types_of_a_profile_yield_to_those_of_the_request() -> None:
+    assert options({}, "org/m3:both").run.outputs == ("dense", "sparse")
+    assert options({"output_types": ["multivector"]}, "org/m3:both").run.outputs == ("multivector",)
+    assert options({"output_types": []}, "org/m3:both").run.outputs == ("dense", "sparse")
+
+
+def test_is_query_of_a_profile_yields_to_the_request_in_either_spelling() -> None:
+    assert options({}, "org/rich:cls").run.is_query
+    for body in (
+        {"is_query": False},
+        {"options": {"is_query": 0}},
+        {"input_type": "document"},
+        {"is_query": 0, "input_type": "query"},
+    ):
+        assert not options(body, "org/rich:cls").run.is_query
+    assert options({"is_query": True, "params": {"input_type": "document"}}).run.is_query, "is_query wins at any level"
+
+
+MUVERA = Muvera(num_repetitions=10, seed=1)  # the entry's own over the contract's
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "expected"),
+    [
+        ("org/late", None, None),
+        ("org/late", False, None),
+        ("org/late", True, MUVERA),
+        ("org/late", {}, MUVERA),
+        ("org/late", {"seed": 9}, Muvera(num_repetitions=10, seed=9)),
+        ("org/late", {"seed": None, "num_repetitions": None}, MUVERA),
+        ("org/late:index", None, Muvera(num_repetitions=20, seed=1, final_projection_dim=None)),
+        ("org/late:index", {"final_projection_dim": 64}, Muvera(num_repetitions=20, seed=1, final_projection_dim=64)),
+        ("org/late:index", True, Muvera(num_repetitions=20, seed=1, final_projection_dim=None)),
+        ("org/late:index", False, None),
+        ("org/late:plain", None, MUVERA),
+        ("org/late:never", None, None),
+        ("org/late:never", True, MUVERA),
+        ("org/m3", True, Muvera()),
+    ],
+)
+def test_muvera_is_merged_key_by_key_from_the_contract_to_the_request(
+    spec: str, value: Any, expected: Muvera | None
+) -> None:
+    """The contract's, the entry's, the profile's, the request's. A profile that says false takes all of it away."""
+    for level in LEVELS:
+        run = options(at(level, "muvera", value), spec).run
+        assert run.muvera == expected
+        assert run.outputs == (("dense",) if expected or spec == "org/m3" else ("multivector",))
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "reason", "path"),
+    [
+        ("org/rich", True, "muvera_unsupported", "muvera"),
+        ("org/late", {"seeds": 1}, "schema", "muvera.seeds"),
+        ("org/late", {"seed": "x"}, "schema", "muvera.seed"),
+        ("org/late", 3, "schema", "muvera"),
+        ("org/late", "yes", "schema", "muvera"),
+        ("org/late", {"num_repetitions": 0}, "schema", "muvera.num_repetitions"),
+    ],
+)
+def test_muvera_that_cannot_be_is_refused_by_its_path(spec: str, value: Any, reason: str, path: str) -> None:
+    for level in LEVELS:
+        error = refused(at(level, "muvera", value), spec)
+        assert (error.reason, error.param) == (reason, level + path)
+
+
+def test_muvera_gives_a_dense_output_beside_the_others() -> None:
+    body = {"muvera": True, "output_types": ["multivector", "dense"]}
+    assert options(body, "org/late").run.outputs == ("multivector", "dense")
+    assert refused({"output_types": ["dense"]}, "org/late").reason == "unsupported_output"
+    assert refused({"muvera": True, "output_types": ["sparse"]}, "org/late").reason == "unsupported_output"
+
+
+def test_a_lora_is_the_request_s_then_the_profile_s_then_the_model_s() -> None:
+    assert [options({}, spec).run.lora for spec in ("org/rich", "org/m3", "org/m3:sparse", "org/m3:both")] == [
+        "",
+        "org/base-lora",
+        "org/sparse-lora",
+        "org/sparse-lora",
+    ]
+    for name in ("lora", "lora_id"):
+        assert options({"params": {name: "mine"}}, "org/m3:sparse").run.lora == "mine"
+    assert options({"lora": "same", "options": {"lora_id": "same"}}).run.lora == "same"
+    assert options({"lora_id": "x"}, "org/cross", operation="score").run.lora == "x"
+
+
+def test_a_lora_that_is_ambiguous_or_that_the_model_cannot_have_is_refused() -> None:
+    for level in LEVELS:
+        error = refused(merged(at(level, "lora", "a"), {"lora_id": "b"}))
+        assert (error.reason, error.param) == ("lora_conflict", f"{level}lora")
+    for spec, operation, extra in (("org/judge", "score", {}), ("org/gliner", "extract", {"labels": ["x"]})):
+        assert refused({"options": {"lora_id": "a"}, **extra}, spec, operation=operation).reason == "lora_unsupported"
+
+
+@pytest.mark.parametrize("path", ["lora", "lora_id"])
+def test_a_lora_is_a_name(path: str) -> None:
+    for level in LEVELS:
+        error = refused(at(level, path, 3))
+        assert (error.reason, error.param) == ("schema", level + path)
+
+
+def test_a_score_has_the_mode_of_the_request_the_profile_the_model_or_the_contract() -> None:
+    specs = ("org/late", "org/m3", "org/m3:sparse", "org/m3:both", "org/cross")
+    found = {spec: options({}, spec, operation="score").run for spec in specs}
+    assert {spec: run.outputs for spec, run in found.items()} == {
+        "org/late": ("multivector",),
+        "org/m3": ("dense", "sparse", "multivector"),
+        "org/m3:sparse": ("sparse",),
+        "org/m3:both": ("sparse",),
+        "org/cross": (),
+    }
+    for level in LEVELS:
+        run = options(at(level, "score_mode", "colbert"), "org/m3:sparse", operation="score").run
+        assert run.outputs == ("multivector",)
+        assert refused(at(level, "score_mode", "best"), "org/m3", operation="score").param == f"{level}score_mode"
+    with pytest.raises(InvalidInput, match="no output dense") as caught:
+        options({"score_mode": "hybrid"}, "org/late", operation="score")
+    assert caught.value.reason == "unsupported_output"
+
+
+def test_parameters_are_layered_key_by_key() -> None:
+    """The model's, the profile's it extends, its own, the request's."""
+    found = {spec: options({}, f"org/m3{spec}", operation="score").run.parameters for spec in ("", ":sparse", ":both")}
+    assert found == {
+        "": {"score_mode": "hybrid", "score_weights": {"dense": 1.0}},
+        ":sparse": {"score_mode": "sparse", "score_weights": {"dense": 1.0}},
+        ":both": {"score_mode": "sparse", "score_weights": {"colbert": 1.0}},
+    }
+    base = {"threshold": 0.4, "multi_label": True}
+    asked = {
+        spec: options({"labels": ["x"]}, f"org/gliner{spec}", operation="extract").run.parameters
+        for spec in ("", ":sure", ":nested")
+    }
+    assert asked == {
+        "": base,
+        ":sure": {**base, "threshold": 0.9},
+        ":nested": {**base, "threshold": 0.9, "flat_ner": False},
+    }
+    over = options({"labels": ["x"], "flat_ner": 1}, "org/gliner:nested", operation="extract").run.parameters
+    assert over == {**base, "threshold": 0.9, "flat_ner": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("score_weights", {"dense": -1}, ".dense"),
+        ("score_weights", {"late": 1}, ""),
+        ("score_weights", {"dense": 0}, ""),
+        ("score_weights", {"dense": "1"}, ".dense"),
+        ("score_weights", {"dense": float("nan")}, ".dense"),
+        ("score_weights", 1, ""),
+    ],
+)
+def test_score_weights_are_numbers_of_at_least_zero(name: str, value: Any, param: str) -> None:
+    for level in LEVELS:
+        error = refused(at(level, name, value), "org/m3", operation="score")
+        assert (error.reason, error.param) == ("schema", level + name + param)
+
+
+def test_a_query_and_its_documents_have_their_own_prompts() -> None:
+    run = options({}, "org/late", operation="score").run
+    assert (run.query_prefix, run.prefix) == ("q: ", "d: ")
+    own = {"query_template": "find {text}!", "options": {"doc_template": "in {text}."}}
+    run = options(own, "org/late", operation="score").run
+    assert (run.query_prefix, run.query_suffix, run.prefix, run.suffix) == ("find ", "!", "in ", ".")
+
+
+@pytest.mark.parametrize(
+    ("spec", "body", "instruction"),
+    [
+        ("org/judge", {}, "judge"),
+        ("org/judge:find", {}, "find"),
+        ("org/judge:find", {"instruction": "mine"}, "mine"),
+        ("org/judge", {"options": {"default_instruction": "else"}}, "else"),
+        ("org/judge:find", {"default_instruction": "else"}, "find"),
+        ("org/judge", {"instruction": "{query} {document} {instruction} {0}"}, "{query} {document} {instruction} {0}"),
+    ],
+)
+def test_a_pair_template_is_cut_into_pieces_that_no_instruction_can_change(
+    spec: str, body: dict[str, Any], instruction: str
+) -> None:
+    """X8."""
+    run = options(body, spec, operation="score").run
+    assert run.pieces == ((f"<i> {instruction} <q> ", "query", ""), (" <d> ", "document", ""))
+    assert run.outputs == ()
+
+
+def test_labels_keep_their_order_and_their_case() -> None:
+    body = {"labels": ["Zebra", "ant", "Ant", "ant"]}
+    assert options(body, "org/gliner", operation="extract").run.labels == ("Zebra", "ant", "Ant", "ant")
+    levels = {level: at(level, "labels", [level or "top"]) for level in LEVELS}
+    for first, level in enumerate(LEVELS):
+        body = merged(
+            *(at(above, "labels", []) for above in LEVELS[:first]), *(levels[below] for below in LEVELS[first:])
+        )
+        assert options(body, "org/nli", operation="extract").run.labels == (level or "top",)
+
+
+@pytest.mark.parametrize("spec", ["org/gliner", "org/nli"])
+@pytest.mark.parametrize("body", [{}, {"labels": []}, {"params": {"labels": None}}])
+def test_labels_are_required_where_there_is_nothing_to_look_for_without(spec: str, body: dict[str, Any]) -> None:
+    error = refused(body, spec, operation="extract")
+    assert (error.reason, error.param) == ("labels_required", "labels")
+    assert options(body, "org/ner", operation="extract").run.labels == ()
+
+
+@pytest.mark.parametrize("labels", ["person", [1], [""], [" "], {"person": 1}, [None], ["x"] * (MAX_LABELS + 1)])
+def test_labels_that_are_none_are_refused(labels: Any) -> None:
+    for level in LEVELS:
+        error = refused(at(level, "labels", labels), "org/gliner", operation="extract")
+        assert (error.reason, error.param) == ("schema", f"{level}labels")
+
+
+def test_a_threshold_is_the_request_s_the_profile_s_the_model_s_or_the_family_s() -> None:
+    def threshold(spec: str, **body: Any) -> float | None:
+        return options({"labels": ["x"], **body}, spec, operation="extract").run.threshold
+
+    assert threshold("org/gliner") == 0.4
+    assert threshold("org/gliner:sure") == threshold("org/gliner:nested") == 0.9
+    assert threshold("org/gliner:sure", options={"threshold": 0}) == 0.0
+    assert threshold("org/nli") is None
+    for level in LEVELS:
+        for wrong in ("0.5", True, float("inf"), [0.5]):
+            error = refused(merged({"labels": ["x"]}, at(level, "threshold", wrong)), "org/gliner", operation="extract")
+            assert (error.reason, error.param) == ("schema", f"{level}threshold")
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "value"),
+    [
+        ("org/gliner", "flat_ner", "no"),
+        ("org/gliner", "multi_label", 2),
+        ("org/gliner", "merge_adjacent_entities", "x"),
+        ("org/nli", "hypothesis_template", "about it"),
+        ("org/nli", "hypothesis_template", "{} {}"),
+        ("org/nli", "hypothesis_template", 3),
+    ],
+)
+def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> None:
+    for level in LEVELS:
+        error = refused(merged({"labels": ["x"]}, at(level, name, value)), spec, operation="extract")
+        assert (error.reason, error.param) == ("schema", level + name)
+
+
+def test_an_option_of_another_family_is_a_warning() -> None:
+    found = options(
+        {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract"
+    )
+    assert found.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
+    assert "hypothesis_template" not in found.run.parameters
+
+
+def test_a_schema_is_refused_by_a_model_that_takes_none() -> None:
+    error = refused(
+        {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}, "org/gliner", operation="extract"
+    )
+    assert (error.reason, error.param) == ("output_schema_unsupported", "params.output_schema")
+
+
+@pytest.mark.parametrize("operation", ["encode", "extract"])
+def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operation: Operation) -> None:
+    """With their JSON types, and without a warning: it checks its own."""
+    body = {
+        "colour": ["blue"],
+        "params": {"depth": {"a": [1, 2.5, None, True]}, "truncate": "START"},
+        "options": {"size": 2},
+    }
+    found = options(body, "org/theirs", operation=operation, strict=True)
+    assert found.run.parameters == {"colour": ["blue"], "size": 2, "depth": {"a": [1, 2.5, None, True]}}
+    assert (found.run.truncate, found.warnings) == ("START", ())
+    assert options({}, "org/theirs", operation=operation).run.parameters == {"colour": "red", "size": 1}
+
+
+# prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "prefix", "suffix"),
+    [
+        ({}, "passage: ", ""),
+        ({"is_query": True}, "Instruct: retrieve\nQuery: ", " ?"),
+        ({"is_query": 1, "instruction": "find"}, "Instruct: find\nQuery: ", " ?"),
+        ({"input_type": "query"}, "Instruct: retrieve\nQuery: ", " ?"),
+        ({"input_type": "search_query"}, "Instruct: retrieve\nQuery: ", " ?"),
+        ({"input_type": "document"}, "passage: ", ""),
+        ({"input_type": "anything"}, "passage: ", ""),
+        ({"input_type": "query", "is_query": False}, "passage: ", ""),
+        ({"instruction": "ignored without a place for it"}, "passage: ", ""),
+        ({"is_query": True, "instruction": ""}, "Instruct: retrieve\nQuery: ", " ?"),
+    ],
+)
+def test_the_prompt_is_the_models_own(body: dict[str, Any], prefix: str, suffix: str) -> None:
+    """W6."""
+    run = options(body).run
+    assert (run.prefix, run.suffix) == (prefix, suffix)
+
+
+def test_a_model_without_templates_takes_the_instruction_before_the_text() -> None:
+    assert options({"instruction": "find this"}, "org/Model").run.prefix == "find this "
+    assert options({"is_query": True}, "org/Model").run.prefix == ""
+
+
+@given(st.text(st.sampled_from("{}intrucotex_. 0!:"), min_size=1, max_size=60))
+def test_braces_of_a_client_mean_nothing(instruction: str) -> None:
+    """X8: a template is cut at its own places, and nothing is ever formatted."""
+    run = options({"is_query": True, "instruction": instruction}).run
+    assert run.prefix == "Instruct: " + instruction + "\nQuery: "
+    assert run.suffix == " ?"
+
+
+@pytest.mark.parametrize("instruction", ["{text}", "{instruction}", "{0.__class__}", "{", "}", "%s", "{text!r:>1000}"])
+def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
+    """X8."""
+    assert options({"is_query": True, "instruction": instruction}).run.prefix == f"Instruct: {instruction}\nQuery: "
+    assert options({"instruction": instruction}, "org/Model").run.prefix == f"{instruction} "
+
+
+# unknown options
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_unknown_option_is_a_warning_or_strictly_an_error(level: str) -> None:
+    """E6: at each level."""
+    body = at(level, "temperature", 0.5)
+    assert options(body).warnings == (f"{level}temperature: ignored, no such option of org/rich here",)
+    error = refused(body, strict=True)
+    assert (error.reason, error.param) == ("unknown_option", f"{level}temperature")
+
+
+def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
+    body = {
+        "items": ["x"],
+        "model": "m",
+        "params": {"truncate": "END", "options": {"timing": "items"}},
+        "options": {"profile": "cls"},
+    }
+    assert options(body, strict=True).warnings == ()
+    assert refused({"options": {"items": 1}}, strict=True).param == "options.items"
+
+
+def test_warnings_are_few_and_short() -> None:
+    """B10."""
+    body = {f"{'x' * 1000}{number}": 1 for number in range(1000)}
+    found = options(body).warnings
+    assert len(found) == 20
+    assert max(map(len, found)) < 300  # a model's name may have 255 characters
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "True"),
+        (3, "3"),
+        (1.5, "1.5"),
+        ("secret", "a string"),
+        (b"secret", "bytes"),
+        ({"secret": 1}, "a map"),
+        (["secret"], "a list"),
+    ],
+)
+def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None:
+    """X4."""
+    assert describe(value) == text
+
+
+def test_the_options_of_what_the_tokenizer_answers() -> None:
+    """What an encode would read counts; nothing else of it does."""
+    run = RunOptions(("sparse",), "query: ", " ?", "NONE", "cls", False, 16, 8, "lora", "int8", True)
+    assert counting(run) == RunOptions((), "query: ", " ?", parameters={"count": True})
+    assert tokenizing() == decoding() == RunOptions(())
+    assert tokenizing("a ", " b", add_special_tokens=False) == RunOptions(
+        (), "a ", " b", parameters={"add_special_tokens": False}
+    )
+    assert decoding(skip_special_tokens=False).parameters == {"skip_special_tokens": False}
