@@ -31,6 +31,16 @@ def _context(*args: Any, **options: Any) -> ssl.SSLContext:
 ssl.create_default_context = _context
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process runs all tests of a file, so that what they share, such as a cluster, is made once. Other groups have
+    the mark `xdist_group`: several files that share something, or parts of a file that share nothing.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_collection_finish() -> None:
     """What was imported is left out of the collections to come, as in the processes: it took most of the time of an
     eviction.

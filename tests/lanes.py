@@ -2,7 +2,7 @@
 
     python tests/lanes.py                  everything that `make test` promises
     python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
-    python tests/lanes.py tests/unit/test_quantum.py
+    python tests/lanes.py tests/unit/test_options.py
 
 A lane is a set of markers with its own environment. A lane of one marker collects only the files that name the marker:
 collecting all of them takes 10 s of a processor. What a lane prints, the 80 slowest tests included, is kept in
@@ -47,10 +47,10 @@ class Lane:
 
 
 LANES = (
-    # three at a time, since most wait for something; each worker takes from another what that has not begun
+    # three at a time, since most wait for something; the groups of tests/conftest.py, in their order
     Lane(
         "parallel",
-        options=("-n", "3", "--dist", "worksteal"),
+        options=("-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder"),
         environ={"OMP_NUM_THREADS": "1"},
     ),
     Lane("serial", "serial"),

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from simulation.bugs import BUGS, planted
 from simulation.virtual import VirtualLoop, virtual_time
 from simulation.world import simulate
@@ -22,6 +23,11 @@ SEEDS, BLOCK = 300, 25
 LONG, LONG_BLOCK = 10_000, 250
 MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
+
+
+def blocks(seeds: range, size: int) -> list[ParameterSet]:
+    """The first seed of each block. Blocks share nothing, so any process may run any of them."""
+    return [pytest.param(first, marks=pytest.mark.xdist_group(f"seeds-{first}")) for first in seeds[::size]]
 
 
 def failures(seeds: range) -> list[str]:
@@ -38,7 +44,7 @@ def failures(seeds: range) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+@pytest.mark.parametrize("first", blocks(range(SEEDS), BLOCK))
 def test_every_run_keeps_every_promise(first: int) -> None:
     found = failures(range(first, first + BLOCK))
     assert not found, "\n".join(found)
@@ -46,7 +52,7 @@ def test_every_run_keeps_every_promise(first: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(SEEDS, SEEDS + LONG, LONG_BLOCK))
+@pytest.mark.parametrize("first", blocks(range(SEEDS, SEEDS + LONG), LONG_BLOCK))
 def test_many_runs_keep_every_promise(first: int) -> None:
     found = failures(range(first, first + LONG_BLOCK))
     assert not found, "\n".join(found)
