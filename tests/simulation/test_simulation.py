@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 from simulation.bugs import BUGS, planted
 from simulation.virtual import VirtualLoop, virtual_time
 from simulation.world import simulate
@@ -25,7 +24,7 @@ MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
 
 
-def blocks(seeds: range, size: int) -> list[ParameterSet]:
+def blocks(seeds: range, size: int) -> list[object]:
     """The first seed of each block. Blocks share nothing, so any process may run any of them."""
     return [pytest.param(first, marks=pytest.mark.xdist_group(f"seeds-{first}")) for first in seeds[::size]]
 
