@@ -1,4 +1,4 @@
-"""Shared fixtures. `tests` is on the path so that the harness modules import by name."""
+"""Shared fixtures. `tests` and `tools` are on the path so that the modules there import by name."""
 
 import functools
 import gc
@@ -12,7 +12,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tools")]
 
 settings.register_profile("shared machine", deadline=None)  # how long one example takes says what else runs here
 settings.load_profile("shared machine")

@@ -10,14 +10,15 @@ functions and under TYPE_CHECKING do not count. The layers of a package are the 
 
 import argparse
 import ast
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {
+PACKAGES = {  # by the folder that each is in
     "contracts": "sie_contracts",
     "broker": "sie_broker",
     "runtime": "sie_runtime",
@@ -29,6 +30,7 @@ PACKAGES = {
     "sdk": "sie_sdk",
     "cli": "sie_cli",
 }
+FOLDERS = {package: folder for folder, package in PACKAGES.items()}
 MAX_PRODUCT_LINES = 45_000
 MAX_FILE_LINES = 450
 MAX_METHODS = 25
@@ -49,10 +51,12 @@ class Module:
         return self.text.count("\n")
 
 
-def modules(package: str) -> list[Module]:
-    base = ROOT / package
+@functools.cache
+def modules(folder: str) -> Sequence[Module]:
+    """Of the package in one of the folders of `PACKAGES`, in the order of their paths."""
+    base = ROOT / folder
     found = []
-    for file in sorted((base / PACKAGES[package]).rglob("*.py")):
+    for file in sorted((base / PACKAGES[folder]).rglob("*.py")):
         name = ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
         text = file.read_text("utf-8")
         found.append(Module(name, file, text, ast.parse(text)))
@@ -72,7 +76,7 @@ def loaded(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
             waiting += ast.iter_child_nodes(node)
 
 
-def imports(found: list[Module]) -> dict[str, set[str]]:
+def imports(found: Sequence[Module]) -> dict[str, set[str]]:
     """What each module of a package imports of that package. A package is imported for the names of its own file."""
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}

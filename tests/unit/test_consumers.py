@@ -290,7 +290,8 @@ async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(serv
     assert names(server) == {spec.name}
 
 
-async def test_no_work_is_orphaned_in_ten_thousand_deletions_that_race_publishes() -> None:
+@pytest.mark.parametrize("deletions", [1500, pytest.param(10_000, marks=pytest.mark.long)])
+async def test_no_work_is_orphaned_by_deletions_that_race_publishes(deletions: int) -> None:
     """L17: consumers are deleted while they are idle, waiting and leased; every published message reaches a worker and
     leaves.
     """
@@ -301,14 +302,14 @@ async def test_no_work_is_orphaned_in_ten_thousand_deletions_that_race_publishes
         made.append(server.connect(name))
         return made[-1]
 
-    outcome = await race(connect, 10_000)
+    outcome = await race(connect, deletions)
     for broker in made:
         await broker.close()
-    assert outcome.deleted >= 10_000
+    assert outcome.deleted >= deletions
     assert outcome.left == 0
     assert set(outcome.published) <= set(outcome.received)
     assert outcome.longest_s < life.ROUND_S / 2  # the notices and the count after a deletion, not the round
-    assert len(outcome.published) > 2_000
+    assert len(outcome.published) > deletions / 5
 
 
 # ---- the leader

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
-from pathlib import Path
 
+import measure
+import pytest
 from armed import PLACES
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "contracts/sie_contracts": "contracts",
-    "broker/sie_broker": "broker",
-    "runtime/sie_runtime": "runtime",
-    "store/sie_store": "store",
-    "gateway/sie_gateway": "gateway",
-    "sidecar/sie_sidecar": "sidecar",
-    "adapter/sie_adapter": "adapter",
-    "config_service/sie_config": "config",
-    "cli/sie_cli": "cli",
-    "sdk/sie_sdk": "sdk",
-}
+pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 
-def calls(file: Path) -> list[ast.Call]:
-    found = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+def calls(tree: ast.AST) -> list[ast.Call]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in found if getattr(call.func, "id", getattr(call.func, "attr", "")) == "failpoint"]
 
 
+@functools.cache
 def names() -> list[tuple[str, str]]:
-    """Package and name of every failpoint in the product."""
+    """Folder and name of every failpoint in the product."""
     found = []
-    for folder in PACKAGES:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            for call in calls(file):
+    for folder in measure.PACKAGES:
+        for module in measure.modules(folder):
+            for call in calls(module.tree):
                 (argument,) = call.args
-                assert isinstance(argument, ast.Constant), f"{file}:{call.lineno}: its name is not written there"
+                assert isinstance(argument, ast.Constant), f"{module.file}:{call.lineno}: its name is not written there"
                 found.append((folder, argument.value))
     return found
 
@@ -51,5 +42,5 @@ def test_a_name_is_that_of_one_place() -> None:
 
 def test_a_name_begins_with_its_component_or_its_module() -> None:
     for folder, name in names():
-        modules = {file.stem for file in (ROOT / folder).rglob("*.py")}
-        assert name.split(".")[0] in {PACKAGES[folder], *modules}, name
+        component = measure.PACKAGES[folder].removeprefix("sie_")
+        assert name.split(".")[0] in {component, *(module.file.stem for module in measure.modules(folder))}, name

@@ -10,23 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import measure
 import pytest
+from measure import FOLDERS
 
 import sie_sdk
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {
-    "sie_contracts": "contracts",
-    "sie_broker": "broker",
-    "sie_runtime": "runtime",
-    "sie_store": "store",
-    "sie_gateway": "gateway",
-    "sie_sidecar": "sidecar",
-    "sie_adapter": "adapter",
-    "sie_config": "config_service",
-    "sie_sdk": "sdk",
-    "sie_cli": "cli",
-}
+pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 # contracts < broker < runtime < store < components < cli: what each package may import
 SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 BELOW = {
@@ -115,10 +106,8 @@ MARGIN = 3  # for slower machines
 
 def files(package: str) -> Iterator[tuple[str, ast.Module]]:
     """Every module of a package, by its dotted name."""
-    base = ROOT / FOLDERS[package]
-    for file in sorted((base / package).rglob("*.py")):
-        name = ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
-        yield name, ast.parse(file.read_text("utf-8"))
+    for module in measure.modules(FOLDERS[package]):
+        yield module.name, module.tree
 
 
 def imported(tree: ast.AST) -> set[str]:

@@ -13,24 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import measure
 import pytest
 
 from sie_contracts import settings
 from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, Row
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "gateway": "gateway/sie_gateway",
-    "config": "config_service/sie_config",
-    "sidecar": "sidecar/sie_sidecar",
-    "adapter": "adapter/sie_adapter",
-    "contracts": "contracts/sie_contracts",
-    "broker": "broker/sie_broker",
-    "runtime": "runtime/sie_runtime",
-    "store": "store/sie_store",
-    "sdk": "sdk/sie_sdk",
-    "cli": "cli/sie_cli",
-}
+pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
@@ -230,14 +220,14 @@ ENVIRON_WRITES = {"putenv", "unsetenv"}
 HOME_READS = {"expanduser", "expandvars", "home"}
 
 
-def trees(package: str) -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted((ROOT / PACKAGES[package]).rglob("*.py")):
-        yield str(file.relative_to(ROOT)), ast.parse(file.read_text("utf-8"))
+def trees(folder: str) -> Iterator[tuple[str, ast.Module]]:
+    for module in measure.modules(folder):
+        yield str(module.file.relative_to(ROOT)), module.tree
 
 
 def all_trees() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        yield from trees(package)
+    for folder in measure.PACKAGES:
+        yield from trees(folder)
 
 
 def names_used(tree: ast.AST) -> set[str]:
@@ -334,7 +324,7 @@ def readers() -> dict[str, frozenset[str]]:
     }
     assert set(commands) == set(COMPONENTS)
     for component in COMPONENTS:
-        own = [commands[component], *(tree for _, tree in trees(component))]
+        own = [commands[component], *(tree for _, tree in trees(measure.FOLDERS[f"sie_{component}"]))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         stores = [tree for file, tree in trees("store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import measure
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import measure
+pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 # Attributes of other objects that may be set, each with its reason.
 SET_ELSEWHERE = {
