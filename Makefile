@@ -35,7 +35,7 @@ test: $(VENV)/.dev
 	$(BIN)/python tests/lanes.py $(ARGS)
 
 test-system: $(VENV)/.dev
-	$(PYTEST) tests -m debian $(ARGS)
+	$(BIN)/python tests/lanes.py --system $(ARGS)
 
 # public clients of 500 MB that only long tests run, apart from all that is ours
 $(CLIENTS)/.installed: tests/clients.txt

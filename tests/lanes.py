@@ -3,6 +3,7 @@
     python tests/lanes.py                  everything that `make test` promises
     python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
     python tests/lanes.py tests/unit/test_options.py
+    python tests/lanes.py --system         what `make test-system` promises
 
 A lane is a set of markers with its own environment. A lane of one marker collects only the files that name the marker:
 collecting all of them takes 10 s of a processor. What a lane prints, the 80 slowest tests included, is kept in
@@ -36,7 +37,8 @@ class Lane:
 
     @property
     def markers(self) -> str:
-        return f"{self.marker or 'not serial'} and not debian and not long"
+        others = [f"not {other}" for other in ("debian", "long") if other != self.marker]
+        return " and ".join([self.marker or "not serial", *others])
 
     def files(self) -> list[str]:
         """Those in which one of its tests may be; none for all."""
@@ -46,13 +48,10 @@ class Lane:
         return [str(path.relative_to(ROOT)) for path in tests if f"mark.{self.marker}" in path.read_text("utf-8")]
 
 
+_GROUPS = ("--dist", "loadgroup", "--no-loadscope-reorder")  # those of tests/conftest.py, in their order
 LANES = (
-    # three at a time, since most wait for something; the groups of tests/conftest.py, in their order
-    Lane(
-        "parallel",
-        options=("-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder"),
-        environ={"OMP_NUM_THREADS": "1"},
-    ),
+    # three at a time, since most wait for something
+    Lane("parallel", options=("-n", "3", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial"),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(
@@ -61,17 +60,21 @@ LANES = (
         environ={"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     ),
 )
+SYSTEM = (Lane("system", "debian", options=("-n", "2", *_GROUPS)),)
 
 
 def main(arguments: Sequence[str]) -> int:
+    lanes = LANES
+    if arguments[:1] == ["--system"]:
+        lanes, arguments = SYSTEM, arguments[1:]
     LOGS.mkdir(parents=True, exist_ok=True)
     lint_log = LOGS / "lint.log"
     lint = None
-    if not arguments:
+    if lanes is LANES and not arguments:
         with lint_log.open("wb") as log:
             command = ["nice", "make", "--no-print-directory", "lint"]
             lint = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    statuses = {lane.name: run(lane, arguments) for lane in LANES}
+    statuses = {lane.name: run(lane, arguments) for lane in lanes}
     if lint is not None:
         statuses["lint"] = lint.wait()
         if statuses["lint"]:
