@@ -1,4 +1,4 @@
-"""Runs the tests in lanes, one after another, and lint beside them.
+"""Runs the tests in lanes, one after another, and beside them lint and a lane of few tests.
 
     python tests/lanes.py                  everything that `make test` promises
     python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
@@ -34,6 +34,7 @@ class Lane:
     marker: str = ""  # that all of its tests have; none: those without any
     options: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
+    beside: bool = False  # the others; what it printed is shown when they have ended
 
     @property
     def markers(self) -> str:
@@ -58,6 +59,7 @@ LANES = (
         "precision",
         "precision",
         environ={"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        beside=True,
     ),
 )
 SYSTEM = (Lane("system", "debian", options=("-n", "2", *_GROUPS)),)
@@ -68,17 +70,11 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--system"]:
         lanes, arguments = SYSTEM, arguments[1:]
     LOGS.mkdir(parents=True, exist_ok=True)
-    lint_log = LOGS / "lint.log"
-    lint = None
+    beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]
     if lanes is LANES and not arguments:
-        with lint_log.open("wb") as log:
-            command = ["nice", "make", "--no-print-directory", "lint"]
-            lint = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    statuses = {lane.name: run(lane, arguments) for lane in lanes}
-    if lint is not None:
-        statuses["lint"] = lint.wait()
-        if statuses["lint"]:
-            print(lint_log.read_text(), flush=True)
+        beside.append(Beside("lint", ["make", "--no-print-directory", "lint"]))
+    statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
+    statuses |= {each.name: each.ended() for each in beside}
     failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
     if failed:
         print("failed:", ", ".join(failed), flush=True)
@@ -91,6 +87,25 @@ def command(lane: Lane, arguments: Sequence[str]) -> list[str]:
     argv += ["--durations=80", "--durations-min=1"]
     argv += ["--color=yes"] if sys.stdout.isatty() else []
     return [*argv, *(arguments or lane.files())]
+
+
+class Beside:
+    """A command that runs at a lower priority than the lanes."""
+
+    def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._argv = argv
+        self._log = LOGS / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._child = subprocess.Popen(
+                ["nice", *argv], cwd=ROOT, env=os.environ | (environ or {}), stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def ended(self) -> int:
+        """Its exit status, when it has ended. What it printed goes to the terminal."""
+        status = self._child.wait()
+        print(f"{self.name}: {shlex.join(self._argv)}\n{self._log.read_text()}", flush=True)
+        return status
 
 
 def run(lane: Lane, arguments: Sequence[str]) -> int:
