@@ -323,7 +323,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
     """Those that are not well first, then by queue."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
-    columns = [("WORKER", False), ("STATE", False), ("IN HAND", True)]
+    columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
     columns += [("DEVICE", False), ("MEMORY", False)] if width >= _WIDE else [("MEM", True)] if width >= _MIDDLE else []
     table = _table(first, *columns)

@@ -362,7 +362,7 @@ def test_defaults_are_those_of_the_processes() -> None:
     )
     text = (CHART / "values.yaml").read_text()
     for name in BATCHER.values():
-        assert f"{name}, documented {BY_NAME[name].default}:" in text
+        assert f"{name}, default {BY_NAME[name].default}:" in text
     same = {
         ("gateway", "requestTimeoutSeconds"): "SIE_GATEWAY_REQUEST_TIMEOUT",
         ("stream", "storage"): "SIE_STREAM_STORAGE",

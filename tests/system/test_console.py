@@ -162,12 +162,12 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
             target=httpx.post, args=(encode,), kwargs={"json": {"items": ["two"]}, "timeout": 60}
         )
         waiting.start()
-        page.wait(figure.format("'in hand'"), lambda count: count == 1)
+        page.wait(figure.format("'in flight'"), lambda count: count == 1)
         page.wait(ROWS.format("workers"), lambda rows: rows[0][7] == "1")
     finally:
         cluster.signal(adapter, signal.SIGCONT)
     waiting.join(30)
-    page.wait(figure.format("'in hand'"), lambda count: count == 0)
+    page.wait(figure.format("'in flight'"), lambda count: count == 0)
 
     failed = "show({...last, models: [{...last.models[0], state: 'failed'}], failures: {[last.models[0].name]: 'why'}})"
     shown = page.evaluate(f"({failed}, {ROWS.format('models')})")
