@@ -167,19 +167,6 @@ class Cluster:
         body = json.dumps({"items": [{"text": text} for text in texts]})
         return post(f"{url or self.url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=180)
 
-    def consumers(self) -> list[dict[str, object]]:
-        """Durable consumers of all work streams, as the broker's monitor tells."""
-        answer = httpx.get(f"{self.access().broker_monitor_url}/jsz?consumers=true&config=true", timeout=5).json()
-        streams = [
-            stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])
-        ]
-        return [
-            consumer
-            for stream in streams
-            if stream["name"].startswith("WORK_")
-            for consumer in stream.get("consumer_detail") or []
-        ]
-
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter over all sidecars, gateways excluded, whose labels match."""
         return sum(scraped(f"http://127.0.0.1:{port}/metrics", name, **labels) for port in [self.worker_port])

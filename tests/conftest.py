@@ -34,11 +34,17 @@ ssl.create_default_context = _context
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process runs all tests of a file, so that what they share, such as a cluster, is made once. Other groups have
-    the mark `xdist_group`: several files that share something, or parts of a file that share nothing.
+    the mark `xdist_group`: several files that share something, or parts of a file that share nothing. Also where there
+    is one process only, the tests of a group come one after another.
     """
+    places: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None:
+            mark = pytest.mark.xdist_group(item.path.stem).mark
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        places.setdefault(mark.args[0], len(places))
+    items.sort(key=lambda item: places[item.get_closest_marker("xdist_group").args[0]])  # type: ignore[union-attr]
 
 
 def pytest_collection_finish() -> None:

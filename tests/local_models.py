@@ -153,7 +153,7 @@ class LocalModels:
 
     @property
     def names(self) -> list[str]:
-        return sorted(f"test/{file.stem}" for file in self.folder.iterdir())
+        return sorted(json.loads(file.read_text())["id"] for file in self.folder.glob("*.yaml"))
 
     @property
     def arguments(self) -> list[str]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import psutil
@@ -278,6 +278,13 @@ class Stack:
             except AssertionError as error:
                 failures.append(str(error))
         assert not failures, "\n".join(failures)
+
+    def consumers(self) -> list[dict[str, Any]]:
+        """Durable consumers of all work streams, as the first broker's monitor tells."""
+        answer = httpx.get(f"{self.monitor_urls[0]}/jsz?consumers=true&config=true", timeout=5).json()
+        streams = [each for account in answer.get("account_details", []) for each in account.get("stream_detail", [])]
+        work = (stream for stream in streams if stream["name"].startswith("WORK_"))
+        return [consumer for stream in work for consumer in stream.get("consumer_detail") or []]
 
     def log(self, lines: int = 40) -> str:
         return "\n".join(f"== {part.name}\n" + "\n".join(list(part.log)[-lines:]) for part in self.parts)

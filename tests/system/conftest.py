@@ -1,10 +1,37 @@
-"""One set of small models for all files of this folder."""
+"""What all files of this folder share: one set of small models, and the clusters of `shared`."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import local_models
 import pytest
+import shared
+from cluster import MODEL, Cluster, running
 from local_models import LocalModels
+
+OPEN_DEFAULTS = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
+# small models under the names that the README has
+README_MODELS = {"cross": "BAAI/bge-reranker-v2-m3", "gliner": "urchade/gliner_multi-v2.1"}
+# kinds that the guarded cluster serves; those again of which a test counts the requests
+GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")
+WATCHED_KINDS = ("mini", "late", "tags")
+_clusters = shared.Shared()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """What a group shares ends with its last test, after the fixtures of that test."""
+    try:
+        yield
+    finally:
+        if nextitem is None or shared.group(nextitem) != shared.group(item):
+            _clusters.end()
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +41,69 @@ def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     for name in local_models.KINDS:
         models.build(name)
     return models
+
+
+@pytest.fixture(scope="session")
+def open_models(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> LocalModels:
+    """What the open cluster serves beside the packaged models. A file adds its own to it."""
+    models = LocalModels(tmp_path_factory.mktemp("open-models"), every_family.weights)
+    for file in every_family.folder.iterdir():
+        entry = json.loads(file.read_text())
+        models.add(file.stem, entry)
+        if file.stem in README_MODELS:
+            models.add(f"readme-{file.stem}", {**entry, "id": README_MODELS[file.stem]})
+    return models
+
+
+@pytest.fixture(scope="module")
+def open_cluster(tmp_path_factory: pytest.TempPathFactory, open_models: LocalModels) -> Cluster:
+    """Two gateways without tokens, one worker; the packaged models and one of each kind, all in float32."""
+    arguments = ["--preload", MODEL, "--models-dir", str(open_models.folder), "--default-models", OPEN_DEFAULTS]
+    # in bfloat16 a CPU with AMX takes another kernel for few rows than for many
+    arguments += ["--default-compute-precision", "float32", "--batcher-coalesce-ms", "20", "--no-spare"]
+    environ = {"SIE_ADMIN_TOKEN": shared.ADMIN, "SIE_HF_FALLBACK": "false"}
+    return _clusters.get(
+        "open", lambda: running(tmp_path_factory.mktemp("open"), *arguments, environ=environ, gateways=2)
+    )
+
+
+@pytest.fixture(scope="module")
+def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Cluster:
+    """With tokens and keys, secrets of other services, a data directory that was there before and that everybody may
+    enter, and inputs in the payload store from 1 KiB on.
+    """
+
+    @contextmanager
+    def start() -> Iterator[Cluster]:
+        models = LocalModels(tmp_path_factory.mktemp("guarded-models"), every_family.weights)
+        for kind in GUARDED_KINDS:
+            shutil.copy(every_family.folder / f"{kind}.yaml", models.folder)
+        mini = json.loads((every_family.folder / "mini.yaml").read_text())
+        models.add("ids", {**mini, "id": "test/ids", "openai_token_encoding": "cl100k_base"})
+        for kind in WATCHED_KINDS:
+            entry = json.loads((every_family.folder / f"{kind}.yaml").read_text())
+            models.add(f"watched-{kind}", {**entry, "id": f"watched/{kind}"})
+        arguments = [
+            "--models-dir",
+            str(models.folder),
+            "--model-filter",
+            ",".join([MODEL, *models.names]),
+            "--no-spare",
+        ]
+        environ = {
+            "SIE_AUTH_MODE": "token",
+            "SIE_AUTH_TOKEN": shared.USER,
+            "SIE_ADMIN_TOKEN": shared.GUARDED_ADMIN,
+            "SIE_INLINE_PAYLOAD_BYTES": "1024",
+            "SIE_MAX_CONCURRENT_REQUESTS": str(shared.PLACES),
+            **shared.CANARIES,
+        }
+        with tempfile.TemporaryDirectory(prefix="sie-guarded-", dir="/tmp") as folder:
+            data = Path(folder, "data")
+            data.mkdir()
+            for each in (Path(folder), data):
+                each.chmod(0o755)
+            with running(data, *arguments, environ=environ) as cluster:
+                yield cluster
+
+    return _clusters.get("guarded", start)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+import shutil
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +20,8 @@ import msgspec
 import numpy as np
 import oracle
 import pytest
-from cluster import Cluster, running
+import shared
+from cluster import Cluster
 from local_models import LocalModels
 from oracle import ragged_texts
 
@@ -48,16 +51,19 @@ POISONED = {
     "zero-shot": "extract",
     "tags": "extract",
 }
+# in every run: of each kind of head one that overflows, of each family one that gets odd texts; the others are long
+OFTEN_POISONED = ("dense", "late", "cross", "gliner")
+OFTEN_ODD = ("m3", "cross", "reranker", "gliner", "zero-shot", "tags")
 QUERY = "search the river"
 LABELS = ["person", "river mountain"]
 RARE = ("violin", "protein", "compiler", "museum", "kernel", "planet")
 POISON = " ".join([*RARE, *["river"] * 200])
 MATES = [text for text in ragged_texts(200, seed=8, longest=20) if not set(RARE) & set(text.split())][:20]
-MEGABYTE = 1_000_000
+BIG = 200_000
 ODD = {
     "empty": "",
-    "no spaces": "x" * MEGABYTE,
-    "one wide character": "\u6771" * (MEGABYTE // 3),
+    "no spaces": "x" * BIG,
+    "one wide character": "\u6771" * (BIG // 3),
     "spaces": " " * 100_000,
     "emoji": "👩\u200d💻😀🏳\ufe0f\u200d🌈" * 50,
     "right to left": "שלום עולם \u202e مرحبا بالعالم",
@@ -70,28 +76,28 @@ ODD = {
     "fields": "{query}{document}{text}{instruction}{}{0}%s$x",
 }
 Json = dict[str, Any]
+Serve = Callable[[str, str, Callable[[Path], None]], None]  # name, kind, what changes the weights
+
+
+pytestmark = shared.OPEN
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
-    """Sound ones by their kind, and those of `POISONED` that overflow on POISON."""
-    found = local_models.under(tmp_path_factory.mktemp("adversarial"))
-    instruction = local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
-    known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
-    for name in local_models.KINDS:
-        found.build(name)
-    for name in POISONED:
-        local_models.poison(found.build(f"poisoned-{name}", name), POISON, known)
-    local_models.enlarge(found.build("large", "m3"), 1e6)
-    return found
+def cluster(open_cluster: Cluster) -> Cluster:
+    return open_cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, models: LocalModels) -> Iterator[Cluster]:
-    with running(
-        tmp_path_factory.mktemp("adversarial-cluster"), *models.arguments, "--batcher-coalesce-ms", "20", "--no-spare"
-    ) as cluster:
-        yield cluster
+def serve(cluster: Cluster, open_models: LocalModels, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Serve a model of a kind, whose weights are changed first."""
+    made = local_models.under(tmp_path_factory.mktemp("adversarial"))
+
+    def add(name: str, kind: str, change: Callable[[Path], None]) -> None:
+        change(made.build(name, kind))
+        shutil.copy(made.folder / f"{name}.yaml", open_models.folder)
+        shared.wait_until_served(cluster, f"test/{name}")
+
+    return add
 
 
 @pytest.fixture
@@ -181,9 +187,17 @@ async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
     return found
 
 
-@pytest.mark.parametrize("name", [f"poisoned-{name}" for name in POISONED])
-async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, name: str) -> None:
+def often(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
+    """Parameters, of which those that are not chosen are for a long run."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("kind", often(POISONED, OFTEN_POISONED))
+async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, serve: Serve, kind: str) -> None:
     """Beside its mates in one request, and in a request of its own that shares their batch."""
+    name, instruction = f"poisoned-{kind}", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
+    known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
+    await asyncio.to_thread(serve, name, kind, lambda weights: local_models.poison(weights, POISON, known))
     expected = await alone(client, name)
     has_shared = False
     for _ in range(40):
@@ -205,7 +219,7 @@ async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient
     assert has_shared
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", often(VERBS, OFTEN_ODD))
 async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_alone(
     client: httpx.AsyncClient, name: str
 ) -> None:
@@ -309,7 +323,7 @@ async def test_a_lora_that_cannot_be_had_is_a_typed_error(client: httpx.AsyncCli
     for lora, status in (
         ("../../etc/passwd", 400),
         ("/etc", 400),
-        ("no/such-lora", 500),
+        ("no/such-lora", 404),
         ("a" * 900, 404),
         ("\0", 404),
     ):
@@ -345,7 +359,7 @@ async def test_a_lone_surrogate_is_refused_wherever_it_stands(client: httpx.Asyn
         assert (answer.status_code, checked(answer)["error"]["reason"]) == (400, "malformed"), kind
 
 
-async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncClient, models: LocalModels) -> None:
+async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncClient, every_family: LocalModels) -> None:
     from transformers import pipeline
 
     braces = "{query}{document}{text}"
@@ -356,7 +370,7 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
         "{label}",
         "{0} {",
     ]
-    classify = pipeline("zero-shot-classification", model=str(models.weights / "zero-shot"), device="cpu")
+    classify = pipeline("zero-shot-classification", model=str(every_family.weights / "zero-shot"), device="cpu")
     expected = classify(MATES[0], labels, hypothesis_template="This text is about {}.")
     (slot,) = slots(checked(await ask(client, "zero-shot", [MATES[0]], labels=labels)))
     assert [each["label"] for each in slot["classifications"]] == expected["labels"]
@@ -368,7 +382,7 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
         (braces + "{instruction}", "{document}<Query>: {query}"),
     ):
         (entry,) = slots(checked(await ask(client, "reranker", [document], instruction=instruction)))
-        wanted = local_models.yes_probability(models.weights / "reranker", instruction, QUERY, document)
+        wanted = local_models.yes_probability(every_family.weights / "reranker", instruction, QUERY, document)
         assert entry["score"] == pytest.approx(wanted, abs=1e-5)
 
     (slot,) = slots(checked(await ask(client, "mini", [braces], instruction=braces)))
@@ -397,12 +411,17 @@ async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> Non
         assert beside.status_code == 200
 
 
+@pytest.fixture(scope="module")
+def large(serve: Serve) -> None:
+    """A model whose states are a million times as large."""
+    serve("large", "m3", lambda weights: local_models.enlarge(weights, 1e6))
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("output", ["dense", "sparse", "multivector"])
 async def test_a_value_that_float16_has_not_is_an_error_and_not_an_infinity(
     client: httpx.AsyncClient, output: str
 ) -> None:
-    """The states of this model are a million times as large."""
-
     async def slot(**params: Any) -> Json:
         body = {"items": [MATES[0]], "params": {"output_types": [output], "normalize": False, **params}}
         answer = await client.post("/v1/encode/test/large", json=body)

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import shared
 from click.testing import CliRunner, Result
-from cluster import MODEL, Cluster, running, until
+from cluster import MODEL, Cluster, until
+from local_models import LocalModels
 
 from sie_cli.models import models
 
-ADMIN = "admin-token-of-a-test"
-HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+HEADERS = {"Authorization": f"Bearer {shared.ADMIN}"}
 CONFIGS = "/v1/configs/models"
 TEXT = "A text that both models have read."
 OTHER = "local/prompted"
@@ -35,13 +35,17 @@ ENTRY = {
 FLIPS = 6
 
 
+pytestmark = shared.OPEN
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL, "SIE_MODEL_PATHS": "/nowhere"}
-    with running(tmp_path_factory.mktemp("live") / "data", "--no-spare", gateways=2, environ=environ) as cluster:
-        for entry in (ENTRY, {**ENTRY, "id": "local/broken", "weights": {"path": "/nowhere"}}):
-            assert httpx.post(config_of(cluster) + CONFIGS, json=entry, headers=HEADERS).status_code == 201
-        yield cluster
+def cluster(open_cluster: Cluster, open_models: LocalModels) -> Cluster:
+    nowhere = {"path": str(open_models.folder / "nowhere")}
+    for entry in (ENTRY, {**ENTRY, "id": "local/broken", "weights": nowhere}):
+        added = httpx.post(config_of(open_cluster) + CONFIGS, json=entry, headers=HEADERS)
+        assert added.status_code == 201, added.text
+    shared.wait_until_served(open_cluster, OTHER)
+    return open_cluster
 
 
 def config_of(cluster: Cluster) -> str:
@@ -50,7 +54,7 @@ def config_of(cluster: Cluster) -> str:
 
 def sie(cluster: Cluster, *arguments: str, status: int = 0) -> Result:
     """`sie models ...` as an operator runs it."""
-    environ = {"SIE_CONFIG_SERVICE_URL": config_of(cluster), "SIE_ADMIN_TOKEN": ADMIN}
+    environ = {"SIE_CONFIG_SERVICE_URL": config_of(cluster), "SIE_ADMIN_TOKEN": shared.ADMIN}
     result = CliRunner().invoke(models, arguments, env=environ)
     assert result.exit_code == status, result.output
     return result

@@ -1,4 +1,4 @@
-"""The API as clients see it, on the cluster and standalone alike."""
+"""The API as clients see it. Each verb without a broker is in test_standalone.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import oracle
 import pytest
+import shared
 from click.testing import CliRunner
 from cluster import MODEL, Cluster, running, until
 
@@ -37,10 +38,15 @@ TIMING_KEYS = {
 }
 
 
-@pytest.fixture(scope="module", params=["cluster", "standalone"])
+pytestmark = shared.OPEN
+
+
+@pytest.fixture(scope="module", params=["cluster", pytest.param("standalone", marks=pytest.mark.long)])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    args = ["--standalone"] if request.param == "standalone" else []
-    with running(tmp_path_factory.mktemp("api"), "--preload", MODEL, *args) as cluster:
+    if request.param == "cluster":
+        yield request.getfixturevalue("open_cluster")
+        return
+    with running(tmp_path_factory.mktemp("api"), "--preload", MODEL, "--standalone") as cluster:
         yield cluster
 
 
@@ -220,7 +226,7 @@ def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> 
     health = client.get("/health").json()
     assert health["status"] == "healthy"
     assert health["type"] == "gateway"
-    assert health["workers"][0]["loaded_models"] == [MODEL]
+    assert MODEL in health["workers"][0]["loaded_models"]
     if "--standalone" in cluster.argv:
         assert health["nats_url"] is health["nats_monitor_url"] is None
     else:

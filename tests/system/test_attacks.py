@@ -21,7 +21,8 @@ import fuzz
 import httpx
 import psutil
 import pytest
-from cluster import MODEL, Cluster, running, until
+import shared
+from cluster import MODEL, Cluster
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -51,11 +52,12 @@ CHANGING = (  # one route of each kind that changes or computes
 )
 
 
+pytestmark = shared.OPEN
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("attacks"), "--no-spare", "--preload", MODEL) as cluster:
-        until(lambda: cluster.encode(["warm"]).status_code == 200, 120, "an answer")
-        yield cluster
+def cluster(open_cluster: Cluster) -> Cluster:
+    return open_cluster
 
 
 @pytest.fixture(autouse=True)

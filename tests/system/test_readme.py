@@ -7,25 +7,29 @@ import re
 import subprocess
 from collections.abc import Iterator
 
-import local_models
 import numpy as np
 import oracle
 import pytest
+import shared
 from cluster import Cluster, running
+from local_models import LocalModels
 from pages import DOCS, ELSEWHERE, README, blocks, differences, run
+
+pytestmark = shared.OPEN
+RESERVES = "client.reserve("  # an example with it wants a second worker
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The models that would be downloaded are small ones of their kinds here, under the same names. One of two workers
-    may be reserved.
-    """
-    models = local_models.under(tmp_path_factory.mktemp("readme-models"))
-    for kind, name in (("cross", "BAAI/bge-reranker-v2-m3"), ("gliner", "urchade/gliner_multi-v2.1")):
-        models.add(kind, {**local_models.KINDS[kind](models.weights / kind), "id": name})
-    with running(
-        tmp_path_factory.mktemp("readme"), "--no-spare", "--models-dir", str(models.folder), workers=2
-    ) as cluster:
+def cluster(open_cluster: Cluster) -> Cluster:
+    """The models that would be downloaded are small ones of their kinds there, under the same names."""
+    return open_cluster
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory, open_models: LocalModels) -> Iterator[Cluster]:
+    """One of two workers may be reserved."""
+    arguments = ["--no-spare", "--models-dir", str(open_models.folder)]
+    with running(tmp_path_factory.mktemp("readme"), *arguments, workers=2) as cluster:
         yield cluster
 
 
@@ -58,18 +62,32 @@ def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) ->
     )
 
 
-def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
-    """All of them as one program."""
-    examples = [block.code for block in blocks(DOCS / "sdk.md", "python") if block.mark not in ELSEWHERE]
-    printed = run("\n".join(examples), cluster)
+def examples_of_the_client_s_page() -> list[str]:
+    return [block.code for block in blocks(DOCS / "sdk.md", "python") if block.mark not in ELSEWHERE]
+
+
+def check_the_client_s_page(printed: list[str], workers: int) -> None:
     assert printed[0] == "(384,) float32 {'dims': 384, 'dtype': 'float32'}"
     assert "loaded" in printed, "the model that was waited for"
     assert "MODEL_NOT_FOUND sentence-transformers/all-MiniLM-L6-v2" in printed
     assert printed[1].endswith(" a 3 6"), "the tokens of an item, and of the two"
     count, of_first, of_all = map(int, [line for line in printed if line.startswith("2500 ")][-1].split())
     assert count * (of_first - 1) < of_all < count * (of_first + 4), "the tokens of one text, and of the long list"
-    assert printed[-2] == "2", "the workers of a frame"
-    assert printed[-1] == "8", "vectors of the reservation"
+    assert printed[-1] == str(workers), "the workers of a frame"
+
+
+def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
+    """All of them as one program, but for the one that wants a second worker."""
+    check_the_client_s_page(
+        run("\n".join(code for code in examples_of_the_client_s_page() if RESERVES not in code), cluster), workers=1
+    )
+
+
+@pytest.mark.long
+def test_the_examples_of_the_client_s_page_run_with_a_reservation(wide: Cluster) -> None:
+    *printed, reserved = run("\n".join(examples_of_the_client_s_page()), wide)
+    check_the_client_s_page(printed, workers=2)
+    assert reserved == "8", "vectors of the reservation"
 
 
 def test_the_example_of_the_start_message_works(cluster: Cluster) -> None:

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import pyarrow.ipc
 import pytest
-from cluster import MODEL, Cluster, running
+import shared
+from cluster import MODEL, Cluster
 from numpy.typing import NDArray
 from oracle import model_folder, ragged_texts
 from transformers import AutoTokenizer
@@ -29,11 +30,12 @@ UNDER_LOAD = 1e-5  # of a value: what batch mates may change in float32
 AT_ONCE = 2048
 
 
+pytestmark = shared.OPEN
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # in bfloat16 a CPU with AMX takes another kernel for few rows than for many, and UNDER_LOAD is of float32
-    with running(tmp_path_factory.mktemp("routes"), "--no-spare", "--default-compute-precision", "float32") as cluster:
-        yield cluster
+def cluster(open_cluster: Cluster) -> Cluster:
+    return open_cluster
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from cluster import Cluster, running
+import shared
+from cluster import Cluster
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from local_models import LocalModels
@@ -31,12 +32,12 @@ TEI_HEADERS = (
 )
 
 
+pytestmark = shared.OPEN
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
-    defaults = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
-    args = [*every_family.arguments, "--no-spare", "--default-models", defaults, "--max-items-per-request", "64"]
-    with running(tmp_path_factory.mktemp("tei"), *args) as cluster:
-        yield cluster
+def cluster(open_cluster: Cluster) -> Cluster:
+    return open_cluster
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> Non
 
 def test_info(client: httpx.Client) -> None:
     found = client.get("/info").json()
-    assert (found["model_id"], found["max_client_batch_size"], found["auto_truncate"]) == ("test/dense", 64, True)
+    assert (found["model_id"], found["max_client_batch_size"], found["auto_truncate"]) == ("test/dense", 2048, True)
     assert found["model_type"]["embedding"]["pooling"] == "mean"
     assert found["version"] == client.get("/health").json()["version"]
     assert "reranker" in client.get("/tei/test/cross/info").json()["model_type"]
@@ -191,7 +192,7 @@ def test_info(client: httpx.Client) -> None:
         ("/embed", {}, 400, "Empty"),
         ("/embed", {"inputs": 1}, 422, "Validation"),
         ("/embed", {"inputs": ["a", 1]}, 422, "Validation"),
-        ("/embed", {"inputs": ["a"] * 65}, 413, "Validation"),
+        ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation"),
         ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "Validation"),
         ("/embed", {"inputs": "a", "prompt_name": "poem"}, 422, "Validation"),
         ("/embed", {"inputs": "a", "dimensions": 7}, 422, "Validation"),

@@ -1,0 +1,75 @@
+"""`sie serve --standalone`: without a broker each verb answers as with one. What differs is the transport only, so the
+files that ask a cluster everything else ask this one in a long run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import oracle
+import pytest
+import shared
+from click.testing import CliRunner
+from cluster import MODEL, Cluster, running
+from local_models import M3_OUTPUTS, LocalModels
+
+from sie_cli.main import main
+from sie_sdk import SIEClient
+
+pytestmark = shared.OPEN
+TEXTS = ["river search queue", "the winter garden (of music)", "Zürich, 東京 and 😀", "kernel"]
+VERBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "encode": ("m3", {"items": [TEXTS[0], {"id": "x"}, TEXTS[1]], "params": {"output_types": M3_OUTPUTS}}),
+    "score": ("cross", {"query": TEXTS[0], "items": TEXTS}),
+    "extract": ("zero-shot", {"items": TEXTS, "labels": ["music", "river"]}),
+}
+OF_A_RUN = {"timing"}
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
+    arguments = ["--standalone", "--no-spare", "--models-dir", str(every_family.folder)]
+    with running(tmp_path_factory.mktemp("standalone"), *arguments) as cluster:
+        yield cluster
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal but for the last bits of numbers: each process chooses its kernels."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one.keys() - OF_A_RUN)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == pytest.approx(other, abs=1e-5)) if isinstance(one, float) else bool(one == other)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_answers_as_with_a_broker(standalone: Cluster, open_cluster: Cluster, verb: str) -> None:
+    model, body = VERBS[verb]
+    alone, together = (
+        httpx.post(f"{cluster.url}/v1/{verb}/test/{model}", json=body, timeout=60)
+        for cluster in (standalone, open_cluster)
+    )
+    assert alone.status_code == together.status_code == 200, alone.text
+    assert same(alone.json(), together.json()), (alone.text, together.text)
+    for name in ("x-sie-model", "x-sie-fingerprint", "x-sie-failed-items"):
+        assert alone.headers.get(name) == together.headers.get(name), name
+
+
+def test_vectors_of_many_messages_are_those_of_sentence_transformers(standalone: Cluster) -> None:
+    """In the default precision of the device."""
+    texts = [*oracle.ragged_texts(100, seed=1), "", "First line.\nSecond line."]
+    with SIEClient(standalone.url) as client:
+        found = np.array([result["dense"] for result in client.encode(MODEL, texts)])
+    assert oracle.cosines(found, oracle.encode(texts)).min() >= 0.999
+
+
+def test_what_it_has_is_told_by_the_gateway(standalone: Cluster) -> None:
+    listed = CliRunner().invoke(main, ["models", "list", "--data-dir", str(standalone.data_dir)])
+    assert listed.exit_code == 0, listed.output
+    assert any(line.split()[:2] == [MODEL, "default"] for line in listed.stdout.splitlines())
+    assert listed.stderr == f"models of {standalone.url}\n"
+    health = httpx.get(f"{standalone.url}/health", timeout=10).json()
+    assert (health["status"], health["nats_url"], health["nats_monitor_url"]) == ("healthy", None, None)
