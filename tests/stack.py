@@ -31,12 +31,14 @@ import psutil
 from cluster import MODEL, SIE, until
 from fake_adapter import WIDTH
 from nats_server import binary
+from zygote import Forked, Kind
 
 from sie_cli.embedded import free_port
 
 Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
 START_S = 30.0
 STOP_S = 15.0
+_KINDS: Mapping[str, Kind] = {"config": "sie", "gateway": "sie", "sidecar": "sie", "adapter": "engine"}
 _LIBC = ctypes.CDLL(None)
 ADAPTER = Path(__file__).with_name("fixed_cost_adapter.py")
 
@@ -56,7 +58,7 @@ class Part:
         self.argv = list(argv)
         self.environ = dict(environ)  # of its next start
         self._ready = ready
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
     @property
@@ -84,7 +86,9 @@ class Part:
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
 
-    def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
+    def _spawn(self, argv: Sequence[str]) -> Forked | subprocess.Popen[str]:
+        if (kind := _forked_as(argv, self.environ)) is not None:
+            return Forked(kind, argv[argv[0] == sys.executable :], self.environ)
         return subprocess.Popen(
             argv,
             env=self.environ,
@@ -94,7 +98,7 @@ class Part:
             preexec_fn=_end_with_parent,
         )
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: Forked | subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
@@ -419,6 +423,18 @@ class Stack:
             argv, environ = device.argv(path), self._environ()
         adapter = Part("adapter", f"adapter {number}", argv, environ, functools.partial(listens, path))
         self.workers.append(Worker(sidecar, adapter, f"http://127.0.0.1:{metrics}"))
+
+
+def _forked_as(argv: Sequence[str], environ: Mapping[str, str]) -> Kind | None:
+    """Which zygote forks this command. None: the command is started, as it is outside tests, where a start is measured,
+    and where it is of another checkout.
+    """
+    if "PYTEST_VERSION" not in os.environ or environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
+        return None
+    script, *arguments = argv[argv[0] == sys.executable :]
+    if script == str(ADAPTER):
+        return "fixed_cost_adapter"
+    return _KINDS.get(arguments[0]) if script == SIE else None
 
 
 def _end_with_parent() -> None:

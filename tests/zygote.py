@@ -1,0 +1,180 @@
+"""Starts processes of the product by fork from one process that has imported them, since imports take most of a start.
+
+    Part.start ──Popen──► zygote, once for each kind ──fork──► a process of its own: pid, group, memory, signals, output
+       ▲                                                             │
+       └────────────────── pid, and then its exit status ────────────┘
+
+What is forked is what `sie gateway` and the others are after their imports: the same entry with the same arguments and
+the same environment. The zygote has one thread and has run nothing. It ends with the process that started it, and what
+it forked ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["sie", "engine", "fixed_cost_adapter"]
+ENTRIES: dict[Kind, str] = {"sie": "sie_cli.main", "engine": "sie_cli.main", "fixed_cost_adapter": "fixed_cost_adapter"}
+IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first use
+    "sie": ("sie_gateway.process", "sie_config.process", "sie_sidecar.process", "sie_sidecar.recording"),
+    # what `sie adapter` has imported when it forks the process that serves: it starts no thread
+    "engine": ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server"),
+    "fixed_cost_adapter": (),
+}
+_lock = threading.Lock()
+
+
+class Forked:
+    """A process that the zygote forked, with what is used of `subprocess.Popen`."""
+
+    def __init__(self, kind: Kind, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.argv = list(argv)
+        self.returncode: int | None = None
+        self._ending = threading.Lock()
+        reading, writing = os.pipe()
+        told, tells = os.pipe()
+        request = json.dumps({"argv": self.argv, "environ": dict(environ), "cwd": str(Path.cwd())}).encode()
+        with _lock:
+            control, _ = _zygote(kind)
+            socket.send_fds(control, [len(request).to_bytes(4, "big")], [writing, tells])
+            control.sendall(request)
+        os.close(writing)
+        os.close(tells)
+        self.stdout = os.fdopen(reading, encoding="utf-8")
+        self._told = os.fdopen(told, encoding="ascii")
+        self.pid = int(self._told.readline())
+
+    def poll(self) -> int | None:
+        return self.returncode if self._ended(0) else None
+
+    def wait(self, timeout_s: float) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if not self._ended(timeout_s) or self.returncode is None:
+            raise subprocess.TimeoutExpired(self.argv, timeout_s)
+        return self.returncode
+
+    def _ended(self, timeout_s: float) -> bool:
+        with self._ending:  # which several threads may ask for
+            if self.returncode is None and select.select([self._told], [], [], timeout_s)[0]:
+                with self._told as told:
+                    self.returncode = int(told.readline())
+            return self.returncode is not None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def _zygote(kind: Kind) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The control connection and the process: one of each kind for a process of tests, kept until it ends."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # a library of linear algebra that is imported with more starts threads, of which a fork takes none along
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        argv = [sys.executable, __file__, kind, str(theirs.fileno())]
+        process = subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+    return ours, process
+
+
+def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
+    """The next request and its descriptors; None when nobody is there any more."""
+    head, descriptors, _, _ = socket.recv_fds(control, 4, 2)
+    if not head:
+        return None
+    size, body = int.from_bytes(head, "big"), b""
+    while len(body) < size:
+        body += control.recv(size - len(body))
+    return json.loads(body), descriptors
+
+
+def _reap(told: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            _tell(status := told.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
+            os.close(status)
+
+
+def _tell(descriptor: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+        os.write(descriptor, b"%d\n" % number)
+
+
+def fork_on_request(control: socket.socket) -> list[str]:
+    """Serve until the other side is gone, and end. In each child: return its arguments."""
+    told: dict[int, int] = {}
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    parent = os.getpid()
+    while True:
+        ready = select.select([control, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(told)
+        if control not in ready:
+            continue
+        request = _received(control)
+        if request is None:
+            sys.exit()
+        job, (output, status) = request
+        pid = os.fork()
+        if not pid:
+            control.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (woken, wakes, status, *told.values()):
+                os.close(descriptor)
+            return _become(job, output, parent)
+        os.close(output)
+        told[pid] = status
+        _tell(status, pid)
+
+
+def _become(job: dict[str, object], output: int, parent: int) -> list[str]:
+    """What a start would have given it: a session, output, folder, environment. It is killed when the zygote ends."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.chdir(str(job["cwd"]))
+    os.environ.clear()
+    os.environ.update(job["environ"])  # type: ignore[call-overload]
+    argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
+    return argv
+
+
+if __name__ == "__main__":
+    kind: Kind = sys.argv[1]  # type: ignore[assignment]
+    entry = importlib.import_module(ENTRIES[kind])
+    for module in IMPORTS[kind]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    sys.argv = fork_on_request(socket.socket(fileno=int(sys.argv[2])))
+    sys.exit(entry.main())
