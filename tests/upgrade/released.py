@@ -5,6 +5,7 @@ FROM ──► git archive ──► .venv-upgrade, installed as `make install` 
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def files_under(folder: str) -> dict[str, bytes]:
     return {name.removeprefix(f"{folder}/"): _git("show", f"{COMMIT}:{name}") for name in names}
 
 
+def extract(into: Path, *paths: str) -> None:
+    """Write its files below `paths`, all of them without any, into a folder."""
+    archive = io.BytesIO(_git("archive", COMMIT, *paths))
+    with tarfile.open(fileobj=archive) as packed:
+        packed.extractall(into, filter="data")
+
+
 def installed() -> Version:
     """The old version, installed where it is not: some 1.4 GB, once. Raises CalledProcessError, TimeoutExpired."""
     marker = VENV / ".installed"
@@ -59,10 +67,7 @@ def installed() -> Version:
         shutil.rmtree(VENV, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], timeout=INSTALL_S, check=True)
         with tempfile.TemporaryDirectory() as folder:
-            archive = Path(folder, "old.tar")
-            archive.write_bytes(_git("archive", COMMIT))
-            with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
+            extract(Path(folder))
             torch = next(
                 line for line in Path(folder, "constraints.txt").read_text().splitlines() if line.startswith("torch==")
             )

@@ -1,9 +1,9 @@
-"""Write the missing fixtures: one encoded example of every message and version.
+"""One example of every message and version, and the fixtures that were written of them.
 
 What is there is never written again: it is what old peers send. Sidecar and adapter share a pod and a version, so of
 the frames between them only those of today's protocol are kept.
 
-    python tests/contract/make_fixtures.py
+    python tests/message_examples.py    write the fixtures that are missing
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sie_contracts.messages import (
 from sie_contracts.muvera import Muvera
 from sie_contracts.records import Assigned, Demand, Placement, PlacementPart, PoolSpec, Reservation, Reservations
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parent / "contract" / "fixtures"
 
 _ERROR = ErrorInfo(
     "MODEL_LOAD_FAILED", "no such file", "load_failed", "model", 3, {"error_class": "NOT_FOUND", "attempts": 2}
@@ -453,6 +453,51 @@ def encoded(name: str) -> bytes:
 
 def path_of(name: str) -> Path:
     return FIXTURES / f"{name}.{'json' if name.startswith('export') else 'msgpack'}"
+
+
+# maps of anything, where another key is another value
+_DATA = {
+    "entry",
+    "parameters",
+    "data",
+    "extras",
+    "model_config",
+    "bundles",
+    "certificate",
+    "hosts",
+    "raised_s",
+    "gpus",
+    "gpu_caps",
+    "ended",
+    "workers",
+}
+_NAMED = {"outputs", "rows", "traffic", "pools", "fetching"}  # maps from names that are data to structs
+
+
+def newer(value: Any, key: str = "") -> Any:
+    """The same message from a sender that knows more: a further field in every map, a further element in every array
+    slice.
+    """
+    if key in _DATA:
+        return value
+    if isinstance(value, dict):
+        if key in _NAMED:
+            return {
+                name: [*item, "element of the future"] if isinstance(item, list) else newer(item)
+                for name, item in value.items()
+            }
+        return {
+            **{name: newer(item, name) for name, item in value.items()},
+            "field_of_the_future": {"nested": [1, "x"]},
+        }
+    if isinstance(value, list):
+        return [newer(item) for item in value]
+    return value
+
+
+def newer_bytes(name: str) -> bytes:
+    codec: Any = msgspec.json if name.startswith("export") else msgspec.msgpack
+    return bytes(codec.encode(newer(codec.decode(path_of(name).read_bytes()))))
 
 
 if __name__ == "__main__":
