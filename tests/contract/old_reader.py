@@ -1,7 +1,7 @@
 """Reads messages by the types of another version. Its `sie_contracts` is the one on PYTHONPATH.
 
 Standard input: msgpack {name: [bytes of a message, ...]}. Standard output: msgpack {name: Read}. A struct becomes
-[its tag, {field: value}].
+[its tag, {field: value}]; what cannot be read becomes the text of its error.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def plain(value: Any) -> Any:
     return value
 
 
+def read(codec: Any, message: bytes, kind: type[msgspec.Struct]) -> Any:
+    try:
+        return plain(codec.decode(message, type=kind))
+    except msgspec.ValidationError as error:
+        return str(error)
+
+
 def main() -> None:
     kinds = {kind.__struct_config__.tag or kind.__name__: kind for kind in structs()}
     found = {}
@@ -58,7 +65,7 @@ def main() -> None:
             found[name] = Read()
         else:
             required = {field.name: field.required for field in msgspec.structs.fields(kind)}
-            found[name] = Read(required, [plain(codec.decode(each, type=kind)) for each in messages])
+            found[name] = Read(required, [read(codec, each, kind) for each in messages])
     sys.stdout.buffer.write(msgspec.msgpack.encode(found))
 
 
