@@ -1,5 +1,5 @@
-"""The promises of the queue, in many runs of the whole of it under a virtual clock. A failing seed is repeated by the
-command it names.
+"""The promises of the queue, in many runs of the whole of it under a virtual clock: seeds 0 to 99 in every run of the
+tests, 10,000 more in the long one. A failing seed is repeated by the command it names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simulation.world import simulate
 from sie_gateway.consumers import IDLE_S, Consumers
 from sie_gateway.shadow import Shadows
 
-SEEDS, BLOCK = 300, 25
+SEEDS, BLOCK = 100, 25
 LONG, LONG_BLOCK = 10_000, 250
 MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
@@ -80,24 +80,23 @@ def test_clocks_that_are_defaults_of_arguments_are_virtual() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [3, 7, 11, 19])
-def test_one_seed_is_one_run(seed: int) -> None:
-    one, other = simulate(seed), simulate(seed)
+def test_one_seed_is_one_run() -> None:
+    one, other = simulate(3), simulate(3)
     assert one.events == other.events
     assert one.violations == other.violations
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_a_run_is_the_same_in_every_process() -> None:
-    """Neither addresses nor the order of hashed strings reach the events."""
-    told = set()
-    for hash_seed in ("1", "2"):
-        command = [sys.executable, "-m", "tests.simulation", "0", "12"]
-        environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [*command, "--digests"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert done.returncode in (0, 1), done.stderr
-        told.add("\n".join(line for line in done.stdout.splitlines() if "digest" in line))
-    assert len(told) == 1, "\n\n".join(told)
-    assert told != {""}
+    """Neither addresses, nor the order of hashed strings, nor the runs before reach the events. The other process
+    hashes strings otherwise, and runs the seeds in another order.
+    """
+    seeds = range(4, 10)
+    here = {seed: simulate(seed).digest for seed in reversed(seeds)}
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    command = [sys.executable, "-m", "tests.simulation", str(seeds[0]), str(seeds[-1]), "--digests"]
+    environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    there = {int(line.split()[1].rstrip(":")): line.split()[-1] for line in done.stdout.splitlines() if "digest" in line}
+    assert there == here
