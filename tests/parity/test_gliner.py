@@ -158,13 +158,16 @@ def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
-    """64 ragged texts, three label lists and two thresholds in one batch: each as if it were alone."""
+    """64 ragged texts, three label lists and two thresholds in one batch: each of the first 16 and of the odd last ones
+    as if it were alone.
+    """
     texts = [*ragged_texts(61, seed=5, longest=120), "", "queue", " ".join(WORDS * 4)]
     lists = (LABELS, LABELS[::-1], ("vector",))
     wanted = [options(kind, lists[index % 3], (0.05, 0.4)[index % 2]) for index in range(64)]
-    for together, text, own in zip(models[kind].extract(texts, wanted), texts, wanted, strict=True):
-        [alone] = models[kind].extract([text], [own])
-        assert_equal(together["entities"], alone["entities"])  # type: ignore[index]
+    together = models[kind].extract(texts, wanted)
+    for item in (*range(16), 61, 62, 63):
+        [alone] = models[kind].extract([texts[item]], [wanted[item]])
+        assert_equal(together[item]["entities"], alone["entities"])  # type: ignore[index]
 
 
 @pytest.mark.parametrize("kind", ["span", "bi"])

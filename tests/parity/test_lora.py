@@ -22,6 +22,7 @@ import pytest
 import torch
 from oracle import cosines, ragged_texts
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, build
+from parity.selection import long_but
 from parity.table import Agreement, ParityTable, Scores, path_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,7 @@ LAYERS = {
     "qwen3 causal": (["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]),
     "mpnet": (["attn.q", "attn.k", "attn.v", "attn.o"], ["intermediate.dense", "output.dense"]),
 }
+PARTS = ("attention", "mlp", "both")
 PADDED = ("mpnet",)
 TEXTS = [*ragged_texts(11, seed=5, longest=200), "", "Zürich, 東京 and 😀"]
 MAX_DIFFERENCE = 1e-5
@@ -191,8 +193,13 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("part", ["attention", "mlp", "both"])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    long_but(
+        [(kind, part) for kind in LAYERS for part in PARTS],
+        [*((kind, "both") for kind in LAYERS), *(("modernbert", part) for part in PARTS)],
+    ),
+)
 def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
     kind: str, part: str, engine: Engine, base: Folders, root: Path, table: ParityTable
 ) -> None:

@@ -1,0 +1,28 @@
+"""Which parameters every run of the tests takes: some that stand for the others, which only the long run takes.
+
+A plain `pytest tests/parity`, which writes docs/parity.md, takes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+# Architectures that stand for a kind of backbone: absolute positions, rotary positions with windows, a causal decoder
+# with windows, and position biases, which run padded.
+BACKBONES = ("bert", "modernbert", "qwen2 sliding", "deberta-v2")
+
+
+def long_but(parameters: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """`parameters`, those that are not `kept` with the mark `long`. Raises ValueError if one to keep is not there."""
+    given = list(parameters)
+    if absent := [each for each in kept if each not in given]:
+        raise ValueError(f"no such parameters: {absent}")
+    return [each if each in kept else _long(each) for each in given]
+
+
+def _long(parameters: Any) -> Any:
+    values = parameters if isinstance(parameters, tuple) else (parameters,)
+    return pytest.param(*values, marks=pytest.mark.long)
