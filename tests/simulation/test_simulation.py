@@ -98,5 +98,6 @@ def test_a_run_is_the_same_in_every_process() -> None:
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode in (0, 1), done.stderr
-    there = {int(line.split()[1].rstrip(":")): line.split()[-1] for line in done.stdout.splitlines() if "digest" in line}
+    told = (line.split() for line in done.stdout.splitlines() if "digest" in line)
+    there = {int(words[1].rstrip(":")): words[-1] for words in told}
     assert there == here
