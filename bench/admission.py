@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import platform
 import random
 import sys
 from collections.abc import Iterator
@@ -42,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from admission_simulation import Before, Case, World
 from report import Report as Lines
+from report import machine
 
 from sie_gateway.admission import Admission
 
@@ -195,7 +195,7 @@ def main() -> None:
     say("# Who is refused\n")
     chosen = f" --set {options.set}" if options.set != "tuned" else ""
     chosen += f" --every {options.every}" if options.every > 1 else ""
-    say(f"`python bench/admission.py{chosen}`, virtual time; run on {_processor()}.")
+    say(f"`python bench/admission.py{chosen}`, virtual time; run on {machine()}.")
     say(
         f"a {_ms(matrix.batch_s)} ms for each batch, b {_us(matrix.token_s)} us for each token, {matrix.clients} "
         "clients, budgets of"
@@ -233,11 +233,6 @@ def _ms(values: tuple[float, ...]) -> str:
 
 def _us(values: tuple[float, ...]) -> str:
     return ", ".join(f"{1e6 * value:g}" for value in values)
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

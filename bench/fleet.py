@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import platform
 import sys
 import tempfile
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import request_cost
 import stack
 import wrk
-from report import Report, add_options
+from report import Report, add_options, machine
 from stack import Device, Plan, Stack
 
 from sie_broker.nats import connect
@@ -158,17 +157,8 @@ def main() -> None:
     if not wrk.installed():
         sys.exit("wrk was not found; it is the Debian package of that name")
     say = Report()
-    cpus = {
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    }
-    cpu = ", ".join(sorted(cpus)) or platform.processor()
     say("# What a request costs with many models and workers\n")
-    say(
-        f"`python bench/fleet.py`, {os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, "
-        f"{options.clients} clients, "
-    )
+    say(f"`python bench/fleet.py`, {machine()}, Python {platform.python_version()}, {options.clients} clients, ")
     say(f"{options.rounds} rounds of {options.seconds:g} s, the cases in turn; medians.\n")
     stack.START_S = 240.0
     with contextlib.ExitStack() as stacked:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -128,13 +128,13 @@ def _endless(batches: list[ipc.RunBatch]) -> Iterator[ipc.RunBatch]:
 
 
 class Cluster:
-    """`sie serve` as a user starts it."""
+    """`sie serve` as a user starts it. `sie`: the command of an installed version."""
 
-    def __init__(self, extra: list[str]) -> None:
+    def __init__(self, extra: Sequence[str], sie: Path = Path(sys.executable).with_name("sie")) -> None:  # noqa: B008
         self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
         argv = [
-            str(Path(sys.executable).with_name("sie")),
+            str(sie),
             "serve",
             "--port",
             str(self.port),
@@ -277,8 +277,8 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
         for number in range(arguments.rounds + 1):
             rates = (
                 alone.rate(batches, arguments.seconds),
-                _cluster_rate(cluster, ones, 64, arguments.seconds, 1),
-                _cluster_rate(cluster, many, 8, arguments.seconds, 32),
+                cluster_rate(cluster, ones, 64, arguments.seconds, 1),
+                cluster_rate(cluster, many, 8, arguments.seconds, 32),
             )
             if number:  # the first round warms up
                 for found, rate in zip((engine, single, bulk), rates, strict=True):
@@ -303,7 +303,7 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
     texts = texts_of(kind, 1024 if kind == "mix" else 8192)
     ones = cluster.requests(texts, 1)
     (texts_before, batches_before), cpu_before = cluster.batch_sizes(), cluster.cpu_s()
-    rates = [_cluster_rate(cluster, ones, 64, arguments.seconds, 1) for _ in range(arguments.rounds)]
+    rates = [cluster_rate(cluster, ones, 64, arguments.seconds, 1) for _ in range(arguments.rounds)]
     (texts_after, batches_after), cpu_after = cluster.batch_sizes(), cluster.cpu_s()
     done = texts_after - texts_before
     size = max(1, round(done / (batches_after - batches_before)))
@@ -317,7 +317,7 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
     return f"| {kind} | {size} | {engine:.0f} | {rate:.0f} | {rate / engine:.2f} | {cpu} |"
 
 
-def _cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, each: int) -> float:
+def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, each: int) -> float:
     answered, taken_s, _ = uvloop.run(
         closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds)
     )

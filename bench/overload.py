@@ -31,7 +31,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -50,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from cgroups import limited
 from client import Connection, connect, request
-from report import Report
+from report import Report, machine
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
@@ -310,10 +309,7 @@ def main() -> None:
     options = parser.parse_args()
     say, began_s = Report(), time.perf_counter()
     say("# Overload, stalls and slow machines at real processes\n")
-    say(
-        f"`python bench/overload.py{' --before CHECKOUT' if options.before else ''}`, {_processor()}, {os.cpu_count()} "
-        "cores,"
-    )
+    say(f"`python bench/overload.py{' --before CHECKOUT' if options.before else ''}`, {machine()}, cores,")
     say(
         f"load average before {os.getloadavg()[0]:.1f}. A device takes a for a batch of at most {REQUESTS} requests and"
         " b for a token."
@@ -363,11 +359,6 @@ def _sum(those: list[Found]) -> str:
     could = sum(found.case.capacity * found.case.seconds for found in open_loads)
     did = sum(found.goodput() * found.case.capacity * found.case.seconds for found in open_loads)
     return f"{sum(found.false() for found in those) / tries:.2%} | {shares} | {f'{did / could:.1%}' if could else ''} |"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+
+
+def machine() -> str:
+    """Its cores, and the processor as the kernel names it (Linux)."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return f"{os.cpu_count()} cores of {', '.join(sorted(names)) or 'an unnamed processor'}"
 
 
 class Report:

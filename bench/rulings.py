@@ -30,19 +30,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine import BATCH_TOKENS, CORES, model_folder
-from report import Report
+from report import Report, machine
 
 BATCH, LENGTH, BATCHES = 16, 32, 16
 MODELS = 4
-
-
-def cpu() -> str:
-    names = {
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    }
-    return f"{CORES} cores of {', '.join(sorted(names)) or 'an unnamed processor'}"
 
 
 # transforms
@@ -321,7 +312,8 @@ def main() -> None:
     options = parser.parse_args()
     say = Report()
     say(
-        f"# Choices of the adapter, measured\n\n`python bench/rulings.py`, {cpu()}, {options.rounds} rounds; medians.\n"
+        f"# Choices of the adapter, measured\n\n`python bench/rulings.py`, {machine()}, {options.rounds} rounds; "
+        "medians.\n"
     )
     for name in options.parts:
         PARTS[name](options, say)
