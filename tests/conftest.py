@@ -35,16 +35,17 @@ ssl.create_default_context = _context
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process runs all tests of a file, so that what they share, such as a cluster, is made once. Other groups have
     the mark `xdist_group`: several files that share something, or parts of a file that share nothing. Also where there
-    is one process only, the tests of a group come one after another.
+    is one process only, the tests of a group come one after another, those whose mark says `first=True` before others.
     """
-    places: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    places: dict[pytest.Item, tuple[int, bool]] = {}
     for item in items:
-        mark = item.get_closest_marker("xdist_group")
-        if mark is None:
-            mark = pytest.mark.xdist_group(item.path.stem).mark
+        if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        places.setdefault(mark.args[0], len(places))
-    items.sort(key=lambda item: places[item.get_closest_marker("xdist_group").args[0]])  # type: ignore[union-attr]
+        mark = item.get_closest_marker("xdist_group")
+        assert mark is not None
+        places[item] = groups.setdefault(mark.args[0], len(groups)), not mark.kwargs.get("first", False)
+    items.sort(key=places.__getitem__)
 
 
 def pytest_collection_finish() -> None:

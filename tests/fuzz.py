@@ -237,9 +237,9 @@ def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:
     return found
 
 
-def spread(every: int, first: int) -> Iterator[Case]:
-    """Each `every`th case of `everywhere`, from the `first` on."""
-    return itertools.islice(everywhere(), first, None, every)
+def part(cases: Iterator[Case], every: int) -> Iterator[Case]:
+    """Each `every`th case."""
+    return itertools.islice(cases, 0, None, every)
 
 
 HEADERS = (

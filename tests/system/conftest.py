@@ -9,11 +9,13 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fuzz
 import local_models
 import pytest
 import shared
 from cluster import MODEL, Cluster, running
 from local_models import LocalModels
+from stack import Plan, Stack
 
 OPEN_DEFAULTS = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
 # small models under the names that the README has
@@ -107,3 +109,15 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
                 yield cluster
 
     return _clusters.get("guarded", start)
+
+
+@pytest.fixture(scope="module")
+def toy_stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    """With the fixed-cost adapter; its only model is the default of every kind."""
+    defaults = ",".join(f"{name}={fuzz.MODEL}" for name in ("embed", "embed_sparse", "embed_all", "rerank", "predict"))
+    environ = {
+        "SIE_DEFAULT_MODELS": defaults,
+        "SIE_ADMIN_TOKEN": shared.ADMIN,
+        "SIE_GATEWAY_CONFIGURED_GPUS": "cpu",
+    }
+    return _clusters.get("toy", lambda: Stack(tmp_path_factory.mktemp("toy"), Plan((fuzz.MODEL,), environ=environ)))

@@ -14,8 +14,6 @@ import gc
 import gzip
 import json
 import os
-import secrets
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -28,24 +26,22 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from cluster import Cluster, running, until
-from local_models import LocalModels
+import shared
+from cluster import Cluster, until
 
 from sie_contracts import arrays
 from sie_gateway.dialects import vocabulary
 
 # of the clients' own
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in (
-        "DeprecationWarning",
-        "PendingDeprecationWarning",
-        "ResourceWarning",
-        "pytest.PytestUnraisableExceptionWarning",
-    )
-]
+WARNINGS = (
+    "DeprecationWarning",
+    "PendingDeprecationWarning",
+    "ResourceWarning",
+    "pytest.PytestUnraisableExceptionWarning",
+)
+pytestmark = [shared.GUARDED, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in WARNINGS)]
 
-KEY = secrets.token_urlsafe(16)
+KEY = shared.USER
 MINI, CROSS, IDS = "test/mini", "test/cross", "test/ids"
 TEXT, LONG = "The river runs past the old mill.", "winter " * 600
 QUERY, DOCUMENTS = (
@@ -59,18 +55,9 @@ HEAVY = Path(__file__).parents[2] / ".venv-clients/bin/python"  # see `make test
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
-    """One request at a time, and only with the key."""
-    models = LocalModels(tmp_path_factory.mktemp("models"), every_family.weights)
-    for name in ("mini", "cross", "m3", "late", "reranker", "classes"):
-        shutil.copy(every_family.folder / f"{name}.yaml", models.folder)
-    models.add(
-        "ids",
-        {**json.loads((models.folder / "mini.yaml").read_text()), "id": IDS, "openai_token_encoding": "cl100k_base"},
-    )
-    environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": KEY, "SIE_MAX_CONCURRENT_REQUESTS": "1"}
-    with running(tmp_path_factory.mktemp("clients"), *models.arguments, "--no-spare", environ=environ) as cluster:
-        yield cluster
+def cluster(guarded_cluster: Cluster) -> Iterator[Cluster]:
+    """Only with the key."""
+    yield guarded_cluster
     gc.collect()  # connections that clients leave open are closed here, where that is no warning of another file's test
 
 
@@ -468,18 +455,22 @@ def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(
     assert len(public.call(cluster.url, MINI, LONG, KEY, 0)) == 384
 
 
+def in_progress(cluster: Cluster) -> float:
+    return cluster.gateway_metric("sie_gateway_requests_in_progress")
+
+
 @contextlib.contextmanager
 def occupied(cluster: Cluster) -> Iterator[None]:
-    """The gateway's only place is taken by an upload that does not end."""
-    with socket.create_connection(("127.0.0.1", cluster.port)) as upload:
-        head = (
-            f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: "
-            "10\r\n\r\n"
-        )
-        upload.sendall(head.encode())
-        until(lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") >= 1, 10, "the upload in progress")
+    """All places of the gateway are taken by uploads that do not end."""
+    lines = ("POST /v1/embeddings HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}", "Content-Length: 10")
+    head = "\r\n".join([*lines, "", ""])
+    with contextlib.ExitStack() as uploads:
+        for _ in range(shared.PLACES):
+            upload = uploads.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
+            upload.sendall(head.encode())
+        until(lambda: in_progress(cluster) >= shared.PLACES, 10, "the uploads in progress")
         yield
-    until(lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") == 0, 10, "the end of the upload")
+    until(lambda: in_progress(cluster) == 0, 10, "the end of the uploads")
 
 
 @every_client

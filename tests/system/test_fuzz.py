@@ -9,26 +9,26 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import fuzz
 import httpx
 import pytest
+import shared
 from fuzz import Case
-from stack import Plan, Stack
+from stack import Stack
 
 CLIENTS = 16
-ADMIN = "admin"
+ADMIN = shared.ADMIN
 ANSWERED_S = 30.0
 GROWTH_BYTES = 24 << 20  # of a process over all of it, caches and the heap's own ways included
 
 
+pytestmark = shared.TOY
+
+
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    defaults = ",".join(f"{name}={fuzz.MODEL}" for name in ("embed", "embed_sparse", "embed_all", "rerank", "predict"))
-    environ = {"SIE_DEFAULT_MODELS": defaults, "SIE_ADMIN_TOKEN": ADMIN}
-    with Stack(tmp_path_factory.mktemp("fuzz"), Plan(environ=environ)) as stack:
-        yield stack
+def stack(toy_stack: Stack) -> Stack:
+    return toy_stack
 
 
 async def send_all(url: str, cases: Iterator[Case]) -> Counter[tuple[int, str]]:
@@ -81,42 +81,40 @@ async def fuzzed(stack: Stack, count: int, seed: int) -> None:
 
 
 @pytest.mark.timeout(180)
-async def test_5000_bent_bodies(stack: Stack) -> None:
-    await fuzzed(stack, 5_000, seed=1)
+@pytest.mark.parametrize("count", [1_000, pytest.param(200_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+async def test_bent_bodies(stack: Stack, count: int) -> None:
+    await fuzzed(stack, count, seed=count)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-async def test_200000_bent_bodies(stack: Stack) -> None:
-    await fuzzed(stack, 200_000, seed=2)
+def in_part(every: int) -> pytest.MarkDecorator:
+    """`every`: one of so many cases of a list, and in a long run each. A prime, so that of the places and the values
+    that a list combines none is always left out.
+    """
+    return pytest.mark.parametrize(
+        "every", [every, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="all")]
+    )
 
 
-EVERY = 23  # of the odd values in every place: prime, so that no value and no place is always left out
-
-
-@pytest.mark.timeout(180)
-async def test_odd_values_in_every_place(stack: Stack) -> None:
+@in_part(71)
+async def test_odd_values_in_every_place(stack: Stack, every: int) -> None:
     """Extension types of msgpack, bytes, arrays of any size, text that is none: as any value, in any parameter."""
-    seen = await send_all(stack.urls[0], fuzz.spread(EVERY, first=0))
-    assert seen.total() > 1000
-    assert sum(count for (status, _), count in seen.items() if status == 400) > 500
+    seen = await send_all(stack.urls[0], fuzz.part(fuzz.everywhere(), every))
+    assert seen.total() > 20_000 / every
+    assert sum(count for (status, _), count in seen.items() if status == 400) > 10_000 / every
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-async def test_all_odd_values_in_every_place(stack: Stack) -> None:
-    await send_all(stack.urls[0], fuzz.everywhere())
+@in_part(5)
+async def test_odd_headers_and_parameters(stack: Stack, every: int) -> None:
+    await send_all(stack.urls[0], fuzz.part(fuzz.requests(), every))
 
 
-async def test_odd_headers_and_parameters(stack: Stack) -> None:
-    await send_all(stack.urls[0], fuzz.requests())
-
-
-async def test_odd_documents_of_configurations(stack: Stack) -> None:
+@in_part(11)
+async def test_odd_documents_of_configurations(stack: Stack, every: int) -> None:
     """Writes and `resolve` at the config service, `resolve` at a gateway."""
-    await send_all(stack.config_url, fuzz.documents(f"Bearer {ADMIN}"))
-    await send_all(stack.urls[0], (case for case in fuzz.documents("") if case.path.endswith("resolve")))
+    await send_all(stack.config_url, fuzz.part(fuzz.documents(f"Bearer {ADMIN}"), every))
+    resolved = (case for case in fuzz.documents("") if case.path.endswith("resolve"))
+    await send_all(stack.urls[0], fuzz.part(resolved, every))
 
 
-def test_a_seed_is_one_sequence(tmp_path: Path) -> None:
+def test_a_seed_is_one_sequence() -> None:
     assert list(fuzz.cases(7, 50)) == list(fuzz.cases(7, 50))

@@ -10,8 +10,6 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +17,27 @@ import httpx
 import local_user
 import psutil
 import pytest
-from cluster import MODEL, SIE, Cluster, running
+import shared
+from cluster import MODEL, SIE, Cluster
 
-from sie_cli import access
-
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+pytestmark = [
+    shared.GUARDED,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else"),
+]
 
 ATTACKER = Path(local_user.__file__)
 MARK = f"canary{secrets.token_hex(8)}"
-TOKEN = f"user-{secrets.token_urlsafe(24)}"
 SECRETS = ("_PASSWORD", "_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
 OPEN = {"/healthz", "/livez", "/readyz"}
 SCALING = "/v1/scaling/_default.cpu.default"  # what KEDA asks a gateway's port of probes
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """With a data directory that was there before and that everybody may enter, and its text in the payload store and
-    the queue.
-    """
-    with tempfile.TemporaryDirectory(prefix="sie-local-", dir="/tmp") as folder:
-        data = Path(folder, "data")
-        data.mkdir()
-        for each in (Path(folder), data):
-            each.chmod(0o755)
-        environ = {
-            "SIE_AUTH_MODE": "token",
-            "SIE_AUTH_TOKEN": TOKEN,
-            "HF_TOKEN": "hf-canary-token",
-            "AWS_SECRET_ACCESS_KEY": "aws-canary-key",
-            "SIE_INLINE_PAYLOAD_BYTES": "1024",
-        }
-        with running(data, "--no-spare", environ=environ) as cluster:
-            answer = cluster.encode([MARK, f"{MARK} " * 400], authorization=f"Bearer {TOKEN}")
-            assert answer.status_code == 200, answer.text
-            yield cluster
+def cluster(guarded_cluster: Cluster) -> Cluster:
+    """With a data directory that everybody may enter, and its text in the payload store and the queue."""
+    answer = guarded_cluster.encode([MARK, f"{MARK} " * 400], authorization=f"Bearer {shared.USER}")
+    assert answer.status_code == 200, answer.text
+    return guarded_cluster
 
 
 def processes(cluster: Cluster) -> list[psutil.Process]:
@@ -64,7 +48,7 @@ def processes(cluster: Cluster) -> list[psutil.Process]:
 
 def known_secrets(cluster: Cluster) -> set[str]:
     """Every password and token of this start."""
-    found = {TOKEN, "hf-canary-token", "aws-canary-key"}
+    found = {shared.USER, *shared.CANARIES.values()}
     for process in processes(cluster):
         environ = process.environ()
         found |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
@@ -158,16 +142,6 @@ def test_nothing_was_written(cluster: Cluster, attack: dict[str, Any]) -> None:
     argv = [SIE, "keys", "list", "--data-dir", str(cluster.data_dir)]
     keys = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     assert keys.stdout == "no keys\n"
-    models = httpx.get(f"{cluster.url}/v1/models", headers={"authorization": TOKEN}, timeout=10).text
+    models = httpx.get(f"{cluster.url}/v1/models", headers={"authorization": shared.USER}, timeout=10).text
     assert "evil/code" not in models
     assert MODEL in models
-
-
-def test_the_passwords_of_a_start_end_with_it(cluster: Cluster, tmp_path: Path) -> None:
-    file = tmp_path / access.FILE
-    with running(tmp_path, "--no-spare") as another:
-        assert file.stat().st_mode & 0o777 == 0o600
-        theirs, ours = another.access(), cluster.access()
-    assert not file.exists()
-    for name in ("operator_password", "admin_token", "broker_monitor_url"):
-        assert getattr(theirs, name) != getattr(ours, name)

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import requests
 import schemathesis
+import shared
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -27,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
-from stack import Plan, Stack
+from stack import Stack
 
 from sie_gateway.routes import ROUTES
 from sie_runtime.routes import OPEN
@@ -44,12 +45,12 @@ CHECKS = [
 ANSWERED_S = 30.0
 
 
+pytestmark = shared.TOY
+
+
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    defaults = ",".join(f"{name}={MODEL}" for name in ("embed", "embed_sparse", "embed_all", "rerank", "predict"))
-    environ = {"SIE_DEFAULT_MODELS": defaults, "SIE_GATEWAY_CONFIGURED_GPUS": "cpu"}
-    with Stack(tmp_path_factory.mktemp("openapi"), Plan(environ=environ)) as stack:
-        yield stack
+def stack(toy_stack: Stack) -> Stack:
+    return toy_stack
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,7 @@ def summed(seen: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
 
 @pytest.mark.timeout(300)
 def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Document) -> None:
-    seen = asked(stack, document, 3)
+    seen = asked(stack, document, 2)
     print("\n", summed(seen))
     succeeded = {label for label, status in seen if status < 300}
     assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded

@@ -25,7 +25,6 @@ from sie_sdk import SIEAsyncClient, SIEClient
 
 MODEL = "toy/one"
 BATCH_MS = 20.0
-LONG = 100_000
 # of texts by their number: prints how many, writes the vectors
 CLIENT = """
 import sys
@@ -134,20 +133,27 @@ def check(run: Run) -> None:
     assert len(np.unique(vectors, axis=0)) == run.count
 
 
-def test_a_hundred_thousand_texts_survive_a_gateway_that_is_killed(stack: Stack, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "part_tokens", "concurrency"),
+    [(10_000, 128, 2), pytest.param(100_000, 16_384, 8, marks=pytest.mark.long)],  # small parts, which last as long
+)
+def test_a_long_list_survives_a_gateway_that_is_killed(
+    stack: Stack, tmp_path: Path, count: int, part_tokens: int, concurrency: int
+) -> None:
     """1. A fifth is answered. 2. kill -9 of the only gateway. 3. Started again. 4. All results, in order, once each;
     the bar went on.
     """
-    run = Run(stack.urls[0], LONG, tmp_path / "vectors.npy", terminal=True)
-    before = run.wait_until_done(LONG // 5)
+    path = tmp_path / "vectors.npy"
+    run = Run(stack.urls[0], count, path, terminal=True, part_tokens=part_tokens, concurrency=concurrency)
+    before = run.wait_until_done(count // 5)
     (gateway,) = stack.gateways
     gateway.kill()
     gateway.start()
     gateway.wait_ready()
-    assert before < LONG, "it was over before the kill"
+    assert before < count, "it was over before the kill"
     check(run)
     assert "waiting for connection" in run.shown
-    assert run.done() == LONG
+    assert run.done() == count
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])

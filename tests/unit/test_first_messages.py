@@ -169,3 +169,10 @@ def test_the_request_to_try_is_one_that_this_server_answers(
     tmp_path: Path, environ: dict[str, str], example: str
 ) -> None:
     assert example in greeting(tmp_path, environ)["try"]
+
+
+@pytest.mark.parametrize(("mode", "has_keys"), [("none", False), ("static", False), ("token", True)])
+def test_how_a_key_is_made_is_said_where_there_are_keys(tmp_path: Path, mode: str, has_keys: bool) -> None:
+    told = greeting(tmp_path, {"SIE_AUTH_MODE": mode, "SIE_AUTH_TOKEN": "x" * 32})
+    assert ("sie keys create" in told.get("keys", "")) == has_keys
+    assert ("-H 'Authorization: Bearer TOKEN'" in told["try"]) == (mode != "none")
