@@ -290,6 +290,10 @@ class Stack:
         work = (stream for stream in streams if stream["name"].startswith("WORK_"))
         return [consumer for stream in work for consumer in stream.get("consumer_detail") or []]
 
+    def held(self) -> int:
+        """Deliveries in the ledgers of the workers."""
+        return sum(file.read_bytes().count(b"$JS.ACK") for file in self.folder.glob("*.leases"))
+
     def log(self, lines: int = 40) -> str:
         return "\n".join(f"== {part.name}\n" + "\n".join(list(part.log)[-lines:]) for part in self.parts)
 

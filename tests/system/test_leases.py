@@ -31,12 +31,6 @@ def check(answers: list[httpx.Response], texts: list[str]) -> None:
         np.testing.assert_allclose(answer.json()["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
 
 
-def held(stack: Stack) -> int:
-    """Deliveries in the worker's ledger."""
-    found = list(stack.folder.glob("*.leases"))
-    return found[0].read_bytes().count(b"$JS.ACK") if found else 0
-
-
 async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: Path) -> None:
     """L7. 1. work is held behind a slow device; 2. kill -9; 3. restarted, the sidecar has all of it again long before
     the ack wait.
@@ -46,7 +40,7 @@ async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: P
     with Stack(tmp_path / "stack", plan) as stack:
         (worker,) = stack.workers
         sending = asyncio.create_task(send(stack, texts))
-        await asyncio.to_thread(until, lambda: held(stack) == 8, 20, "eight deliveries in the ledger")
+        await asyncio.to_thread(until, lambda: stack.held() == 8, 20, "eight deliveries in the ledger")
         worker.sidecar.kill()
         killed_s = time.monotonic()
         worker.sidecar.start()
@@ -66,13 +60,13 @@ async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Pat
     with Stack(tmp_path / "stack", plan) as stack:
         (worker,) = stack.workers
         sending = asyncio.create_task(send(stack, ["a text"]))
-        await asyncio.to_thread(until, lambda: held(stack) == 1, 20, "a delivery in the ledger")
+        await asyncio.to_thread(until, lambda: stack.held() == 1, 20, "a delivery in the ledger")
         os.kill(worker.sidecar.pid, signal.SIGTERM)
         asked_s = time.monotonic()
         await asyncio.to_thread(until, lambda: worker.sidecar.status is not None, DRAIN_S + 5, "the end of the drain")
         assert worker.sidecar.status == 0, stack.log()
         assert time.monotonic() - asked_s < DRAIN_S + 3
-        assert held(stack) == 0
+        assert stack.held() == 0
         worker.sidecar.start()
         check(await sending, ["a text"])
 
@@ -85,7 +79,7 @@ async def test_a_drain_finishes_what_the_device_has(tmp_path: Path) -> None:
     with Stack(tmp_path / "stack", Plan(workers=(Device(batch_ms=1500.0),))) as stack:
         (worker,) = stack.workers
         sending = asyncio.create_task(send(stack, texts))
-        await asyncio.to_thread(until, lambda: held(stack) == 4, 20, "four deliveries in the ledger")
+        await asyncio.to_thread(until, lambda: stack.held() == 4, 20, "four deliveries in the ledger")
         os.kill(worker.sidecar.pid, signal.SIGTERM)
         check(await sending, texts)
         await asyncio.to_thread(until, lambda: worker.sidecar.status is not None, DRAIN_S + 5, "the end of the drain")
