@@ -1,5 +1,5 @@
-"""Concurrent clients whose every answer is checked: against the oracle, against what the cluster said before, or against
-what the fixed-cost adapter gives.
+"""Concurrent clients whose every answer is checked: against the oracle, what the cluster said before, or what the
+fixed-cost adapter gives.
 """
 
 from __future__ import annotations
