@@ -1,6 +1,4 @@
-"""Who is refused by a real cluster: nobody whom an idle or slow machine can answer; above capacity those that it
-cannot, with a turn.
-"""
+"""Who is refused by real processes: nobody whom an idle or slow machine can answer. The device is a clock."""
 
 from __future__ import annotations
 
@@ -10,29 +8,26 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import psutil
 import pytest
 from cgroups import limited
-from cluster import MODEL, Cluster, running
+from stack import Device, Plan, Stack
 
-pytestmark = pytest.mark.serial
-
-
-def pids(cluster: Cluster) -> list[int]:
-    assert cluster.process is not None
-    own = psutil.Process(cluster.process.pid)
-    return [own.pid, *(child.pid for child in own.children(recursive=True))]
+MODEL = "toy/one"
+AT_A_CLIENT = 16  # connections: what a client of httpx takes for one grows with how many it has
 
 
-async def at_once(client: httpx.AsyncClient, url: str, count: int, **headers: str) -> list[httpx.Response]:
+async def at_once(url: str, count: int, **headers: str) -> list[httpx.Response]:
+    """So many requests, each over a connection of its own."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    async def one(number: int) -> httpx.Response:
-        return await client.post(
-            f"{url}/v1/encode/{MODEL}", content=msgspec.json.encode({"items": [f"word{number}"]}), headers=sent
-        )
+    async def some(numbers: range) -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=AT_A_CLIENT)) as client:
+            bodies = (msgspec.json.encode({"items": [f"word{number}"]}) for number in numbers)
+            posts = (client.post(f"{url}/v1/encode/{MODEL}", content=body, headers=sent) for body in bodies)
+            return await asyncio.gather(*posts)
 
-    return await asyncio.gather(*map(one, range(count)))
+    parts = (range(start, min(start + AT_A_CLIENT, count)) for start in range(0, count, AT_A_CLIENT))
+    return [answer for answers in await asyncio.gather(*map(some, parts)) for answer in answers]
 
 
 def codes(answers: list[httpx.Response]) -> Counter[str]:
@@ -45,22 +40,21 @@ def codes(answers: list[httpx.Response]) -> Counter[str]:
 async def test_as_many_requests_at_once_as_may_be_in_progress_are_all_answered_by_a_fresh_server(
     tmp_path: Path,
 ) -> None:
-    with running(tmp_path) as cluster:
-        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=512)) as client:
-            assert codes(await at_once(client, cluster.url, 512)) == {"200": 512}
+    """The first of them have to wait for the model to be loaded."""
+    device = Device(batch_ms=50.0, token_us=500.0, load_s=2.0)
+    with Stack(tmp_path, Plan((MODEL,), workers=(device,), preload=False)) as stack:
+        assert codes(await at_once(stack.urls[0], 512)) == {"200": 512}
 
 
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 async def test_a_slow_machine_refuses_nothing_that_it_can_answer(tmp_path: Path) -> None:
-    """Four tenths of a core for all processes, one request to warm up, then 40, 40 and 200 with budgets of 10 s: an
-    estimate from batches of one text, of a worker without work, refused nearly all of them.
+    """Four tenths of a core for all processes, one request to warm up, then 40, 40 and 200 with budgets of 10 s. A
+    batch of one text costs nearly as much as one of hundreds: an estimate from batches of one text, of a worker without
+    work, refuses nearly all of them.
     """
-    with running(tmp_path, "--no-spare") as cluster:
-        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=256)) as client:
-            with limited(pids(cluster), 0.4):
-                assert codes(await at_once(client, cluster.url, 1)) == {"200": 1}
-                found = [
-                    codes(await at_once(client, cluster.url, count, x_sie_timeout_ms="10000"))
-                    for count in (40, 40, 200)
-                ]
+    plan = Plan((MODEL,), workers=(Device(batch_ms=300.0, token_us=500.0),))
+    with Stack(tmp_path, plan) as stack, limited([part.pid for part in stack.parts], 0.4):
+        assert codes(await at_once(stack.urls[0], 1)) == {"200": 1}
+        found = [codes(await at_once(stack.urls[0], count, x_sie_timeout_ms="10000")) for count in (40, 40, 200)]
     assert [each["200"] for each in found] == [40, 40, 200], found

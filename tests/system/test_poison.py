@@ -22,8 +22,6 @@ import pytest
 from cluster import Cluster, running
 from fake_adapter import TOKENIZER
 
-pytestmark = pytest.mark.serial
-
 MODEL = "mortal/one"
 DEADLY = "the text that ends its process"
 CLIENTS = 32
@@ -31,7 +29,8 @@ CLIENTS = 32
 # margin
 BACK_S = 1.0
 LESS = 0.05  # the promise, of what a worker does in a second of processor time outside the restarts; 3x as well
-SAMPLE_S = 0.1
+SAMPLE_S = 0.25
+WARM = 64  # requests before those that are measured
 _logger = logging.getLogger("tests.poison")
 FAMILY = '''
 import hashlib, os
@@ -169,7 +168,7 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
     second.
     """
     texts = [f"text number {number}" for number in range(count)]
-    await send_all(cluster.url, texts[:200])
+    await send_all(cluster.url, texts[:WARM])
     texts[count // 2] = DEADLY
     async with sampled(cluster) as samples:
         answers = await send_all(cluster.url, texts)
@@ -205,9 +204,9 @@ def report(gaps: list[float], before: float, after: float) -> str:
 
 
 @pytest.mark.timeout(300)
-async def test_one_input_of_2000(cluster: Cluster) -> None:
+async def test_one_input_of_600(cluster: Cluster) -> None:
     """L4. A few seconds on each side are too short for more than a look at what requests cost."""
-    gaps, before, after = await run_with_one_poison(cluster, 2000)
+    gaps, before, after = await run_with_one_poison(cluster, 600)
     _logger.info("%s", report(gaps, before, after))
     assert after < 2 * before, report(gaps, before, after)
 

@@ -21,8 +21,6 @@ from local_models import LocalModels
 from transformers import AutoModel, AutoTokenizer
 from unit.adapter import toys
 
-pytestmark = pytest.mark.serial
-
 WIDTH, LAYERS, CLIENTS = 768, 8, 16
 MODELS = ("test/left", "test/right")
 TEXTS = [" ".join(f"w{(3 * start + step) % 119}" for step in range(4 + start)) for start in range(8)]
@@ -180,7 +178,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
 def test_two_models_on_a_budget_for_one_take_turns(
     models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    budgets(models, expected, tmp_path, 15)
+    budgets(models, expected, tmp_path, 4)
 
 
 @pytest.mark.long
