@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import local_models
 import numpy as np
 import oracle
 import pytest
-from cluster import Cluster, running
+import shared
+from cluster import MODEL, Cluster
 from local_models import LocalModels
 from made_once import made_once
 from parity.score_checkpoints import sts_pairs, trained_cross_encoder
@@ -21,7 +21,7 @@ from scipy.stats import spearmanr
 from sie_contracts import arrays
 
 PAIRS = 300
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [shared.OPEN, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +30,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, trained: Path) -> LocalModels:
-    found = local_models.under(tmp_path_factory.mktemp("sts-b"))
-    found.build("mini")
-    entry = {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": 128}
-    found.add("trained", {**entry, "weights": {"path": str(trained)}})
-    return found
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, models: LocalModels) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("sts-b-cluster"), *models.arguments, "--no-spare") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+def client(open_cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=open_cluster.url, timeout=60) as client:
         yield client
 
 
-@pytest.mark.parametrize(("model", "low", "high"), [("mini", 0.8198, 0.8208), ("mini:bf16", 0.8190, 1.0)])
+@pytest.mark.parametrize(
+    ("model", "low", "high"),
+    [(MODEL, 0.8198, 0.8208), pytest.param("test/mini:bf16", 0.8190, 1.0, marks=pytest.mark.long)],
+)
 def test_minilm_ranks_as_published(client: httpx.Client, model: str, low: float, high: float) -> None:
     """Spearman's correlation of cosines with the gold scores of the test set: 0.8203 in float32."""
     left, right, gold = oracle.sts_benchmark()
@@ -58,18 +46,22 @@ def test_minilm_ranks_as_published(client: httpx.Client, model: str, low: float,
     texts = list(dict.fromkeys([*left, *right]))
     for start in range(0, len(texts), 512):
         part = texts[start : start + 512]
-        answer = client.post(
-            f"/v1/encode/test/{model}", json={"items": part}, headers={"accept": "application/msgpack"}
-        )
+        answer = client.post(f"/v1/encode/{model}", json={"items": part}, headers={"accept": "application/msgpack"})
         slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
         vectors |= {text: slot["dense"]["values"] for text, slot in zip(part, slots, strict=True)}
     scores = [float(vectors[a] @ vectors[b]) for a, b in zip(left, right, strict=True)]
     assert low <= spearmanr(scores, gold).statistic <= high
 
 
-def test_a_trained_cross_encoder_scores_like_the_library(client: httpx.Client, trained: Path) -> None:
+@pytest.mark.long
+def test_a_trained_cross_encoder_scores_like_the_library(
+    client: httpx.Client, open_cluster: Cluster, open_models: LocalModels, trained: Path
+) -> None:
     from sentence_transformers import CrossEncoder
 
+    entry = {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": 128}
+    open_models.add("trained", {**entry, "weights": {"path": str(trained)}})
+    shared.wait_until_served(open_cluster, "test/trained")
     pairs = sts_pairs("test")[:PAIRS]
     scores = []
     for left, right, _ in pairs:

@@ -28,6 +28,10 @@ REPOSITORY, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"
 PLACE = f"models--org--model/{COMMIT}"
 LARGE = "model.safetensors"
 SMALL_FILES = {"config.json": b"{}", "1_Pooling/config.json": b"[]", "with space+%41.txt": b"?", "empty.txt": b""}
+# What only the code of this side decides: on one store by default, on all in the long run.
+on_one_store = pytest.mark.parametrize(
+    "place", ["moto", *(pytest.param(store, marks=pytest.mark.long) for store in ("seaweed", "google"))], indirect=True
+)
 LIMITS = Limits(part_bytes=64 << 10, parts_at_once=4, stall_s=10, tries=3, pause_s=0.01)
 
 
@@ -134,6 +138,7 @@ def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Pat
     assert faulty.get(f"{PLACE}/config.json") == b"{}"
 
 
+@on_one_store
 def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: Path) -> None:
     """One of them has a file that the other leaves out: whoever is last, nothing is lost."""
     less = tmp_path / "less"
@@ -178,6 +183,7 @@ def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
     assert files_of(obtained(faulty, tmp_path / "cache")) == files_of(source)
 
 
+@on_one_store
 def test_a_commit_has_one_content(place: Place, source: Path) -> None:
     push(place, source)
     (source / "config.json").write_text("[]")
@@ -189,6 +195,7 @@ def test_a_commit_has_one_content(place: Place, source: Path) -> None:
     assert opened(place).verify(opened(place).stored(REPOSITORY, COMMIT), Progress("it")) == []
 
 
+@on_one_store
 def test_a_file_that_is_not_what_its_manifest_says_is_not_pushed(place: Place, source: Path) -> None:
     manifest = describe(source, REPOSITORY, COMMIT)
     (source / "config.json").write_text("[]")
@@ -264,6 +271,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+@on_one_store
 def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     place: Place, source: Path, tmp_path: Path, broken: Callable[[Place], None]
 ) -> None:
@@ -283,6 +291,7 @@ def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     assert files_of(obtained(place, tmp_path / "cache")) == files_of(source)
 
 
+@on_one_store
 def test_without_its_manifest_it_is_a_miss(place: Place, source: Path) -> None:
     push(place, source)
     place.delete(f"{PLACE}/{MANIFEST}")
@@ -342,6 +351,7 @@ def test_a_fetch_that_was_cut_goes_on_where_it_was(faulty: Place, source: Path, 
     assert first_read(faulty) == had
 
 
+@on_one_store
 def test_a_part_that_was_damaged_on_the_disk_is_read_again(place: Place, source: Path, tmp_path: Path) -> None:
     push(place, source)
     partial = tmp_path / "cache" / "hub" / "models--org--model" / "partial" / COMMIT
@@ -525,6 +535,7 @@ def test_credentials_that_the_store_does_not_know_are_a_typed_error(
     assert "wrong" not in str(caught.value)
 
 
+@on_one_store
 def test_a_bucket_that_is_not_there_is_named(place: Place) -> None:
     elsewhere = Place(f"{place.url.split(':')[0]}://no-such-bucket/x", place.server)
     with pytest.raises(

@@ -47,33 +47,32 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def fail_and_learn(folder: Path, cache: Path, batches: int, timeout_s: float) -> None:
+def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, timeout_s: float) -> None:
     """1. What was learnt is doubted at every batch: real failures, no client sees one; 2. after a restart it is
     believed: hardly any.
     """
     doubting = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, batches, 1, 3000, timeout_s=timeout_s)
     assert list(doubting["codes"]) == ["ok"]
-    assert doubting["failures"] >= 20
+    assert doubting["failures"] >= min_failures
     assert doubting["right"]
     assert doubting["total"] == doubting["limit"], "the limit is what the engine takes for its memory"
-    believing = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, 30, 1, 0, timeout_s=timeout_s)
+    believing = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, 10, 1, 0, timeout_s=timeout_s)
     assert list(believing["codes"]) == ["ok"]
-    assert believing["failures"] <= 3
+    assert believing["failures"] <= 2
     assert believing["right"]
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(240)
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_process(wide: Path, tmp_path: Path) -> None:
     """O3."""
-    fail_and_learn(wide, tmp_path, 120, 180)
+    fail_and_learn(wide, tmp_path, 20, 4, 180)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_ten_thousand_adversarial_batches_at_the_limit(wide: Path, tmp_path: Path) -> None:
     """O3."""
-    fail_and_learn(wide, tmp_path, 10_000, 7000)
+    fail_and_learn(wide, tmp_path, 10_000, 20, 7000)
 
 
 def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
@@ -93,25 +92,25 @@ def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
     }
 
 
-def cycle(folder: Path, cycles: int, timeout_s: float) -> None:
-    """After every unload the process holds what it held before, within 5 % of the weights."""
+def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
+    """After every unload the process holds what it held before, within 5 % of the weights, 48 MiB a layer."""
     layer = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "max_position_embeddings": 64}
     small = toys.save(folder / "small", "bert", **layer, num_hidden_layers=1)
-    large = toys.save(folder / "large", "bert", **layer, num_hidden_layers=10)
+    large = toys.save(folder / "large", "bert", **layer, num_hidden_layers=layers)
     told = child("load_cycles.py", small, large, cycles, timeout_s=timeout_s)
     before, *after = told["resident"]
-    assert told["weights"] >= 500e6
+    assert told["weights"] >= layers * 50e6
     assert max(after) - before <= 0.05 * told["weights"], f"MiB: {[resident >> 20 for resident in told['resident']]}"
 
 
 @pytest.mark.timeout(240)
 def test_unloading_gives_the_memory_back(tmp_path: Path) -> None:
-    """O13: five cycles of a model of more than 500 MB."""
-    cycle(tmp_path, 5, 200)
+    """O13: two cycles of a model of more than 150 MB."""
+    cycle(tmp_path, 3, 2, 200)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_fifty_cycles_give_the_memory_back(tmp_path: Path) -> None:
-    """O13."""
-    cycle(tmp_path, 50, 1700)
+    """O13: of a model of more than 500 MB."""
+    cycle(tmp_path, 10, 50, 1700)

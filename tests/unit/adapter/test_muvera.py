@@ -253,7 +253,7 @@ class Largest(TorchDispatchMode):
         Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True),
     ],
 )
-@pytest.mark.parametrize("budget", [muvera.CPU_BLOCK_BYTES, muvera.BLOCK_BYTES])
+@pytest.mark.parametrize("budget", [muvera.CPU_BLOCK_BYTES, pytest.param(muvera.BLOCK_BYTES, marks=pytest.mark.long)])
 @pytest.mark.parametrize("tokens", [8, 512])
 def test_no_intermediate_grows_with_the_batch(
     parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch
