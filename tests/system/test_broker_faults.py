@@ -366,9 +366,9 @@ async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
 
 @pytest.mark.timeout(120)
 async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
-    """L17: as in test_consumers.py, at a real broker, for fifteen seconds."""
-    outcome = await _race(server, 10_000, 15.0)
-    assert outcome.deleted > 200
+    """L17: as in test_consumers.py, at a real broker, for four seconds."""
+    outcome = await _race(server, 10_000, 4.0)
+    assert outcome.deleted > 50
     assert outcome.longest_s < 15.0
 
 

@@ -20,15 +20,12 @@ from sie_broker.nats import connect
 from sie_contracts import messages, topology
 from sie_contracts.configs import ConfigDelta
 
-pytestmark = pytest.mark.serial
-
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
 MINI = f"{MODELS}/{MODEL}"
 DEAF, HEARING = 0, 1  # number of a gateway, and of a worker
 POLLED_S = 30.0  # a gateway looks every 5 s, a worker here every second
-COUNT = 10_000
 
 
 @pytest.fixture(scope="module")
@@ -202,21 +199,21 @@ def cpu_s(*parts: Part) -> list[float]:
     return [part.cpu_s() for part in parts]
 
 
-def test_ten_thousand_models_are_no_burden(stack: Stack) -> None:
-    """Three times the time that is promised, for a machine that does other things as well; the memory as it is."""
+@pytest.mark.parametrize("count", [3000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_thousands_of_models_are_no_burden(stack: Stack, count: int) -> None:
+    """Three times the processor time that is promised for ten thousand, or its part for fewer; the memory as it is."""
     gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar
-    asyncio.run(large_catalogue.fill(url_of(stack, "all"), COUNT))
+    asyncio.run(large_catalogue.fill(url_of(stack, "all"), count))
     gateway.stop()
-    begun_s = time.monotonic()
     gateway.start()
     gateway.wait_ready()
-    assert time.monotonic() - begun_s < 3 * 5.0
+    assert gateway.cpu_s() < 3 * 5.0 * count / 10_000
     took_s = []
     for number in range(5):
         revision = write(stack, description=f"among many {number}")
-        answered_s = time.monotonic()
+        before_s = gateway.cpu_s()
         until(lambda revision=revision: revision_at(stack.urls[HEARING]) == revision, POLLED_S, "the delta")
-        took_s.append(time.monotonic() - answered_s)
+        took_s.append(gateway.cpu_s() - before_s)
     assert sorted(took_s)[2] < 3 * 0.05
     until(
         lambda: converged(stack, revision),
@@ -226,7 +223,7 @@ def test_ten_thousand_models_are_no_burden(stack: Stack) -> None:
     )
     assert max(part.rss_bytes() for part in (gateway, worker, stack.config)) < 200e6
     before, begun_s = cpu_s(gateway, worker, stack.config), time.monotonic()
-    time.sleep(3)
+    time.sleep(3)  # of which nobody uses anything
     idle = [
         (after - was) / (time.monotonic() - begun_s)
         for was, after in zip(before, cpu_s(gateway, worker, stack.config), strict=True)

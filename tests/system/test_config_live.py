@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from cluster import until
 from stack import Plan, Stack
 from unit.adapter import toys
-
-pytestmark = pytest.mark.serial
 
 ADMIN = {"Authorization": "Bearer admin-token-of-a-test"}
 MODELS = "/v1/configs/models"
@@ -115,6 +114,14 @@ async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: St
             await clients.ask(url, TEXTS)
         assert not clients.refusals, clients.refusals[0]
         (first,) = clients.vectors
+
+        def status(url: str) -> dict[str, Any]:
+            told: dict[str, Any] = httpx.get(f"{url}{MODELS}/{MODEL}/status", headers=ADMIN).json()
+            return told
+
+        await asyncio.to_thread(until, lambda: status(stack.urls[0])["all_bundles_acked"], 30, "both workers know it")
+        (bundle,) = (await asyncio.to_thread(status, stack.config_url))["bundles"]
+        assert (bundle["total_eligible_workers"], bundle["pending_workers"]) == (2, [])
         async with asyncio.TaskGroup() as group:  # what a client finds wrong ends it all
             load = [group.create_task(clients.run(number)) for number in range(CLIENTS)]
             await write("PATCH", f"/{MODEL}", {"run": {"pooling": "cls"}})

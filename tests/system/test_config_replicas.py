@@ -1,7 +1,7 @@
 """What config replicas keep of the catalogue when they are killed, when a record or the whole bucket is damaged, and
 what readers see.
 
-Fifty writers of one model by compare-and-set, with retries under one key: tests/system/test_config_writes.py.
+Many writers of one model by compare-and-set, with retries under one key: tests/system/test_config_writes.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from sie_contracts import topology
 from sie_contracts.settings import Secret, load
 from sie_runtime.feed import CatalogueFeed, HttpConfigSource
 from sie_runtime.process import Stop
-
-pytestmark = pytest.mark.serial
 
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}

