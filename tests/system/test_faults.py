@@ -40,7 +40,8 @@ async def under(load: Load) -> AsyncIterator[Load]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("faults"), "--preload", MODEL) as cluster:
+    environ = {"SIE_LOAD_HOLD_S": "29"}  # on a busy machine imports and a load take longer than the default
+    with running(tmp_path_factory.mktemp("faults"), "--preload", MODEL, environ=environ) as cluster:
         assert len(cluster.pids("adapter")) == 2, cluster.log()  # the one that serves and its parent
         yield cluster
 
@@ -65,7 +66,7 @@ async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load
     assert back_s - killed_s < 3 * BACK_S
     assert active_adapter(cluster) != victim
     assert not load.wrong()
-    assert {each.status for each in load.outcomes} == {200}
+    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
     assert len(cluster.pids("adapter")) == 2
 
 
@@ -79,7 +80,7 @@ async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(
     await asyncio.to_thread(until, lambda: active_adapter(cluster) != victim, 10, "another adapter")
     assert set(cluster.pids("adapter")).isdisjoint((parent, victim))
     assert not load.wrong()
-    assert {each.status for each in load.outcomes} == {200}
+    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
 
 
 def test_a_killed_serve_leaves_no_process(cluster: Cluster) -> None:
@@ -119,7 +120,7 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
     held = [each for each in load.outcomes if each.started_s <= killed_s <= each.ended_s]
     assert held
     assert not load.wrong()
-    assert {each.status for each in load.outcomes} == {200}
+    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
     assert max(each.deliveries for each in held) >= 2
     assert max(each.deliveries for each in load.outcomes if each.started_s > killed_s + ACK_WAIT_S + 1) == 1
 
@@ -166,6 +167,6 @@ async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is
         serving.sidecar.resume()
         await load.successes_after(time.monotonic(), 2 * CLIENTS, WITHIN_S)
         await asyncio.to_thread(until, lambda: late() > before, WITHIN_S, "late results, counted")
-    assert {each.status for each in load.outcomes} == {200}
+    assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
     assert not load.wrong()
     assert max(each.deliveries for each in load.outcomes) >= 2
