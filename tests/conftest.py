@@ -31,21 +31,21 @@ def _context(*args: Any, **options: Any) -> ssl.SSLContext:
 ssl.create_default_context = _context
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One process runs all tests of a file, so that what they share, such as a cluster, is made once. Other groups have
     the mark `xdist_group`: several files that share something, or parts of a file that share nothing. Also where there
     is one process only, the tests of a group come one after another, those whose mark says `first=True` before others.
     """
-    groups: dict[str, int] = {}
-    places: dict[pytest.Item, tuple[int, bool]] = {}
+    from groups import group, is_first
+
+    places: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        mark = item.get_closest_marker("xdist_group")
-        assert mark is not None
-        places[item] = groups.setdefault(mark.args[0], len(groups)), not mark.kwargs.get("first", False)
-    items.sort(key=places.__getitem__)
+        places.setdefault(group(item), len(places))
+    items.sort(key=lambda item: (places[group(item)], not is_first(item)))
+    if getattr(config.option, "loadgroup", False):
+        # pytest-xdist 3.8 writes it to a field that pytest 9.2 has no more, and would hand out the tests one by one
+        for item in items:
+            item._id = type(item._id).parse(f"{item.nodeid}@{group(item)}")
 
 
 def pytest_collection_finish() -> None:

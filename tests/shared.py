@@ -53,13 +53,6 @@ class Shared:
         self._ends.close()
 
 
-def group(item: pytest.Item) -> str:
-    """The group that tests/conftest.py or a file gave to a test."""
-    mark = item.get_closest_marker("xdist_group")
-    assert mark is not None
-    return str(mark.args[0])
-
-
 def wait_until_served(cluster: Cluster, *models: str) -> None:
     """Until every gateway knows the models."""
 

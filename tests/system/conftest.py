@@ -14,6 +14,7 @@ import local_models
 import pytest
 import shared
 from cluster import MODEL, Cluster, running
+from groups import group
 from local_models import LocalModels
 from stack import Plan, Stack
 
@@ -32,7 +33,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         yield
     finally:
-        if nextitem is None or shared.group(nextitem) != shared.group(item):
+        if nextitem is None or group(nextitem) != group(item):
             _clusters.end()
 
 

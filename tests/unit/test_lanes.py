@@ -35,3 +35,8 @@ def test_what_is_asked_for_takes_the_place_of_the_files() -> None:
     (lane, *_) = MARKED
     assert lanes.command(lane, ["-k", "name"])[-2:] == ["-k", "name"]
     assert lanes.command(lane, [])[-1] == lane.files()[-1]
+
+
+def test_a_group_is_in_the_id_by_which_processes_are_given_tests(request: pytest.FixtureRequest) -> None:
+    """Else each test of a file may come to another process, which starts the file's cluster again."""
+    assert request.node.nodeid.endswith("@test_lanes") == getattr(request.config.option, "loadgroup", False)
