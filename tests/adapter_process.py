@@ -18,12 +18,15 @@ from typing import IO, Any
 
 import numpy as np
 import yaml
+from cluster import SIE
+from zygote import Forked
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import Operation
 
+END_S = 30.0
 MODEL = "mini"
 ENTRY: dict[str, Any] = yaml.safe_load(
     (packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text()
@@ -87,27 +90,36 @@ class Adapter:
     """An adapter process and the lines of its log."""
 
     path: Path
-    process: subprocess.Popen[str]
+    process: Forked | subprocess.Popen[str]
+
+    @property
+    def log(self) -> IO[str]:
+        found = self.process.stdout
+        assert found is not None
+        return found
 
     def wait_for(self, *texts: str) -> str:
         """The next line of the log that holds one of `texts`."""
-        log: IO[str] = self.process.stderr  # type: ignore[assignment]  # a pipe, see start
-        for line in log:
+        for line in self.log:
             if any(text in line for text in texts):
                 return line
-        raise AssertionError(f"the adapter ended with {self.process.wait()} and never logged {texts}")
+        raise AssertionError(f"the adapter ended with {self.process.wait(END_S)} and never logged {texts}")
+
+    def ended(self) -> tuple[int, str]:
+        """Its status and the rest of its log, when it has ended by itself."""
+        with self.log as log:
+            rest = log.read()
+        return self.process.wait(END_S), rest
 
     def connect(self) -> Client:
         return Client(self.path)
 
 
 def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) -> Adapter:
-    """`before`: what the process does first."""
-    code = (
-        f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\nfrom "
-        "sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, "
-        f"spare={spare}))"
-    )
+    """`before`: what the process does first. With it, with a spare, or with a setting of the C library, which the
+    library reads when it starts, this is a start. Otherwise it is a fork of what `sie adapter` is after its imports
+    (`zygote`).
+    """
     # the last two let a CPU stand in for a lesser one
     kept = (
         "PATH",
@@ -125,10 +137,18 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
         "SIE_ALLOW_REMOTE_CODE": "true",
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**known, **settings, **environ}, stderr=subprocess.PIPE, text=True
+    environ = {**known, **settings, **environ}
+    if not before and not spare and not any(name.startswith("MALLOC_") for name in environ):
+        return Adapter(path, Forked("engine", [SIE, "adapter", "--no-spare"], environ))
+    code = (
+        f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\nfrom "
+        "sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, "
+        f"spare={spare}))"
     )
-    return Adapter(path, process)
+    argv = [sys.executable, "-c", code]
+    return Adapter(
+        path, subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    )
 
 
 @contextlib.contextmanager
@@ -143,7 +163,8 @@ def running(path: Path, **environ: str) -> Iterator[Adapter]:
 
 def stop(adapter: Adapter) -> None:
     adapter.process.kill()
-    adapter.process.communicate()
+    adapter.process.wait(END_S)
+    adapter.log.close()
 
 
 def toy(folder: Path, **changes: Any) -> dict[str, Any]:

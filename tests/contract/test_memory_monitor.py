@@ -1,8 +1,8 @@
 """The memory monitor of a real adapter process: it drops a model under pressure that rises after the last load, with a
 batch and with a ping that permit it.
 
-two models loaded ──► a limit on data is set from outside ──► a request that may drop one of them ──► it goes, the other
-stays, and the reply names it
+models loaded ──► a limit on data is set from outside ──► a request that may drop one of them ──► it goes, the others
+stay, and the reply names it
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from sie_contracts import ipc
 from sie_contracts.messages import Ok
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit and /proc are Linux's")
+MODELS = ("idle", "other", "busy")
 THRESHOLD_PERCENT = 80
 PRESSURES_PERCENT = (85, 88, 91, 94)  # of which a part may be free in the allocator, and does not count
 REASON = f"above {THRESHOLD_PERCENT} %"
@@ -34,13 +36,24 @@ def loaded(client: Client) -> list[str]:
     return [model.model for model in client.ask(ipc.Describe()).models]
 
 
-def prepare(client: Client, folder: Path) -> None:
-    """Load `idle`, then `busy`, and run a batch on each: the heap has grown by what a batch needs."""
-    for name in ("idle", "busy"):
-        client.load(name, toy(toys.save(folder / name, "bert")))
-        client.run(batch([[7, 8, 9]], name))
-    assert client.ask(ipc.Ping(("idle",))).dropped == ()
-    assert loaded(client) == ["idle", "busy"], "nothing goes before there is pressure"
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapter]:
+    """With a model that each test may drop, and `busy`. A batch has run on each, so that the heap has grown."""
+    folder = tmp_path_factory.mktemp("monitor")
+    with running(folder / "a.sock", **ENVIRON) as process:
+        with process.connect() as client:
+            for name in MODELS:
+                client.load(name, toy(toys.save(folder / name, "bert")))
+                client.run(batch([[7, 8, 9]], name))
+            assert client.ask(ipc.Ping(MODELS)).dropped == ()
+            assert loaded(client) == list(MODELS), "nothing goes before there is pressure"
+        yield process
+
+
+@pytest.fixture
+def client(adapter: Adapter) -> Iterator[Client]:
+    with adapter.connect() as connected:
+        yield connected
 
 
 def press(adapter: Adapter, percent: int) -> None:
@@ -55,52 +68,45 @@ def press(adapter: Adapter, percent: int) -> None:
         resource.prlimit(adapter.process.pid, resource.RLIMIT_DATA, (limit, limit))
 
 
-def dropped(client: Client) -> tuple[str, ...]:
-    """What the adapter drops at pings that permit it."""
-    until_s = time.monotonic() + DROPPED_WITHIN_S
-    while time.monotonic() < until_s:
-        if gone := client.ask(ipc.Ping(("idle",))).dropped:
-            return tuple(gone)
-        time.sleep(0.05)
-    return ()
+def assert_dropped(adapter: Adapter, client: Client, model: str, look: Callable[[], Sequence[str]]) -> None:
+    """`look` drops `model` under pressure, at the latest where that is highest, and the others stay."""
+    others = [name for name in loaded(client) if name != model]
+    gone: tuple[str, ...] = ()
+    for percent in PRESSURES_PERCENT:
+        press(adapter, percent)
+        assert client.ask(ipc.Ping()).dropped == (), "nothing goes without a permission"
+        until_s = time.monotonic() + DROPPED_WITHIN_S
+        while not gone and time.monotonic() < until_s:  # memory is looked at once a second
+            gone = tuple(look())
+        if gone:
+            break
+    assert gone == (model,)
+    assert loaded(client) == others
+    assert REASON in adapter.wait_for(f"unloaded {model}"), (
+        "a failed allocation drops a model as well, and is not what is tested"
+    )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def quiet_machine() -> None:
     if psutil.virtual_memory().percent > THRESHOLD_PERCENT - 5:
         pytest.skip("the machine itself is under memory pressure")
 
 
-def test_pressure_between_batches_is_noticed_by_a_ping(tmp_path: Path) -> None:
-    """No load and no batch comes after the pressure. Pings without a permission drop nothing."""
-    with running(tmp_path / "a.sock", **ENVIRON) as adapter, adapter.connect() as client:
-        prepare(client, tmp_path)
-        gone: tuple[str, ...] = ()
-        for percent in PRESSURES_PERCENT:
-            press(adapter, percent)
-            assert client.ask(ipc.Ping()).dropped == ()
-            if gone := dropped(client):
-                break
-        assert gone == ("idle",)
-        assert loaded(client) == ["busy"]
-        assert REASON in adapter.wait_for("unloaded idle"), (
-            "a failed allocation drops a model as well, and is not what is tested"
-        )
+def test_pressure_between_batches_is_noticed_by_a_ping(adapter: Adapter, client: Client) -> None:
+    """No load and no batch comes after the pressure."""
+
+    def ping() -> Sequence[str]:
+        time.sleep(0.05)
+        return client.ask(ipc.Ping(("idle",))).dropped  # type: ignore[no-any-return]
+
+    assert_dropped(adapter, client, "idle", ping)
 
 
-def test_pressure_is_noticed_after_a_batch(tmp_path: Path) -> None:
-    with running(tmp_path / "a.sock", **ENVIRON) as adapter, adapter.connect() as client:
-        prepare(client, tmp_path)
-        gone: tuple[str, ...] = ()
-        for percent in PRESSURES_PERCENT:
-            press(adapter, percent)
-            until_s = time.monotonic() + DROPPED_WITHIN_S
-            while not gone and time.monotonic() < until_s:  # memory is looked at once a second
-                done = client.run(msgspec.structs.replace(batch([[7, 8, 9]], "busy"), may_drop=("idle",)))
-                assert isinstance(done.outcomes[0], Ok)
-                gone = done.dropped
-        assert gone == ("idle",)
-        assert loaded(client) == ["busy"]
-        assert REASON in adapter.wait_for("unloaded idle"), (
-            "a failed allocation drops a model as well, and is not what is tested"
-        )
+def test_pressure_is_noticed_after_a_batch(adapter: Adapter, client: Client) -> None:
+    def run() -> Sequence[str]:
+        done = client.run(msgspec.structs.replace(batch([[7, 8, 9]], "busy"), may_drop=("other",)))
+        assert isinstance(done.outcomes[0], Ok)
+        return done.dropped
+
+    assert_dropped(adapter, client, "other", run)
