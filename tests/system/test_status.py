@@ -89,7 +89,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for model in (ENCODER, LATE, EXTRACTOR):
         kind = model.partition("/")[2]
         models.add(kind, {**local_models.KINDS[kind](models.weights / kind), "id": model})
-    environ = {"SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": TOKEN}
+    environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN}
     arguments = [*models.arguments, "--no-spare", "--standalone"]
     with running(tmp_path_factory.mktemp("status"), *arguments, environ=environ) as cluster:
         yield cluster
@@ -143,7 +143,7 @@ def test_the_start_message_says_where_to_look_and_how_a_token_is_sent(cluster: C
     assert cluster.said(f"live status: {cluster.url}/)")
     (line,) = (line for line in cluster.lines if "try     curl" in line)
     assert "-H 'Authorization: Bearer TOKEN'" in line
-    assert cluster.said("sie keys create")
+    assert cluster.said("sie keys create") == ("--standalone" not in cluster.argv), "there are keys in mode token alone"
 
 
 @pytest.mark.parametrize(("role", "names"), [("gateway", GATEWAY), ("worker", WORKER)])
