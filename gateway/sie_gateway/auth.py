@@ -29,6 +29,12 @@ POLICY_VIOLATION = 1008  # RFC 6455
 GUARDED = frozenset({"config", "admin"})  # in mode none too
 
 
+def require_tokens(settings: Settings) -> None:
+    """Raises SettingError for the mode static without a token: nobody could call."""
+    if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
+        raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+
+
 class Gate:
     """Checks a call's credentials. Every comparison takes the same time, and all static tokens are compared, whatever
     matched.
@@ -36,8 +42,7 @@ class Gate:
 
     def __init__(self, settings: Settings, keys: Keys | None = None, clock: Callable[[], float] = time.time) -> None:
         """`keys` in mode token, and there alone. Raises SettingError."""
-        if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
-            raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+        require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
             raise SettingError("SIE_AUTH_MODE", "token, and no other mode, needs the keys of a broker")
         self._guarded = settings.auth_mode != "none"

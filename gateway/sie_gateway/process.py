@@ -18,7 +18,7 @@ from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
 from sie_gateway.app import Gateway, Readiness, create_app, metrics_app
-from sie_gateway.auth import Gate
+from sie_gateway.auth import Gate, require_tokens
 from sie_gateway.backlog import Backlog
 from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet import Fleet
@@ -290,6 +290,7 @@ async def run(
     lame_duck_s: float = 0.0,
 ) -> int:
     """The gateway against NATS. Raises SettingError."""
+    require_tokens(settings)  # also while there is no broker to connect to
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0
