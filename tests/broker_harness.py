@@ -136,7 +136,9 @@ class NatsHarness(Harness):
         for broker in self._connections:
             assert isinstance(broker, NatsBroker)
             broker._transport.abort()
-        await until(lambda: not any(broker.connected for broker in self._connections), "the loss of the connections")
+        # a closed transport is told a turn of the loop later, and what was asked in between fails then
+        live = [broker._up for broker in self._connections if isinstance(broker, NatsBroker)]
+        await until(lambda: not any(up.is_set() for up in live), "the loss of the connections")
 
     async def mend(self) -> None:
         """They come back by themselves."""

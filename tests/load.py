@@ -57,6 +57,7 @@ class Load:
     expected: NDArray[np.float32] | None = None  # for each of TEXTS, such as `answered`; None: the oracle's
     outcomes: list[Outcome] = field(default_factory=list)
     stopping: bool = False
+    in_flight: int = 0
 
     def __post_init__(self) -> None:
         if self.expected is not None:
@@ -74,6 +75,7 @@ class Load:
             "x-sie-explain": "1",
             "x-sie-timeout-ms": str(int(self.timeout_s * 1000)),
         }
+        self.in_flight += 1
         try:
             answer = await client.post(
                 f"{url}/v1/encode/{self.model}", content=msgspec.msgpack.encode({"items": [text]}), headers=headers
@@ -91,6 +93,8 @@ class Load:
             else:
                 error = answer.json()["error"]
                 outcome.code, outcome.retryable = error["code"], error["retryable"]
+        finally:
+            self.in_flight -= 1
         self.outcomes.append(outcome)
         return outcome
 
@@ -119,6 +123,14 @@ class Load:
                 if len(good) >= count:
                     return sorted(good)[count - 1]
                 await asyncio.sleep(0.01)
+
+    async def busy(self, count: int, timeout_s: float) -> None:
+        """Until so many requests are in flight."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                if self.in_flight >= count:
+                    return
+                await asyncio.sleep(0.001)
 
     def wrong(self) -> list[Outcome]:
         return [each for each in self.outcomes if each.status == 200 and not each.right]

@@ -25,6 +25,7 @@ from stack import Device, Plan, Stack
 GONE_S = 30.0  # on a busy machine; the kernel ends them at once
 STOPPED_S = 15.0  # the promise
 PAUSE_S = 0.05  # of a client after an answer
+CLIENTS = 20
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,10 @@ def test_a_taken_port_ends_the_start_and_names_the_setting(cluster: Cluster, tmp
 async def ended_under_load(process: subprocess.Popen[str], url: str, number: int) -> None:
     """What was accepted is answered, what comes later refused or not connected; status 0 in time; nothing is left."""
     load = Load([url], pause_s=PAUSE_S, expected=answered(url))
-    tasks = load.start(20)
+    tasks = load.start(CLIENTS)
     await load.successes_after(time.monotonic(), 40, GONE_S)
+    load.pause_s = 0.0
+    await load.busy(CLIENTS // 2, GONE_S)
     children = psutil.Process(process.pid).children(recursive=True)
     signalled_s = time.monotonic()
     process.send_signal(number)
