@@ -51,8 +51,8 @@ class Lane:
 
 _GROUPS = ("--dist", "loadgroup", "--no-loadscope-reorder")  # those of tests/conftest.py, in their order
 LANES = (
-    # four processes for two cores, since most tests wait for something
-    Lane("parallel", options=("-n", "4", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
+    # three processes for two cores, since most tests wait for something; a fourth saves nothing
+    Lane("parallel", options=("-n", "3", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial"),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(
