@@ -30,6 +30,16 @@ def inner(seed: int, dim: int, width: int) -> np.ndarray:
     return matrix
 
 
+def margin(tokens: np.ndarray, parameters: Muvera) -> float:
+    """The smallest distance of a token from a plane. Within rounding of 0, either side of the plane is right."""
+    seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
+    found = [
+        np.abs(tokens.astype(np.float64) @ planes(seed, tokens.shape[1], parameters.num_simhash_projections))
+        for seed in seeds
+    ]
+    return float(min((each.min(initial=np.inf) for each in found), default=np.inf))
+
+
 def encode(tokens: np.ndarray, parameters: Muvera, *, is_query: bool) -> np.ndarray:
     """`tokens` float32 [tokens, dim] as one float32 vector."""
     dim, partitions = tokens.shape[1], 2**parameters.num_simhash_projections
