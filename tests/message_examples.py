@@ -8,6 +8,7 @@ the frames between them only those of today's protocol are kept.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,28 @@ _ASKED = RunOptions(
     parameters={"flat_ner": False, "score_weights": {"dense": 1.0}},
 )
 
+# what the examples of one kind have in common
+_work = partial(
+    WorkItem,
+    request="01a1f797",
+    chunk=0,
+    model="org/model",
+    revision="abc",
+    options=RunOptions(),
+    reply="sie.result.1",
+    budget_ms=30_000,
+)
+_heartbeat = partial(
+    Heartbeat,
+    worker="w1",
+    pool="_default",
+    machine_profile="l4",
+    bundle="default",
+    ready=True,
+    version="0.1.0",
+)
+_result = partial(WorkResult, request="01a1f797", chunk=0, worker="w1")
+
 # Every field of every message is set to something other than its default, in one example or another.
 EXAMPLES: dict[str, Any] = {
     "work-1": WorkItem(
@@ -121,105 +144,53 @@ EXAMPLES: dict[str, Any] = {
         ),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2),
     ),
-    "work-1-verbs": WorkItem(
-        request="01a1f797",
-        chunk=0,
-        model="org/model",
-        revision="abc",
+    "work-1-verbs": _work(
         operation="score",
         inputs=(Input("first"),),
         options=_ASKED,
-        reply="sie.result.1",
-        budget_ms=30_000,
         query=Input("what is first?"),
     ),
-    "result-1-verbs": WorkResult(
-        request="01a1f797",
-        chunk=0,
-        worker="w1",
+    "result-1-verbs": _result(
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
-    "result-1-swapped": WorkResult(
-        request="01a1f797",
-        chunk=0,
-        worker="w1",
+    "result-1-swapped": _result(
         outcomes=(Ok({}, 5),),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True),
     ),
-    "work-1-kinds": WorkItem(
-        request="01a1f797",
-        chunk=0,
-        model="org/model",
-        revision="abc",
+    "work-1-kinds": _work(
         operation="tokenize",
         inputs=(Input(tokens=(101, 70_000, 102)), Input("first", pair="é"), Input(vectors=_VECTORS)),
-        options=RunOptions(),
-        reply="sie.result.1",
-        budget_ms=30_000,
         query=Input(vectors=_VECTORS),
     ),
-    "work-1-rerank": WorkItem(
-        request="01a1f797",
-        chunk=0,
-        model="org/model",
-        revision="abc",
+    "work-1-rerank": _work(
         operation="score",
         inputs=(Input("é"),),
         options=RunOptions(document_tokens=64, parameters={"relevance": True}),
-        reply="sie.result.1",
-        budget_ms=30_000,
         query=Input("first"),
     ),
-    "work-1-endpoint": WorkItem(
-        request="01a1f797",
-        chunk=0,
-        model="org/model",
-        revision="abc",
+    "work-1-endpoint": _work(
         operation="encode",
         inputs=(Input("é"),),
-        options=RunOptions(),
-        reply="sie.result.1",
-        budget_ms=30_000,
         endpoint="embeddings",
     ),
-    "result-1-payload": WorkResult("01a1f797", 0, "w1", (), stages=Stages(fetch_ms=2.5)),
+    "result-1-payload": _result(outcomes=(), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
-    "work-1-traced": WorkItem(
-        request="01a1f797",
-        chunk=0,
-        model="org/model",
-        revision="abc",
+    "work-1-traced": _work(
         operation="encode",
         inputs=(Input("first"),),
-        options=RunOptions(),
-        reply="sie.result.1",
-        budget_ms=30_000,
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         tracestate="a=1",
     ),
-    "work-1-payload": WorkItem(
-        request="01a1f797",
-        chunk=0,
-        model="org/model",
-        revision="abc",
+    "work-1-payload": _work(
         operation="encode",
         inputs=(),
-        options=RunOptions(),
-        reply="sie.result.1",
-        budget_ms=30_000,
         payload="ab/abcdef.msgpack",
         count=3,
     ),
     "payload-1": Payload((Input("a text"), Input("é")), Input("what?")),
     "fragment-1": Fragment("01a1f797", 3, 1, 2, 4, "9f86d081", b"\x00\x01\xff"),
     "cancel-1": Cancel(("01a1f797", "01a1f798")),
-    "heartbeat-1-capacity": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
-        bundle="default",
-        ready=True,
-        version="0.1.0",
+    "heartbeat-1-capacity": _heartbeat(
         slots=14,
         rate=45_000.5,
         held_cost=512,
@@ -229,13 +200,7 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-own-pool": Heartbeat("w4", "team", "l4", "default", True, "0.2.0", own_pool="_default"),
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-parts": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", reads_parts=True),
-    "heartbeat-1-items": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
-        bundle="default",
-        ready=True,
-        version="0.1.0",
+    "heartbeat-1-items": _heartbeat(
         credit_items=24,
         batch_cost=16_384,
         pipeline=2,
@@ -297,42 +262,18 @@ EXAMPLES: dict[str, Any] = {
         config_epoch="a:7",
         models=(ModelStatus("org/model", "failed", 4096, 2, "f00d", _ERROR),),
     ),
-    "heartbeat-1-certificate": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
-        bundle="default",
-        ready=True,
-        version="0.1.0",
+    "heartbeat-1-certificate": _heartbeat(
         models=(ModelStatus("org/model", "loaded", certificate=_CERTIFICATE),),
     ),
-    "heartbeat-1-fetched": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
-        bundle="default",
-        ready=True,
-        version="0.1.0",
+    "heartbeat-1-fetched": _heartbeat(
         models=(ModelStatus("org/model", "loading", fetched=Fetched(1 << 20, 1 << 30, 5e6)),),
     ),
-    "heartbeat-1-precision": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
-        bundle="default",
-        ready=True,
-        version="0.1.0",
+    "heartbeat-1-precision": _heartbeat(
         models=(
             ModelStatus("org/model", "loaded", precision=ServedPrecision("float32", "bfloat16", "no instructions")),
         ),
     ),
-    "heartbeat-1-crossover": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
-        bundle="default",
-        ready=True,
-        version="0.1.0",
+    "heartbeat-1-crossover": _heartbeat(
         models=(ModelStatus("org/model", "loaded", crossover_tokens=1152),),
     ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
