@@ -35,6 +35,7 @@ from sie_sidecar.process import serve as serve_sidecar
 
 WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test
 POLL_S = 0.002
+HTTP_POLL_S = 0.01  # a request takes some milliseconds of the loop that it waits for
 
 
 def settings_of(mode: Mode = "queue", **environ: str) -> Settings:
@@ -113,9 +114,13 @@ class Process:
         finally:
             await self.broker.close()
 
+    def side(self) -> httpx.AsyncClient:
+        """A client of the port of metrics and probes."""
+        return httpx.AsyncClient(base_url=self.side_url, trust_env=False, timeout=WAIT_S)
+
     async def get(self, path: str) -> httpx.Response:
         """From the port of metrics and probes."""
-        async with httpx.AsyncClient(base_url=self.side_url, trust_env=False, timeout=WAIT_S) as client:
+        async with self.side() as client:
             return await client.get(path)
 
     async def metric(self, name: str, **labels: str) -> float:
@@ -263,16 +268,16 @@ async def eventually_ready(process: Process) -> None:
     """Wait until /readyz is 200. Raises what ended the process instead."""
     reason = "no answer"
     try:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(WAIT_S), process.side() as client:
             while True:
                 if process.task.done():
                     process.task.result()
                 with contextlib.suppress(httpx.TransportError):
-                    answer = await process.get("/readyz")
+                    answer = await client.get("/readyz")
                     if answer.status_code == 200:
                         return
                     reason = answer.text
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(HTTP_POLL_S)
     except TimeoutError:
         raise AssertionError(f"not ready within {WAIT_S} s: {reason}") from None
 

@@ -67,9 +67,26 @@ MAX_TURNS = 100  # of the event loop, for requests that arrive while connections
 
 
 class _Server(uvicorn.Server):
+    """One that ends when `end` is called. uvicorn looks ten times a second whether it should, and renews a header that
+    is not sent here.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: State) -> None:
+        super().__init__(config)
+        self.server_state = state
+        self._ending = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        await self._ending.wait()
+
+    def end(self, within_s: float) -> None:
+        """Stop listening; cancel what still runs after `within_s`, rounded up to seconds."""
+        self.config.timeout_graceful_shutdown = math.ceil(within_s)
+        self._ending.set()
 
 
 class HttpServer:
@@ -114,8 +131,8 @@ class HttpServer:
             server_header=False,
             date_header=False,
         )
-        self._server = _Server(config)
-        self._server.server_state = self._state = State(refusals)
+        self._state = State(refusals)
+        self._server = _Server(config, self._state)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -145,8 +162,7 @@ class HttpServer:
         answers.
         """
         self.leave()
-        self._server.config.timeout_graceful_shutdown = math.ceil(within_s)
-        self._server.should_exit = True
+        self._server.end(within_s)
         if self._task is not None:
             await self._task
         self._socket.close()

@@ -10,9 +10,7 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 # Attributes of other objects that may be set, each with its reason.
 SET_ELSEWHERE = {
     "sie_broker.nats.connection self._client.options": "the client has no way to reconnect only after a first success",
-    "sie_runtime.http self._server.server_state": "uvicorn makes it itself, and takes none",
-    "sie_runtime.http self._server.config.timeout_graceful_shutdown": "uvicorn's way to say how long its end may take",
-    "sie_runtime.http self._server.should_exit": "uvicorn's way to be asked to end",
+    "sie_runtime.http self.config.timeout_graceful_shutdown": "uvicorn's way to say how long its end may take",
     "sie_runtime.protocol self.cycle.keep_alive": "uvicorn's cycle: the connection ends with this response",
     "sie_runtime.protocol self.cycle.server_state": "uvicorn makes its cycles itself",
     "sie_runtime.protocol self.cycle.transport": "uvicorn makes its cycles itself",
