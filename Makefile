@@ -1,6 +1,6 @@
 # make serve   the whole cluster on this machine        make test         what CI runs first; installs what tests need
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
-# make docs    the site in build/site
+# make docs    the site in build/site                   make release  what a release hands out, in dist
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ CLIENTS := .venv-clients
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-system test-long lint audit docs bench bench-queue chaos clean
+.PHONY: install serve test test-system test-long lint audit docs release bench bench-queue chaos clean
 
 install: $(VENV)/.serve
 
@@ -58,6 +58,11 @@ audit: $(VENV)/.dev
 docs: $(VENV)/.dev
 	set -e; for page in api errors metrics settings; do $(BIN)/python tests/$${page}_page.py; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# wheel, source archive, chart, images, bill of materials and checksums, of what is committed; ARGS=--help
+release: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python tools/release.py $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/overhead.py

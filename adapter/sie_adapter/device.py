@@ -33,6 +33,9 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
+# of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
+_CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+_INSTEAD = "or name cpu, or auto for what there is"
 _MAPPED_BYTES = 32 << 20  # from here on an allocation has pages of its own; glibc takes no more
 _APART_BYTES = 1 << 20  # the same for what leaves holes in the heap
 _apart, _apart_lock = 0, threading.Lock()  # loads that are going on
@@ -40,19 +43,40 @@ _CLAIM_BYTES = 8 << 20  # several times what oneDNN takes for one new shape, abo
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
+def require(name: str) -> None:
+    """Look for a CUDA device that is named without asking CUDA, which a process that forks later cannot. Raises
+    SettingError, which says what is missing.
+    """
+    if not name.startswith("cuda"):
+        return
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise SettingError(
+            "SIE_DEVICE",
+            f"{name} needs a torch that is built for CUDA, torch {torch.__version__} is not: run the image"
+            f" sie-adapter-cuda, {_INSTEAD}",
+        )
+    if platform.machine() == "x86_64" and not any(control.exists() for control in _CONTROLS):
+        raise SettingError(
+            "SIE_DEVICE",
+            f"{name} needs a GPU, there is none ({_CONTROLS[0]} is missing): in a pod request nvidia.com/gpu, on a node"
+            f" with NVIDIA's driver, container toolkit and device plugin, {_INSTEAD}",
+        )
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto` takes CUDA, then MPS, then CPU. Raises SettingError for a named device that is absent."""
+    require(name)
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
     device = torch.device("cuda:0" if name == "cuda" else name)
     if device.type == "mps" and not has_mps:
-        raise SettingError("SIE_DEVICE", f"{name} is not available here: name cpu, or auto for what there is")
+        raise SettingError("SIE_DEVICE", f"{name} is not available here, {_INSTEAD}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingError(
             "SIE_DEVICE",
-            f"{name} is not available here, torch sees {torch.cuda.device_count()} CUDA devices: name cpu, or auto for"
-            " what there is",
+            f"{name} is not available here, torch sees {torch.cuda.device_count()} CUDA devices (see `sie doctor`),"
+            f" {_INSTEAD}",
         )
     return device
 

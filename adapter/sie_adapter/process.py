@@ -46,6 +46,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         _logger.warning("%s", warning)
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # until somebody looks at them
     _import()
+    _require_device(settings.device)  # before there is a socket, by which probes see an adapter that is ready
     path = Path(settings.ipc_socket_path)
     if _is_served(path):
         _logger.error("another adapter serves on %s", path)
@@ -83,6 +84,12 @@ def _import() -> None:
     # pages shared
     gc.collect()
     gc.freeze()
+
+
+def _require_device(name: str) -> None:
+    from sie_adapter import device
+
+    device.require(name)
 
 
 def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:

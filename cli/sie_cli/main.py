@@ -52,6 +52,12 @@ class _Program(AnyPosition):
     def __call__(self, *args: Any, **options: Any) -> Any:
         try:
             return super().__call__(*args, **options)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if not package or package.startswith("sie_"):
+                raise
+            extra = next((word for word in sys.argv[1:] if word in COMPONENTS), "serve")
+            refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
             # threads of the object store's runtime outlive the interpreter: one that wants it while it is taken down
             # aborts the process
@@ -64,6 +70,7 @@ class _Program(AnyPosition):
             os._exit(ended.code or 0)
 
 
+COMPONENTS = ("gateway", "config", "sidecar", "adapter")  # commands whose extra has their name
 ELSEWHERE = {
     "serve": "sie_cli.serve:serve",
     "airgap": "sie_cli.airgap:airgap",

@@ -212,6 +212,6 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
     return found
 
 
-def refuse(error: Exception) -> NoReturn:
+def refuse(error: Exception | str) -> NoReturn:
     click.echo(f"error: {error}", err=True)
     sys.exit(EXIT_BAD_SETTING)

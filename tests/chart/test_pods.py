@@ -253,6 +253,30 @@ def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
             assert taints & {"nvidia.com/gpu", "sku"}
 
 
+@pytest.mark.parametrize(
+    ("group", "device"),
+    [
+        ({"machineProfile": "l4"}, "cuda"),
+        ({"machineProfile": "mine", "gpu": True}, "cuda"),  # auto would serve on the CPU of a node without a driver
+        ({"machineProfile": "mine", "gpu": True, "device": "cuda:0"}, "cuda:0"),
+        ({"machineProfile": "mine", "gpu": False}, "auto"),
+    ],
+)
+def test_a_gpu_worker_asks_for_its_card_and_for_nothing_else_of_the_driver(group: dict[str, Any], device: str) -> None:
+    group = {"adapter": {"sharedMemory": "3Gi"}, **group}
+    found = objects(template(values={**CHOSEN, "workers": {"groups": {"cpu": None, "g": group}}}))
+    spec = pod(workloads(found)["sie-worker-g"])
+    folder, (sidecar, adapter) = spec["initContainers"][0], spec["containers"]
+    assert variables(adapter)["SIE_DEVICE"] == device
+    on_gpu = device.startswith("cuda")
+    assert variables(adapter).get("NVIDIA_DRIVER_CAPABILITIES") == ("compute,utility" if on_gpu else None)
+    # over what the device plugin says: which card a container got
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(adapter)
+    assert variables(folder) == ({"NVIDIA_VISIBLE_DEVICES": "void"} if on_gpu else {})
+    assert not [name for name in variables(sidecar) if name.startswith("NVIDIA_")]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"}} in spec["volumes"]
+
+
 def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) -> None:
     """X11, X14: no worker holds the admin token."""
     assert not of_kind("Secret", found)

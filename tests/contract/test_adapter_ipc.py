@@ -23,6 +23,7 @@ import oracle
 import pytest
 import torch
 from adapter_process import ENTRY, MODEL, Adapter, Client, Refusal, batch, running, start, stop, toy
+from helm import container, rendered, variables
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -568,3 +569,15 @@ def test_drain_ends_the_process_and_an_absent_device_never_starts(tmp_path: Path
     status, log = start(tmp_path / "b.sock", SIE_DEVICE=f"cuda:{torch.cuda.device_count()}").ended()
     assert status != 0
     assert "SIE_DEVICE" in log
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_adapter_of_the_chart_without_its_gpu_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
+    """Before there is a socket, by which the chart's probes see that it is ready: here there could be none."""
+    told = variables(container(rendered("values-gpu.yaml"), "sie-worker-gpu", "adapter"))
+    environ = {name: value for name, value in told.items() if isinstance(value, str)}
+    here = {"SIE_IPC_SOCKET_PATH": str(tmp_path / "no folder" / "s"), "SIE_LOCAL_CACHE": str(tmp_path), "HOME": "/tmp"}
+    status, log = start(tmp_path / "a.sock", **{**environ, **here}).ended()
+    assert status == 2
+    (line,) = log.splitlines()
+    assert line.startswith("error: SIE_DEVICE: cuda needs a ")

@@ -1,4 +1,5 @@
-"""The bill of materials of an air-gap archive, CycloneDX 1.6 in JSON, and the licence texts that go with it.
+"""The bill of materials of an air-gap archive or of the software alone, CycloneDX 1.6 in JSON, and the licence texts
+that go with an archive.
 
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the distributions that `sie serve` needs of those installed here, and what needs what
@@ -24,7 +25,8 @@ import msgspec
 from sie_contracts.entries import ModelEntry
 from sie_store.manifest import FileFact
 
-SOFTWARE = "sie-cluster[serve]"
+OURS = "sie-cluster"
+SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
 _MAX_NAME = 100  # a longer "licence" of a distribution is its text
 
@@ -129,10 +131,27 @@ def bill(
     """The document. `models`: each with its files by their paths in the archive."""
     made = [_model(entry, files) for entry, files in models]
     components = [*made, *(_package(package) for package in packages.values())]
-    needs = [
+    archive = {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"}
+    needs = {"ref": "air-gap-archive", "dependsOn": [each["bom-ref"] for each in made]}
+    return _document(archive, components, [needs, *_needs(packages)], made_by)
+
+
+def software_bill(packages: Mapping[str, Package], made_by: str) -> bytes:
+    """The document of a release: ours, and the packages that it needs."""
+    others = [_package(package) for name, package in packages.items() if name != OURS]
+    return _document({**_package(packages[OURS]), "type": "application"}, others, _needs(packages), made_by)
+
+
+def _needs(packages: Mapping[str, Package]) -> list[dict[str, Any]]:
+    return [
         {"ref": each.purl, "dependsOn": [packages[name].purl for name in sorted(each.needs)]}
         for each in packages.values()
     ]
+
+
+def _document(
+    subject: dict[str, Any], components: list[dict[str, Any]], dependencies: list[dict[str, Any]], made_by: str
+) -> bytes:
     document: dict[str, Any] = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -140,10 +159,10 @@ def bill(
         "version": 1,
         "metadata": {
             "tools": {"components": [{"type": "application", "name": "sie", "version": made_by}]},
-            "component": {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"},
+            "component": subject,
         },
         "components": components,
-        "dependencies": [{"ref": "air-gap-archive", "dependsOn": [each["bom-ref"] for each in made]}, *needs],
+        "dependencies": dependencies,
     }
     document["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, msgspec.json.encode(document).decode())}"
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from sie_contracts import __version__
 from sie_contracts.api.inference import Truncation
 from sie_contracts.api.shapes import (
     MINI,
@@ -410,7 +411,7 @@ class TeiInfo(Struct, kw_only=True):
         "max_client_batch_size": 2048,
         "auto_truncate": True,
         "tokenization_workers": 1,
-        "version": "0.1.0",
+        "version": __version__,
         "sha": None,
         "docker_label": None,
     }

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from sie_contracts import __version__
 from sie_contracts.api.shapes import MINI, Flag, Map, Number, Text, Texts, Whole
 
 # models
@@ -253,7 +254,7 @@ class Health(Struct, kw_only=True):
     EXAMPLE: ClassVar[Any] = {
         "status": "healthy",
         "type": "gateway",
-        "version": "0.1.0",
+        "version": __version__,
         "nats_url": "nats://broker:4222",
         "nats_monitor_url": None,
         "config_url": "http://config:8000",

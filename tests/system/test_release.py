@@ -1,0 +1,172 @@
+"""What `make release` hands out: whole, checked by its sums, and enough for each use alone."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import audit
+import extras
+import helm
+import jsonschema_rs
+import measure
+import pytest
+import version
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("release")]
+NOW = version.current()
+WHEEL = f"sie_cluster-{NOW}-py3-none-any.whl"
+CHART = f"sie-cluster-{NOW}.tgz"
+BILL = f"sie-cluster-{NOW}.cdx.json"
+SUMS = "SHA256SUMS"
+# as in the Makefile: what pip would choose by itself brings CUDA
+TORCH = next(each for each in extras.EXTRAS["adapter"] if each.startswith("torch=="))
+# what a user of the extra runs first; {sie} is its command line, {python} its Python
+FIRST = {
+    "cli": ["{sie}", "--help"],
+    "serve": ["{sie}", "serve", "--help"],
+    "openai-tokens": [
+        "{python}",
+        "-c",
+        "import importlib.util, sys; sys.exit(not importlib.util.find_spec('bpe_openai'))",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("release") / "dist"
+    argv = [sys.executable, "tools/release.py", "--dirty", "--without-images", "--out", str(out)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (out / SUMS).read_text() in done.stdout
+    assert "left out: images" in done.stdout
+    return out
+
+
+def test_all_that_is_handed_out_is_there_and_has_its_sum(dist: Path) -> None:
+    names = {path.name for path in dist.iterdir()}
+    assert names == {WHEEL, f"sie_cluster-{NOW}.tar.gz", CHART, BILL, SUMS}
+    assert {line.split("  ")[1] for line in (dist / SUMS).read_text().splitlines()} == names - {SUMS}
+    subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=dist, capture_output=True, check=True)
+
+
+def test_nothing_is_released_over_what_is_there(dist: Path) -> None:
+    before = (dist / SUMS).read_bytes()
+    argv = [sys.executable, "tools/release.py", "--dirty", "--without-images", "--out", str(dist)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: {dist} is not empty: remove it, or name another folder by --out\n"
+    assert (dist / SUMS).read_bytes() == before
+
+
+def test_the_wheel_has_every_module_and_the_catalogue_and_nothing_of_the_tests(dist: Path) -> None:
+    with zipfile.ZipFile(dist / WHEEL) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    modules = {module.file for folder in measure.PACKAGES for module in measure.modules(folder)}
+    own = {
+        str(file.relative_to(ROOT / folder))
+        for folder in measure.PACKAGES
+        for file in modules
+        if file.is_relative_to(ROOT / folder)
+    }
+    assert own <= names
+    assert "sie_contracts/catalog/bundles/default.yaml" in names
+    assert {name.partition("/")[0] for name in names} == set(measure.FOLDERS)
+
+
+def test_the_source_archive_has_what_a_contributor_needs(dist: Path) -> None:
+    with tarfile.open(dist / f"sie_cluster-{NOW}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "Makefile",
+        "CHANGELOG.md",
+        "LICENSE",
+        "constraints.txt",
+        "charts/sie-cluster/Chart.yaml",
+        "tests/lanes.py",
+    } <= names
+    assert not [name for name in names if name.startswith((".venv", "dist/", "build/", ".git/"))]
+
+
+def test_the_packaged_chart_renders_what_the_checkout_renders(dist: Path) -> None:
+    values = [*helm.arguments("values-gke.yaml"), "--namespace", helm.NAMESPACE]
+    packaged = helm.helm("template", helm.RELEASE, str(dist / CHART), *values)
+    assert helm.objects(packaged) == helm.objects(helm.template("values-gke.yaml"))
+
+
+def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
+    """Oracle: the schemas of CycloneDX 1.6, as its own Python library carries them."""
+    found: dict[str, Any] = json.loads((dist / BILL).read_text())
+    folder = importlib.resources.files("cyclonedx") / "schema" / "_res"
+    schemas = {
+        f"http://cyclonedx.org/schema/{name}.SNAPSHOT.schema.json": json.loads(
+            (folder / f"{name}.SNAPSHOT.schema.json").read_text()
+        )
+        for name in ("bom-1.6", "spdx", "jsf-0.82")
+    }
+    subject = found["metadata"]["component"]
+    assert (subject["type"], subject["name"], subject["version"]) == ("application", "sie-cluster", NOW)
+    short = {
+        f"http://cyclonedx.org/schema/{name}.schema.json": schemas[
+            f"http://cyclonedx.org/schema/{name}.SNAPSHOT.schema.json"
+        ]
+        for name in ("spdx", "jsf-0.82")
+    }
+    registry = jsonschema_rs.Registry([*schemas.items(), *short.items()])
+    validator = jsonschema_rs.validator_for(
+        schemas["http://cyclonedx.org/schema/bom-1.6.SNAPSHOT.schema.json"], registry=registry
+    )
+    assert [str(error) for error in validator.iter_errors(found)] == []
+    pins = audit.pinned(audit.CONSTRAINTS.read_text())
+    versions = {each["name"]: each["version"].partition("+")[0] for each in found["components"]}
+    assert {name: told for name, told in versions.items() if name in pins and told != str(pins[name])} == {}
+    assert {"torch", "nats-py", "fastapi", "transformers"} <= versions.keys()
+    assert "sie-cluster" not in versions
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("extra", extras.FOR)
+def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tmp_path: Path) -> None:
+    """From the wheel: nothing is missing or at odds, and all modules that it is for are imported."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = str(venv / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    wanted = [[f"{dist / WHEEL}[{extra}]"]]
+    if "torch" in extras.named(extra):
+        wanted.insert(0, [TORCH])
+    environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
+    for each in wanted:
+        argv = [*pip, "install", "--quiet", "--constraint", str(audit.CONSTRAINTS), *each]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+    checked = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)
+    assert checked.returncode == 0, checked.stdout
+    code = f"import importlib\nfor name in {extras.modules_of(extra)!r}: importlib.import_module(name)"
+    commands = [[python, "-W", "ignore", "-c", code]]
+    if extra in FIRST:
+        commands.append([word.format(sie=venv / "bin" / "sie", python=python) for word in FIRST[extra]])
+    for argv in commands:
+        done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    listed = subprocess.run([*pip, "list", "--format=json"], capture_output=True, text=True, check=True, timeout=60)
+    installed = {canonicalize_name(each["name"]) for each in json.loads(listed.stdout)}
+    assert extras.named(extra) <= installed
+    if extra == "cli":
+        asked = subprocess.run(
+            [venv / "bin" / "sie", "gateway"], env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert asked.returncode == 2
+        assert asked.stderr.endswith(" is not installed: pip install 'sie-cluster[gateway]'\n")
+        assert asked.stderr.startswith("error: the package ")
+        assert asked.stderr.count("\n") == 1

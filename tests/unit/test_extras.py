@@ -1,0 +1,26 @@
+"""Each extra of the distribution, alone, names all that its modules import, and nothing that nobody uses."""
+
+from __future__ import annotations
+
+import extras
+import pytest
+
+pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
+
+
+def test_it_is_said_what_each_extra_is_for() -> None:
+    assert extras.FOR.keys() == extras.EXTRAS.keys() - extras.OF_DEVELOPERS
+
+
+@pytest.mark.parametrize("extra", extras.FOR)
+def test_an_extra_names_all_that_its_modules_import(extra: str) -> None:
+    """tests/system/test_release.py installs each and imports these modules."""
+    known = {*extras.named(extra), "docker/adapter-cuda.Dockerfile"}
+    places = extras.used(extra).items()
+    missing = {owner: where for owner, where in places if not {owner, extras.FROM_ELSEWHERE.get(owner)} & known}
+    assert missing == {}
+
+
+@pytest.mark.parametrize("extra", extras.FOR)
+def test_an_extra_names_nothing_that_nobody_uses(extra: str) -> None:
+    assert extras.own(extra) - extras.used(extra).keys() - extras.USED_BY_OTHERS.keys() == set()

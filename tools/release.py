@@ -1,0 +1,123 @@
+"""Builds what a release hands out, into one folder. `make release` runs it.
+
+    checkout ──► source archive ──► wheel
+        ├──────► chart                         helm package
+        ├──────► images.txt                    make image-NAME, where a builder is installed: names and ids
+        ├──────► bill of materials             CycloneDX, of what the wheel needs with the extra `serve`
+        └──────► SHA256SUMS                    of all that
+
+Images stay with their builder, from where they are pushed; what is not built is said at the end. A checkout with
+changes that are not committed is refused, since nobody else could build the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import version
+
+from sie_cli.airgap import sbom
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILDERS = ("docker", "podman", "buildah")
+IMAGES = ("gateway", "config", "sidecar", "adapter-cpu")
+SUMS = "SHA256SUMS"
+
+
+class ReleaseError(Exception):
+    """Why nothing is released. The message says what to change."""
+
+
+def run(*command: str | Path, **environ: str) -> str:
+    """Its standard output; the rest goes to the terminal. Raises ReleaseError."""
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def checked_version(*, dirty: bool) -> str:
+    """The version of this checkout. Raises ReleaseError where two places disagree, and for changes."""
+    found = version.current()
+    if wrong := [f"{place} has {other}" for place, other in version.found() if other != found]:
+        raise ReleaseError(f"the version is {found}, but {', '.join(wrong)}: run python tools/version.py {found}")
+    changed = run("git", "status", "--porcelain").splitlines()
+    if changed and not dirty:
+        raise ReleaseError(f"{len(changed)} files are changed: commit them, or say --dirty for a trial")
+    return found
+
+
+def distributions(out: Path) -> None:
+    """The wheel is built from the source archive, so that the archive is known to have all that it needs."""
+    at = run("git", "log", "-1", "--format=%ct").strip()
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, SOURCE_DATE_EPOCH=at)
+
+
+def chart(out: Path) -> None:
+    run(Path(sys.executable).with_name("helm"), "package", ROOT / "charts" / "sie-cluster", "--destination", out)
+
+
+def bill(out: Path, of: str) -> None:
+    packages = sbom.software(sbom.SOFTWARE)
+    (out / f"sie-cluster-{of}.cdx.json").write_bytes(sbom.software_bill(packages, of))
+
+
+def images(out: Path, of: str) -> list[str]:
+    """Builds them where a builder is. Returns what is left out, and why."""
+    cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
+    if not any(map(shutil.which, BUILDERS)):
+        return [f"images {', '.join(IMAGES)}: none of {', '.join(BUILDERS)} is installed", cuda]
+    lines = []
+    for name in IMAGES:
+        ident = out / f"{name}.id"
+        run("make", f"image-{name}", f"ARGS=--iidfile {ident}")
+        lines.append(f"sie-{name}:{of} {ident.read_text().strip()}\n")
+        ident.unlink()
+    (out / "images.txt").write_text("".join(lines))
+    return [cuda]
+
+
+def sums(out: Path) -> None:
+    """As sha256sum writes them; `sha256sum --check SHA256SUMS` reads them."""
+    files = sorted(path for path in out.iterdir() if path.name != SUMS)
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (out / SUMS).write_text("".join(lines))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Build a release.")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="an empty or new folder")
+    parser.add_argument("--without-images", action="store_true")
+    parser.add_argument("--dirty", action="store_true", help="a trial, of a checkout with changes")
+    options = parser.parse_args(arguments)
+    out: Path = options.out.resolve()
+    try:
+        if out.exists() and any(out.iterdir()):
+            raise ReleaseError(f"{out} is not empty: remove it, or name another folder by --out")
+        out.mkdir(parents=True, exist_ok=True)
+        made = checked_version(dirty=options.dirty)
+        distributions(out)
+        chart(out)
+        bill(out, made)
+        left_out = ["images: --without-images"] if options.without_images else images(out, made)
+        sums(out)
+        tagged = f"v{made}" in run("git", "tag", "--points-at", "HEAD").split()
+    except ReleaseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print((out / SUMS).read_text(), end="")
+    print(*(f"left out: {each}" for each in left_out), sep="\n")
+    if not tagged:
+        print(f"not tagged: git tag v{made} makes this commit the release")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
