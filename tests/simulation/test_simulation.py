@@ -1,5 +1,5 @@
-"""The promises of the queue, in many runs of the whole of it under a virtual clock: seeds 0 to 99 in every run of the
-tests, 10,000 more in the long one. A failing seed is repeated by the command it names.
+"""The promises of the queue, in many runs of the whole of it under a virtual clock: seeds 0 to 39 in every run of the
+tests, up to 9,999 in the long one. A failing seed is repeated by the command it names.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from simulation.world import simulate
 from sie_gateway.consumers import IDLE_S, Consumers
 from sie_gateway.shadow import Shadows
 
-SEEDS, BLOCK = 100, 25
-LONG, LONG_BLOCK = 10_000, 250
+SEEDS, BLOCK = 40, 20
+LONG, LONG_BLOCK = 9_960, 249
 MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
 

@@ -257,6 +257,7 @@ async def _alter(url: str) -> None:
         await broker.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -> None:
     """1. Nothing runs. 2. A stream is altered, the queue may grow above the disk. 3. It was killed, and another program

@@ -48,7 +48,10 @@ def plain(data_dir: Path, *args: str) -> Cluster:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", [(), ("--standalone",)], ids=["queue", "standalone"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param((), id="queue"), pytest.param(("--standalone",), id="standalone", marks=pytest.mark.long)],
+)
 def test_a_start_tells_each_warning_once_and_nothing_else_and_takes_no_port_that_others_use(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:

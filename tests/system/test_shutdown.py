@@ -128,6 +128,7 @@ def _of_a_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
     """SIGHUP drains as SIGTERM does, although nothing can be printed any more."""
     port, worker_port = free_ports(2)

@@ -174,6 +174,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         cluster.stop()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_two_models_on_a_budget_for_one_take_turns(
     models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path

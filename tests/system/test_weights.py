@@ -15,6 +15,7 @@ import httpx
 import local_models
 import numpy as np
 import psutil
+import pytest
 from cluster import Cluster, until
 from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
@@ -45,6 +46,7 @@ def vector(url: str, model: str) -> np.ndarray:
     return np.array(answer.json()["items"][0]["dense"]["values"])
 
 
+@pytest.mark.long
 def test_two_workers_fetch_once_and_go_on_where_they_were_killed(tmp_path: Path) -> None:
     """Acceptance: kill -9 of every adapter of the node during the download, twice.
 
