@@ -97,11 +97,11 @@ def check(name: str, precision: str, served: Served, references: References, tab
             assert ours.mean_distance <= MAX_MEAN_OF_STOCK * stock.mean_distance
 
 
-@pytest.mark.parametrize(("name", "precision"), long_but(ALL, [*IN_FLOAT32, *OF_BACKBONES]))
+@pytest.mark.parametrize(("name", "precision"), long_but(ALL, OF_BACKBONES))
 def test_vectors_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
-    """W3, W4."""
+    """W3, W4. In float32 `test_a_folder_is_served_as_its_own_files_say` compares every architecture."""
     check(name, precision, serve(name, precision), references, table)
 
 

@@ -203,6 +203,7 @@ def report(gaps: list[float], before: float, after: float) -> str:
     return f"silences {silences}; processor seconds of the worker for one of the gateway: {share}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_one_input_of_600(cluster: Cluster) -> None:
     """L4. A few seconds on each side are too short for more than a look at what requests cost."""

@@ -58,6 +58,7 @@ def test_a_verb_answers_as_with_a_broker(standalone: Cluster, open_cluster: Clus
         assert alone.headers.get(name) == together.headers.get(name), name
 
 
+@pytest.mark.long
 def test_vectors_of_many_messages_are_those_of_sentence_transformers(standalone: Cluster) -> None:
     """In the default precision of the device."""
     texts = [*oracle.ragged_texts(100, seed=1), "", "First line.\nSecond line."]

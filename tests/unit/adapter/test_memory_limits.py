@@ -103,6 +103,7 @@ def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
     assert max(after) - before <= 0.05 * told["weights"], f"MiB: {[resident >> 20 for resident in told['resident']]}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_unloading_gives_the_memory_back(tmp_path: Path) -> None:
     """O13: two cycles of a model of more than 150 MB."""
