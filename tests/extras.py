@@ -51,6 +51,8 @@ FROM_ELSEWHERE = {
     "starlette": "fastapi",  # which hands out its classes
     "flash-attn": "docker/adapter-cuda.Dockerfile",  # compiled there
 }
+# parts of others that need what their distribution does not bring
+NEEDS = {"uvicorn.protocols.websockets": "websockets"}
 # an import that no process of an extra comes to
 NEVER = {(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")}
 # named for others that use them
@@ -144,6 +146,8 @@ def used(extra: str) -> dict[str, set[str]]:
             if top in sys.stdlib_module_names or top in measure.FOLDERS:
                 continue
             owners = {*_owners().get(top, [canonicalize_name(top)])}
+            for part in (part for part in NEEDS if _is_in(name, (part,))):
+                found.setdefault(NEEDS[part], set()).add(f"{module}:{line}")
             # of a namespace that several share: those that are named
             for owner in owners & named(extra) or sorted(owners)[:1]:
                 if (extra, owner) not in NEVER:

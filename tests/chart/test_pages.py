@@ -5,12 +5,16 @@ table's.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import promql_parser as promql
-from helm import CHART, containers, of_kind, pod, rendered, variables, workloads
+import yaml
+from helm import CHART, CHOSEN, container, containers, objects, of_kind, pod, rendered, template, variables, workloads
 from metrics_page import every
 from monitoring import parts_of
-from pages import DOCS
+from pages import DOCS, blocks
+
+from sie_contracts.settings import load
 
 FILE = "values-gke.yaml"
 # without its block
@@ -34,7 +38,8 @@ def test_every_selector_finds_pods() -> None:
 
 
 def test_every_object_container_and_file_is_there() -> None:
-    names = {"deployment": workloads(rendered(FILE)).keys(), "service": of_kind("Service", rendered(FILE)).keys()}
+    found = [*rendered(FILE), *rendered("values-kind.yaml")]
+    names = {"deployment": workloads(found).keys(), "service": of_kind("Service", found).keys()}
     objects = [
         (page, kind, name)
         for page, command in COMMANDS
@@ -53,14 +58,85 @@ def test_every_object_container_and_file_is_there() -> None:
     assert loaded == {image for image in images if image.startswith("sie-")}
 
 
+def test_the_first_hour_s_values_render_step_by_step() -> None:
+    """Each block is added to the file of those before it."""
+    page = DOCS / "first-hour.md"
+    steps = [yaml.safe_load(block.code) for block in blocks(page, "yaml")]
+    assert len(steps) == 4
+    made, found = steps[0], []
+    for step in steps:
+        made = merged(made, step)
+        found.append(objects(template(values=made)))
+    first, tls, scaled, watched = found
+    images = {each["image"] for _, _, each in containers(first) if "/sie-" in each["image"]}
+    pushed = re.search(r"for image in ([a-z -]+); do docker push \$REGISTRY/sie-\$image:(\S+);", page.read_text())
+    assert pushed is not None
+    assert images == {f"registry.example.com/sie/sie-{name}:{pushed[2]}" for name in pushed[1].split()}
+    text = page.read_text("utf-8")
+    (claim,) = re.findall(r"([\d.]+) free cores and ([\d.]+) GiB of free memory", text)
+    assert requested(first) == (float(claim[0]), float(claim[1]))
+    (ingress,) = of_kind("Ingress", tls).values()
+    assert ingress["spec"]["tls"][0]["secretName"] in text.partition("create secret tls ")[2].split()[0]
+    assert f"https://{ingress['spec']['rules'][0]['host']}/" in text
+    assert of_kind("ScaledObject", scaled).keys() == {"sie-worker-cpu"}
+    labels = of_kind("ServiceMonitor", watched)["sie-gateway"]["metadata"]["labels"]
+    assert f"helm install {labels['release']} prometheus-community/kube-prometheus-stack" in text
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """As two parts of one values file."""
+    return {
+        **below,
+        **{
+            key: merged(below[key], value) if isinstance(below.get(key), dict) and isinstance(value, dict) else value
+            for key, value in above.items()
+        },
+    }
+
+
+def requested(found: list[Any]) -> tuple[float, float]:
+    """Cores and GiB of all pods as they start."""
+    cores, gib = 0.0, 0.0
+    scalers = {
+        each["spec"]["scaleTargetRef"]["name"]: each["spec"]
+        for each in of_kind("HorizontalPodAutoscaler", found).values()
+    }
+    for name, workload in workloads(found).items():
+        count = scalers[name]["minReplicas"] if name in scalers else workload["spec"]["replicas"]
+        for each in pod(workload)["containers"]:
+            asked = each["resources"]["requests"]
+            cores += count * (float(asked["cpu"].rstrip("m")) / (1000 if asked["cpu"].endswith("m") else 1))
+            gib += count * float(asked["memory"][:-2]) / {"Gi": 1, "Mi": 1024}[asked["memory"][-2:]]
+    return round(cores, 2), round(gib, 2)
+
+
+def test_the_table_of_gpu_types_is_that_of_the_values_files() -> None:
+    rows = re.findall(
+        r"^\| `([\w-]+)` \|(.*)\|$", (DOCS / "sizing.md").read_text("utf-8").partition("### GPU types")[2], re.MULTILINE
+    )
+    told = {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+    profiles = yaml.safe_load((CHART / "values.yaml").read_text())["machineProfiles"]
+    assert told.keys() == {name for name, profile in profiles.items() if profile["gpu"]}
+    for at, cloud in enumerate(("gke", "eks", "aks"), start=2):
+        known = yaml.safe_load((CHART / f"values-{cloud}.yaml").read_text())["machineProfiles"]
+        for name, cells in told.items():
+            selector = known.get(name, {}).get("nodeSelector", {})
+            assert dict(re.findall(r"`([^:`]+): ([^`]+)`", cells[at])) == selector, (name, cloud)
+            assert selector or cells[at] == "no such nodes"
+    for name, cells in told.items():
+        values = {**CHOSEN, "workers": {"groups": {"cpu": None, "g": {"machineProfile": name}}}}
+        environ = variables(container(objects(template(values=values)), "sie-worker-g", "worker-sidecar"))
+        default = load(environ={"SIE_MACHINE_PROFILE": name}).settings.max_batch_cost
+        assert cells[1] == environ.get("SIE_MAX_BATCH_COST", str(default))
+
+
 def test_the_secret_that_pages_create_has_every_key_that_is_read() -> None:
     found = [value for _, _, each in containers(rendered("values-ha.yaml")) for value in variables(each).values()]
     read = {value["secretKeyRef"]["key"] for value in found if isinstance(value, dict) and "secretKeyRef" in value}
     assert "nats-route" in read
-    for page in ("quickstart.md", "kubernetes.md"):
-        (made,) = re.findall(r"for key in ([\w\s\\-]+); do", (DOCS / page).read_text("utf-8"))
-        keys = set(made.replace("\\", " ").split())
-        assert read <= keys, page
+    (made,) = re.findall(r"for key in ([\w\s\\-]+); do", (DOCS / "first-hour.md").read_text("utf-8"))
+    keys = set(made.replace("\\", " ").split())
+    assert read <= keys
 
 
 def test_every_query_of_the_runbook_asks_for_what_is_exported() -> None:

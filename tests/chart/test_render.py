@@ -332,9 +332,6 @@ def test_the_page_names_the_keys_of_the_secret() -> None:
     keys = {found["key"] for found in map(json.loads, references) if found["name"] == "sie"}
     table = PAGE.partition("| key of the secret |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([a-z-]+)`", " ".join(line.split("|")[1] for line in table.splitlines()[2:]))) == keys
-    command = re.search(r"for key in ([^;]*);", PAGE)
-    assert command is not None
-    assert set(command[1].replace("\\", " ").split()) == keys
 
 
 def test_the_page_s_groups_render_as_it_says() -> None:
