@@ -70,15 +70,16 @@ def bill(out: Path, of: str) -> None:
 
 
 def images(out: Path, of: str) -> list[str]:
-    """Builds them where a builder is. Returns what is left out, and why."""
+    """Builds them where a builder is, with the variables of `make image-NAME`. Returns what is left out, and why."""
     cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
         return [f"images {', '.join(IMAGES)}: none of {', '.join(BUILDERS)} is installed", cuda]
+    registry = os.environ.get("REGISTRY", "").rstrip("/")
     lines = []
     for name in IMAGES:
         ident = out / f"{name}.id"
         run("make", f"image-{name}", f"ARGS=--iidfile {ident}")
-        lines.append(f"sie-{name}:{of} {ident.read_text().strip()}\n")
+        lines.append(f"{registry and registry + '/'}sie-{name}:{of} {ident.read_text().strip()}\n")
         ident.unlink()
     (out / "images.txt").write_text("".join(lines))
     return [cuda]

@@ -18,6 +18,7 @@ import helm
 import jsonschema_rs
 import measure
 import pytest
+import release
 import version
 from packaging.utils import canonicalize_name
 
@@ -67,6 +68,29 @@ def test_nothing_is_released_over_what_is_there(dist: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: {dist} is not empty: remove it, or name another folder by --out\n"
     assert (dist / SUMS).read_bytes() == before
+
+
+def test_images_are_told_with_their_ids_or_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `make` that stands in for the real one, which takes minutes and a builder."""
+    make = tmp_path / "bin" / "make"
+    make.parent.mkdir()
+    make.write_text('#!/bin/sh\necho "sha256:$1" > "${2#ARGS=--iidfile }"\n')
+    make.chmod(0o755)
+    out = tmp_path / "dist"
+    out.mkdir()
+    monkeypatch.delenv("BUILDER", raising=False)
+    monkeypatch.setenv("PATH", str(make.parent))
+    (none, cuda) = release.images(out, NOW)
+    assert none.startswith("images gateway, config, sidecar, adapter-cpu: none of docker, podman, buildah")
+    assert [*out.iterdir()] == []
+    monkeypatch.setenv("BUILDER", "/opt/buildah --root /images")
+    monkeypatch.setenv("REGISTRY", "registry.example.com/sie")
+    monkeypatch.setenv("PATH", f"{make.parent}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    assert release.images(out, NOW) == [cuda]
+    assert {path.name for path in out.iterdir()} == {"images.txt"}
+    assert (out / "images.txt").read_text().splitlines() == [
+        f"registry.example.com/sie/sie-{name}:{NOW} sha256:image-{name}" for name in release.IMAGES
+    ]
 
 
 def test_the_wheel_has_every_module_and_the_catalogue_and_nothing_of_the_tests(dist: Path) -> None:
