@@ -1,6 +1,7 @@
 # make serve   the whole cluster on this machine        make test         what CI runs first; installs what tests need
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
 # make docs    the site in build/site                   make release  what a release hands out, in dist
+# make images  the images, by docker, podman or buildah  make image-NAME  one of them
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ CLIENTS := .venv-clients
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-system test-long lint audit docs release bench bench-queue chaos clean
+.PHONY: install serve test test-system test-long lint audit docs images release bench bench-queue chaos clean
 
 install: $(VENV)/.serve
 
@@ -64,6 +65,22 @@ docs: $(VENV)/.dev
 release: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python tools/release.py $(ARGS)
+
+# From another registry or mirror: BASE, PIP_INDEX_URL, TORCH_INDEX (docs/kubernetes.md). Without the two exported variables buildah
+# keeps neither layers nor health checks.
+BUILDER ?= $(notdir $(firstword $(shell command -v docker podman buildah)))
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+REVISION := $(shell git rev-parse HEAD 2>/dev/null)
+SOURCE ?= $(shell git config --get remote.origin.url | sed 's,//[^/@]*@,//,')
+FROM_OUTSIDE := $(foreach name,BASE PIP_INDEX_URL TORCH_INDEX,$(if $(filter undefined,$(origin $(name))),,--build-arg $(name)='$($(name))'))
+export BUILDAH_LAYERS := true
+export BUILDAH_FORMAT := docker
+
+images: image-gateway image-config image-sidecar image-adapter-cpu
+
+image-%:
+	$(BUILDER) build -f $(firstword $(wildcard docker/$*.Dockerfile) docker/Dockerfile) -t $(REGISTRY:%=%/)sie-$*:$(VERSION) --build-arg COMPONENT=$* \
+	    --build-arg VERSION=$(VERSION) --build-arg REVISION=$(REVISION) --build-arg SOURCE='$(SOURCE)' $(FROM_OUTSIDE) $(ARGS) .
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/overhead.py

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -344,8 +345,12 @@ def test_the_page_s_groups_render_as_it_says() -> None:
 
 def test_the_page_s_commands_name_files_that_exist() -> None:
     root = CHART.parents[1]
-    for path in re.findall(r"(?:charts|docker|tests)/[A-Za-z0-9_./-]+\.[a-z]+", PAGE.replace("$image", "gateway")):
+    for path in re.findall(r"(?:charts|docker|tests)/[A-Za-z0-9_./-]+\.[A-Za-z]+", PAGE):
         assert (root / path).is_file(), path
     images = re.search(r"for image in ([a-z -]+);", PAGE)
     assert images is not None
-    assert all((root / "docker" / f"{image}.Dockerfile").is_file() for image in images[1].split())
+    for image in images[1].split():
+        planned = subprocess.run(["make", "-n", f"image-{image}"], cwd=root, capture_output=True, text=True, timeout=30)
+        dockerfile = re.search(r"-f (\S+)", planned.stdout)
+        assert dockerfile is not None, planned.stderr
+        assert f"AS {image}\n" in (root / dockerfile[1]).read_text() or dockerfile[1].endswith(f"/{image}.Dockerfile")

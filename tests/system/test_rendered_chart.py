@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dockerfiles
 import httpx
 import local_models
 import psutil
@@ -183,9 +184,7 @@ class Node:
         command = container.get("command")
         if command is None:
             component = container["image"].partition(":")[0].rpartition("/sie-")[2].removeprefix("sie-")
-            text = (ROOT / "docker" / f"{component}.Dockerfile").read_text()
-            (entry,) = re.findall(r"^ENTRYPOINT \[(.*)\]$", text, re.MULTILINE)
-            command = re.findall(r'"(.*?)"', entry)
+            command = json.loads(dict(dockerfiles.last_stage(component))["ENTRYPOINT"])
         words = [self.here(where, word) for word in [*command, *container.get("args", ())]]
         return ["unshare", "--mount", "sh", "-ec", self.enter(where, container), "sh", *words]
 

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Takes out of an environment what no process of ours reads. $1: the environment.
+set -eu
+python=$1/bin/python
+cd "$1"/lib/python3*/site-packages
+
+# tests, what is there for extensions to be compiled, and numpy's tools for Fortran, which scipy imports
+find . -depth -type d \( -name tests -o -path ./numpy/distutils -o -path ./torch/test -o -path ./torch/include \) -exec rm -r {} +
+[ -d scipy ] || rm -r numpy/f2py
+find . -type f \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.a' \) -delete
+find . -type f -path './torch/bin/*' ! -name torch_shm_manager -delete
+
+# the symbols of the extension modules that have most of them; numpy's and torch's do not bear it
+find . -regex './\(uvloop\|yaml\|tokenizers\|obstore\|httptools\)/.*\.so' -exec strip --strip-unneeded {} +
+
+# byte code of what a start loads, a few of the 400 families of transformers and parts of what computes, and of no more
+if [ -d transformers ]; then
+    find transformers/models networkx scipy sklearn sympy -depth -type d -name __pycache__ -exec rm -r {} +
+    env -u PYTHONDONTWRITEBYTECODE "$python" -c "import gliner, gliclass, transformers"
+fi

@@ -1,0 +1,84 @@
+"""The Dockerfiles under docker/, read: which images they make, and what the instructions of one are."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ALL = sorted((ROOT / "docker").glob("*Dockerfile"))
+VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+_SHARED = ROOT / "docker" / "Dockerfile"
+Instruction = tuple[str, str]
+
+
+def _instructions(path: Path) -> list[Instruction]:
+    """Keyword and the rest, continued lines joined, comments left out."""
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", path.read_text()))
+    return [
+        (word, " ".join(rest.split()))
+        for word, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())
+    ]
+
+
+def stages(path: Path) -> dict[str, list[Instruction]]:
+    """By name, each with its FROM; the last one's name may be empty, and what precedes all stages is left out."""
+    found: dict[str, list[Instruction]] = {}
+    name: str | None = None
+    for word, rest in _instructions(path):
+        if word == "FROM":
+            name = rest.partition(" AS ")[2]
+            found[name] = []
+        if name is not None:
+            found[name].append((word, rest))
+    return found
+
+
+def dockerfile(image: str) -> Path:
+    own = _SHARED.with_name(f"{image}.Dockerfile")
+    return own if own in ALL else _SHARED
+
+
+def last_stage(image: str) -> list[Instruction]:
+    """What makes the image: its last stage after the stages that it is built on."""
+    found = stages(dockerfile(image))
+    told, name = [], ""
+    while name in found:
+        told[:0] = found[name][1:]
+        name = found[name][0][1].partition(" AS ")[0].replace("${COMPONENT}", image)
+    return told
+
+
+def images() -> list[str]:
+    """Those of the shared Dockerfile are its stages with an ENTRYPOINT."""
+    shared = [name for name, each in stages(_SHARED).items() if "ENTRYPOINT" in dict(each)]
+    return sorted([*shared, *(path.name.removesuffix(".Dockerfile") for path in ALL if path != _SHARED)])
+
+
+def health_check(image: str) -> list[str]:
+    told: list[str] = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
+    return told
+
+
+def installed(image: str) -> list[str]:
+    """The requirements that its environment is made of; `.` is the project."""
+    steps = " && ".join(rest for word, rest in stages(dockerfile(image))["dependencies"] if word == "RUN")
+    steps = steps.replace("${COMPONENT%%-*}", image.partition("-")[0])
+    if not image.startswith("adapter-"):
+        steps = re.sub(r"case .*? esac", "", steps)
+    words = [word.strip("\"';") for command in steps.split("&&") for word in _requirements(command)]
+    return [word for word in words if re.match(r"\.\[|[a-z][a-z-]*==", word)]
+
+
+def _requirements(command: str) -> list[str]:
+    found = re.search(r"pip --python /opt/sie/bin/python install (.*)", command)
+    return found[1].split() if found else []
+
+
+def budgets() -> dict[str, int]:
+    """Bytes that an image may add to its base, by the table in docs/kubernetes.md."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
+    rows = re.findall(r"^\| `sie-([a-z-]+)` \| [\d ]+ \| ([\d ]+) \|$", page, re.MULTILINE)
+    return {image: int(mb.replace(" ", "")) * 1_000_000 for image, mb in rows}
