@@ -99,7 +99,8 @@ def modules_of(extra: str) -> list[str]:
     packages = {root.partition(".")[0] for root in roots}
     near = {*packages, *_SHARED, *(("sie_sdk",) if "sie_cli" in packages else ())}
     found: set[str] = set()
-    waiting = [name for name in modules() if _is_in(name, roots)]
+    # an import of __main__ would run it
+    waiting = [name for name in modules() if _is_in(name, roots) and not name.endswith(".__main__")]
     while waiting:
         name = waiting.pop()
         if name in found or _is_in(name, apart) or (name == TRACING and extra != "tracing"):
