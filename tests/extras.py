@@ -41,10 +41,12 @@ FOR = {
 }
 # what one process never does, or only for those who installed another extra
 _HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.inspect")
+# commands that bring components into their own process
+_COMPONENTS = ("sie_cli.bench", "sie_cli.replay", "sie_cli.standalone", "sie_cli.processes")
 APART: dict[str, tuple[str, ...]] = {
     "sdk": ("sie_sdk.watching", "sie_contracts.configs"),  # the client reads no configuration
     "adapter": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder", "sie_adapter.families.gliclass"),
-    "cli": _HUB,
+    "cli": (*_HUB, *_COMPONENTS),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
