@@ -15,11 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from inprocess import InProcess
+from zygote import Forked
 
 from sie_runtime.process import configure_logging
 
 SIE = str(Path(sys.executable).with_name("sie"))
 CANARY = "canary-5c1e"
+END_S = 30.0
 KEYS = {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"}
 PLAIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) sie(\.\w+)+: .+|warning: .+")
 
@@ -40,39 +42,30 @@ PROCESSES = {
 LAST = {"standalone": "gateway listening", "adapter": "adapter ready"}
 
 
-async def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
+def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
     """All lines of a process, from its start through a SIGTERM when it is up."""
     arguments = [argument.format(folder=folder) for argument in PROCESSES[process]]
     (folder / "run").mkdir(parents=True)
-    started = await asyncio.create_subprocess_exec(
-        SIE,
-        process,
-        *arguments,
-        env={"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    assert started.stdout is not None
+    environ = {"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ}
+    started = Forked("engine" if process == "adapter" else "sie", [SIE, process, *arguments], environ)
     lines = []
     try:
-        async with asyncio.timeout(60):
-            async for raw in started.stdout:
-                lines.append(raw.decode().rstrip("\n"))
-                if LAST[process] in lines[-1]:
+        with started.stdout as output:
+            for line in output:
+                lines.append(line.rstrip("\n"))
+                if LAST[process] in line:
                     started.send_signal(signal.SIGTERM)
-            assert await started.wait() == 0, lines
+        assert started.wait(END_S) == 0, lines
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            started.kill()
-            await started.wait()
+        started.kill()
     return lines
 
 
 async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> None:
     """SIE_LOG_JSON: on, every line is one object with the documented keys; off, none is."""
     plain, *json = await asyncio.gather(
-        lines_of("standalone", tmp_path / "plain"),
-        *(lines_of(name, tmp_path / name, SIE_LOG_JSON="true") for name in PROCESSES),
+        asyncio.to_thread(lines_of, "standalone", tmp_path / "plain"),
+        *(asyncio.to_thread(lines_of, name, tmp_path / name, SIE_LOG_JSON="true") for name in PROCESSES),
     )
     for lines in json:
         entries = [msgspec.json.decode(line) for line in lines]
