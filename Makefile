@@ -20,6 +20,7 @@ install: $(VENV)/.serve
 # torch first and pinned: left to a resolver it is replaced by a build that brings gigabytes of CUDA libraries
 $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade 'pip>=26'  # resolves in half the time of the one that Python 3.11 brings
 	$(PIP) torch==2.13.0
 	$(PIP) --constraint constraints.txt --editable '.[serve]'
 	touch $@
