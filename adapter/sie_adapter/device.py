@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie_contracts.settings import SettingError
+from sie_runtime import control_group
 
 _logger = logging.getLogger("sie.adapter")
 
 Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
-_CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 # of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
@@ -171,13 +171,10 @@ def label(device: torch.device) -> str:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut to the cgroup's quota. At least 1."""
+    """Cores this process may use: its affinity, cut to the whole cores of its control group's quota. At least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return max(1, allowed)
-    return max(1, allowed if quota == "max" else min(allowed, int(quota) // int(period)))
+    quota = control_group.cores()
+    return max(1, allowed if quota is None else min(allowed, int(quota)))
 
 
 @dataclass(frozen=True)
@@ -301,19 +298,12 @@ def _mps_memory() -> list[Memory]:
 
 def _host_memory() -> list[Memory]:
     machine = psutil.virtual_memory()
-    limits = [Memory(machine.total - machine.available, machine.total), _container_memory(), _own_limit()]
-    return [limit for limit in limits if limit is not None]
-
-
-def _container_memory() -> Memory | None:
-    try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        counters = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None
-    # file pages that nobody used lately are counted as used by the kernel but are given back before anything fails
-    return Memory(used - int(counters.get("inactive_file", 0)), limit)
+    own = _own_limit()
+    return [
+        Memory(machine.total - machine.available, machine.total),
+        *(Memory(each.used_bytes, each.limit_bytes) for each in control_group.memories()),
+        *([own] if own is not None else []),
+    ]
 
 
 def _data_limit() -> int | None:

@@ -20,6 +20,7 @@ from sie_cli.display import size
 from sie_contracts import topology
 from sie_contracts.settings import Settings
 from sie_contracts.trust import is_bucket
+from sie_runtime import control_group
 from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
@@ -28,8 +29,6 @@ RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's ow
 MIN_ADDRESS_BYTES = 3 << 30
 # what all processes hold before a model is loaded, torch counted once an adapter: 0.55 GiB measured on 2 cores
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
-_CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # what version 1 of the kernel's control groups calls no limit
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def _memory(needs: Needs) -> Iterator[str]:
             f" {size(MIN_ADDRESS_BYTES)} with a small model: start it in a shell with `ulimit -v unlimited`, or at "
             f"least `ulimit -v {MIN_ADDRESS_BYTES // 1024}`"
         )
-    limit = container_bytes()
+    limit = control_group.memory_limit()
     wanted = MIN_MEMORY_BYTES + (needs.workers - 1) * WORKER_BYTES + (needs.gateways - 1) * GATEWAY_BYTES
     if limit is not None and limit < wanted:
         fewer = ", or start fewer with --workers and --gateways" if needs.workers + needs.gateways > 2 else ""
@@ -186,36 +185,3 @@ def _memory(needs: Needs) -> Iterator[str]:
             f"{size(wanted)} before a model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, "
             f"limits.memory of a pod){fewer}"
         )
-
-
-def container_bytes() -> int | None:
-    """The memory limit of this process's control group and those around it; None without one. Both versions of the
-    kernel's interface.
-    """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None  # not Linux
-    found: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            found += _limits(_CGROUPS, path, "memory.max")
-        elif "memory" in controllers.split(","):
-            found += _limits(_CGROUPS / "memory", path, "memory.limit_in_bytes")
-    return min(found, default=None)
-
-
-def _limits(root: Path, path: str, name: str) -> Iterator[int]:
-    """The limits from a group up to the root. In a container the root is its own group, and the path is one of the
-    host's.
-    """
-    folder = root / path.strip("/")
-    while True:
-        with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
-            limit = int((folder / name).read_text())
-            if limit < _NO_LIMIT_BYTES:
-                yield limit
-        if folder == root:
-            return
-        folder = folder.parent

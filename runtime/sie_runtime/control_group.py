@@ -1,0 +1,84 @@
+"""The control groups of this process: what a container, a pod or a unit of systemd leaves it of the machine. Both
+versions of the kernel's interface, and machines that have version 1 for some controllers beside version 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNTS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # what version 1 calls no limit
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one group: what all of its processes hold, without what the kernel gives back first, and its limit."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+def memories() -> list[Memory]:
+    """Of the group of this process and those around it, where they have a limit."""
+    found = []
+    for folder, version in _groups("memory"):
+        limit, used, dropped = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        with contextlib.suppress(OSError, ValueError):  # not one of this version, or "max"
+            limit_bytes = int((folder / limit).read_text())
+            if limit_bytes >= _NO_LIMIT_BYTES:
+                continue
+            counters = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # file pages that nobody used lately are counted as used, but are given back before anything fails
+            used_bytes = int((folder / used).read_text()) - int(counters.get(dropped, 0))
+            found.append(Memory(used_bytes, limit_bytes))
+    return found
+
+
+def memory_limit() -> int | None:
+    """The tightest, in bytes. None without one."""
+    return min((each.limit_bytes for each in memories()), default=None)
+
+
+def cores() -> float | None:
+    """What the quota of this group, or of one around it, leaves of the machine's cores. None without a quota."""
+    found = []
+    for folder, version in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # not one of this version, or "max"
+            if version == 2:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            if quota > 0:
+                found.append(quota / period)
+    return min(found, default=None)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders from the group of this process up to the root, each with the version of its interface."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, version = _MOUNTS, 2
+        elif controller in controllers.split(","):
+            root, version = _MOUNTS / controller, 1
+        else:
+            continue
+        # in a container the root is its own group, and the path may be one of the host's
+        folder = root / path.strip("/")
+        while True:
+            yield folder, version
+            if folder == root:
+                break
+            folder = folder.parent
