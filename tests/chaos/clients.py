@@ -94,12 +94,21 @@ class Crowd:
     """Clients of one model, each with its own pace. `outcomes` in the order of their ends."""
 
     def __init__(
-        self, urls: Sequence[str], expected: Expected, *, clients: int, pace_s: float, items: int, budget_s: float
+        self,
+        urls: Sequence[str],
+        expected: Expected,
+        *,
+        clients: int,
+        pace_s: float,
+        items: int,
+        budget_s: float,
+        token: str = "",
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.unasked = 0
         self._addresses = [(str(pieces.hostname), int(pieces.port or 0)) for pieces in map(urlsplit, urls)]
         self._expected = expected
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._pace_s, self._items, self._budget_s = pace_s, items, budget_s
         self._numbers = itertools.count()
         self._stopping = asyncio.Event()
@@ -161,8 +170,9 @@ class Crowd:
             except OSError as error:
                 failure = error
                 continue
+            timeout_ms = str(round(self._budget_s * 1000))
             message = request(
-                wanted.path, wanted.body, x_sie_timeout_ms=str(round(self._budget_s * 1000)), x_sie_sdk_version="0.1.0"
+                wanted.path, wanted.body, x_sie_timeout_ms=timeout_ms, x_sie_sdk_version="0.1.0", **self._headers
             )
             return await self._exchange(connection, message, gateway, outcome, started_s)
         ended_s = time.monotonic()

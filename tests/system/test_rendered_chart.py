@@ -11,7 +11,6 @@ is the rendered one, and the name of a service stands for the pods that its sele
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -34,6 +33,7 @@ import psutil
 import pytest
 from cluster import MODEL, until
 from helm import NAMESPACE, Object, allowed, objects, of_kind, pod, template, variables, workloads
+from kubelet.network import CLONE_NEWNET, CLONE_NEWPID, namespace
 from stack import Part, Role
 
 pytestmark = [pytest.mark.debian, pytest.mark.timeout(300)]
@@ -68,23 +68,6 @@ IMAGE = {
 START_S = 90.0
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-
-
-@contextlib.contextmanager
-def namespace(kind: int, name: str) -> Iterator[None]:
-    """This thread, or for processes its children, in a new namespace until the block ends."""
-    before = os.open(f"/proc/thread-self/ns/{name}", os.O_RDONLY)
-    try:
-        if _LIBC.unshare(kind):
-            raise OSError(ctypes.get_errno(), f"no {name} namespace may be made here")
-        try:
-            yield
-        finally:
-            assert _LIBC.setns(before, kind) == 0
-    finally:
-        os.close(before)
 
 
 @dataclass(frozen=True)
@@ -256,7 +239,7 @@ class Container(Part):
         )
 
     def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
-        with namespace(_CLONE_NEWPID, "pid_for_children"):
+        with namespace(CLONE_NEWPID, "pid_for_children"):
             return super()._spawn(argv)
 
     def execute(self, action: Object) -> bool:
@@ -371,7 +354,7 @@ def short() -> Iterator[Path]:
     """A folder below which a socket's path is short enough; within, a network of this test alone with nothing but
     loopback.
     """
-    with tempfile.TemporaryDirectory(prefix="sie-") as folder, namespace(_CLONE_NEWNET, "net"):
+    with tempfile.TemporaryDirectory(prefix="sie-") as folder, namespace(CLONE_NEWNET, "net"):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
         yield Path(folder)
 

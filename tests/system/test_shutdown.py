@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 from cluster import MODEL, SIE, Cluster, free_ports, running, until
+from kubelet.network import CLONE_NEWPID, namespace
 from load import Load, answered
 from stack import Device, Plan, Stack
 
@@ -247,3 +248,21 @@ async def test_a_gateway_drains_as_long_as_a_request_may_take(
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
         await asyncio.to_thread(until, lambda: gateway.status is not None, 30, "the end of the gateway")
         assert gateway.status == 0
+
+
+@pytest.mark.debian
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_process_of_a_container_ends_by_a_signal_that_comes_during_its_imports(number: int) -> None:
+    """The kernel drops what process 1 has no handler for: a pod would take its whole grace period to end."""
+    script = "import sie_cli; print('imported', flush=True); import time; time.sleep(600)"
+    with namespace(CLONE_NEWPID, "pid_for_children"):
+        first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        with first.stdout:
+            assert first.stdout.readline() == "imported\n"
+            first.send_signal(number)
+            assert first.wait(GONE_S) == 128 + number
+    finally:
+        first.kill()
+        first.wait(GONE_S)

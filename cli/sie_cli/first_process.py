@@ -1,0 +1,24 @@
+"""The end of the first process of a container before it can drain.
+
+The kernel drops each signal that process 1 has no handler for. One that comes during the imports would be lost, and a
+pod that is deleted or restarted while it starts would take its whole grace period to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+def end_on_signals() -> None:
+    """As any other process ends by them, until it has handlers of its own. Nothing where this is not process 1."""
+    if os.getpid() != 1:
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)

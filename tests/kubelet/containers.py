@@ -1,0 +1,437 @@
+"""One container, started as it was rendered and kept as a kubelet keeps it.
+
+    create ─► start ─► startup probe ─► readiness and liveness probes ─► it ended, or failed its liveness probe
+                ▲                                                            │
+                └──────── at once the first time, then after 10, 20 ... 300 s ┘
+
+A thread of its own does this for each container until its pod ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helm import Object
+
+from kubelet import engine
+
+if TYPE_CHECKING:
+    from kubelet.pods import Pod
+
+KNOWN = {
+    "name",
+    "image",
+    "imagePullPolicy",
+    "command",
+    "args",
+    "env",
+    "ports",
+    "startupProbe",
+    "livenessProbe",
+    "readinessProbe",
+    "lifecycle",
+    "resources",
+    "securityContext",
+    "volumeMounts",
+}
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+BACKOFF_S, LONGEST_BACKOFF_S, FORGOTTEN_S = 10.0, 300.0, 600.0
+EXEC_S = 10.0  # that podman itself may take around a command inside
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "m": 1e-3}
+
+
+def quantity(text: str | int | float) -> float:
+    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(text))
+    assert match is not None, f"not a quantity: {text}"
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a container ended. `reason`: ended, killed for memory, liveness, or terminated by its pod's end."""
+
+    status: int
+    reason: str
+    at_s: float
+
+
+@dataclass
+class Watch:
+    """A probe and its results in a row."""
+
+    kind: str
+    told: Object
+    due_s: float
+    passed: int = 0
+    failed: int = 0
+    last: str = ""
+
+    def over(self, passes: bool, now_s: float) -> bool | None:
+        """Count a result. Whether it now counts as passed or failed; None while neither."""
+        self.passed, self.failed = (self.passed + 1, 0) if passes else (0, self.failed + 1)
+        self.due_s = now_s + self.told.get("periodSeconds", 10)
+        if self.passed >= self.told.get("successThreshold", 1):
+            return True
+        return False if self.failed >= self.told.get("failureThreshold", 3) else None
+
+
+@dataclass
+class Container:
+    """`told` is the rendered container; `command` and `environ` may be changed before the start."""
+
+    pod: Pod
+    told: Object
+    name: str = field(init=False)
+    pid: int = 0  # of its first process on this machine; 0 while it does not run
+    starts: int = 0
+    ready: bool = False
+    exits: list[Exit] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of probes, each with its time
+
+    def __post_init__(self) -> None:
+        assert self.told.keys() <= KNOWN, f"{self.told['name']}: not known here: {self.told.keys() - KNOWN}"
+        self.name = f"{self.pod.node.prefix}{self.pod.name}-{self.told['name']}"
+        self.log_file = self.pod.folder / f"{self.told['name']}.log"
+        self._changed = threading.Condition()
+        self._ending = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pidfd = -1
+        self._keeper: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    # --- its life ---
+
+    def create(self) -> None:
+        engine.podman("create", *self.options(), self.told["image"], *self._words(self.told.get("args", ())))
+
+    def run_once(self, timeout_s: float) -> None:
+        """As an init container: it must end with 0."""
+        self.create()
+        done = engine.run(["start", "--attach", self.name], timeout_s)
+        assert done.returncode == 0, f"{self.name}: {done.returncode}\n{done.stdout}{done.stderr}"
+        engine.podman("rm", "--force", "--time", "0", self.name)
+
+    def start(self) -> None:
+        self.create()
+        self._keeper = threading.Thread(target=self._keep, name=self.name, daemon=True)
+        self._keeper.start()
+
+    def end(self, grace_s: float) -> None:
+        """As a kubelet ends a pod's containers: preStop, SIGTERM, and what is left after the grace period is killed.
+        Returns when it has ended.
+        """
+        self._ending.set()
+        until_s = time.monotonic() + grace_s
+        self._stop(until_s, "terminated")
+        os.eventfd_write(self._wake, 1)
+        if self._keeper is not None:
+            self._keeper.join(30)
+            assert not self._keeper.is_alive(), f"{self.name} is still kept"
+
+    def remove(self) -> None:
+        """Without grace, also after a failure."""
+        self._ending.set()
+        os.eventfd_write(self._wake, 1)
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._keeper is not None:
+            self._keeper.join(60)
+        engine.podman("rm", "--force", "--ignore", "--time", "0", self.name)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Its first process, as the kernel or an accident ends it: all others of the container end with it."""
+        os.kill(self.pid, number)
+
+    def pause(self) -> None:
+        engine.podman("pause", self.name)
+
+    def resume(self) -> None:
+        engine.podman("unpause", self.name)
+
+    # --- what it is told ---
+
+    def options(self) -> list[str]:
+        """Of `podman create`."""
+        pod, told = self.pod, self.told
+        user = {**pod.spec.get("securityContext", {}), **told.get("securityContext", {})}
+        found = [
+            *("--name", self.name, "--label", f"{pod.node.label}", "--pull", "never"),
+            *("--network", f"ns:/run/netns/{pod.network}", "--no-hosts", "--hostname", pod.name),
+            *(
+                "--no-healthcheck",
+                "--http-proxy=false",
+                "--env-host=false",
+                "--log-driver",
+                "k8s-file",
+                "--log-opt",
+                f"path={self.log_file}",
+            ),
+            *("--volume", f"{pod.hosts}:/etc/hosts:ro", "--volume", f"{pod.resolv}:/etc/resolv.conf:ro"),
+            *engine.ulimits(),
+        ]
+        found += self._user_options(user)
+        found += self._limit_options(told.get("resources", {}))
+        if "command" in told:
+            found += ["--entrypoint", json.dumps(self._words(told["command"]))]
+        for name, value in self.environ().items():
+            found += ["--env", f"{name}={value}"]
+        for mount in told.get("volumeMounts", ()):
+            assert mount.keys() <= {"name", "mountPath", "readOnly"}, mount
+            access = ":ro" if mount.get("readOnly") else ""
+            found += ["--volume", f"{pod.volume(mount['name'])}:{mount['mountPath']}{access}"]
+        return found
+
+    def _user_options(self, user: Object) -> list[str]:
+        known = {
+            *("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "seccompProfile"),
+            *("allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"),
+        }
+        assert user.keys() <= known, f"{self.name}: not known here: {user.keys() - known}"
+        assert user.get("seccompProfile", {}).get("type", "RuntimeDefault") == "RuntimeDefault"
+        assert not user.get("runAsNonRoot") or user["runAsUser"] != 0
+        found: list[str] = []
+        if "runAsUser" in user:
+            found += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}"]
+        if "fsGroup" in user:
+            found += ["--group-add", str(user["fsGroup"])]
+        if user.get("readOnlyRootFilesystem"):
+            found += ["--read-only", "--read-only-tmpfs=false"]
+        if user.get("allowPrivilegeEscalation") is False:
+            found += ["--security-opt", "no-new-privileges"]
+        assert user.get("capabilities", {}).keys() <= {"drop"}
+        for capability in user.get("capabilities", {}).get("drop", ()):
+            found += ["--cap-drop", capability.lower()]
+        return found
+
+    def _limit_options(self, resources: Object) -> list[str]:
+        """A kubelet sets no limit of processes unless it is configured; memory that is limited has no swap."""
+        limits, requests = resources.get("limits", {}), resources.get("requests", {})
+        assert limits.keys() | requests.keys() <= {"cpu", "memory"}, f"{self.name}: {resources}"
+        processes = self.pod.node.processes
+        found = ["--pids-limit", "-1" if processes is None else str(processes)]
+        if "memory" in limits:
+            memory = str(int(quantity(limits["memory"])))
+            found += ["--memory", memory, "--memory-swap", memory]
+        if "cpu" in limits:
+            found += ["--cpus", str(quantity(limits["cpu"]))]
+        if "cpu" in requests:
+            found += ["--cpu-shares", str(max(2, int(quantity(requests["cpu"]) * 1024)))]
+        return found
+
+    def environ(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for each in self.told.get("env", ()):
+            source = each.get("valueFrom", {})
+            if "value" in each or not source:
+                found[each["name"]] = _replaced(each.get("value", ""), found)
+            elif "fieldRef" in source:
+                found[each["name"]] = self.pod.field(source["fieldRef"]["fieldPath"])
+            else:
+                wanted = source["secretKeyRef"]
+                value = self.pod.node.secrets.get(wanted["name"], {}).get(wanted["key"])
+                assert value is not None or wanted.get("optional"), f"{self.name}: no such secret: {wanted}"
+                if value is not None:
+                    found[each["name"]] = value
+        return found
+
+    def _words(self, words: Sequence[str]) -> list[str]:
+        environ = self.environ()
+        return [_replaced(word, environ) for word in words]
+
+    # --- keeping it ---
+
+    def _keep(self) -> None:
+        backoff_s = 0.0
+        try:
+            while not self._ending.is_set():
+                began_s = time.monotonic()
+                self._launch()
+                liveness_failed = self._watch()
+                self._set_ready(False)
+                if liveness_failed:
+                    self._stop(time.monotonic() + self.pod.grace_s, "liveness")
+                self._note_exit("liveness" if liveness_failed else "ended")
+                if time.monotonic() - began_s > FORGOTTEN_S:
+                    backoff_s = 0.0
+                self._sleep(backoff_s)
+                backoff_s = min(LONGEST_BACKOFF_S, backoff_s * 2 or BACKOFF_S)
+        except BaseException as error:
+            self._failed = error
+            raise
+        finally:
+            self._set_ready(False)
+
+    def _launch(self) -> None:
+        engine.podman("start", self.name)
+        pid = engine.inspect(self.name)["State"]["Pid"]
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if pid:  # it has not ended yet
+            with contextlib.suppress(ProcessLookupError):
+                self._pidfd = os.pidfd_open(pid)
+        with self._changed:
+            self.pid = pid
+            self.starts += 1
+            self._changed.notify_all()
+
+    def _watch(self) -> bool:
+        """Until it ends, its pod ends, or it fails its liveness probe; whether it is the last."""
+        if self._pidfd < 0:
+            return False
+        now_s = time.monotonic()
+        first = [kind for kind in PROBES[:1] if kind in self.told] or [kind for kind in PROBES[1:] if kind in self.told]
+        watches = [self._new_watch(kind, now_s) for kind in first]
+        if not {"readinessProbe", "startupProbe"} & self.told.keys():
+            self._set_ready(True)
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            due_s = min((each.due_s for each in watches), default=time.monotonic() + 3600)
+            if poll.poll(max(0.0, due_s - time.monotonic()) * 1000):
+                return False
+            watch = min(watches, key=lambda each: each.due_s)
+            passes = self._probe(watch)
+            if self._ending.is_set():
+                return False
+            verdict = watch.over(passes, time.monotonic())
+            if watch.kind == "readinessProbe" and verdict is not None:
+                self._set_ready(verdict)
+            elif watch.kind == "startupProbe" and verdict:
+                watches = [self._new_watch(kind, time.monotonic()) for kind in PROBES[1:] if kind in self.told]
+                if "readinessProbe" not in self.told:
+                    self._set_ready(True)
+            elif verdict is False:
+                return not self._has_ended(0)
+
+    def _new_watch(self, kind: str, now_s: float) -> Watch:
+        known = {
+            *("httpGet", "exec", "initialDelaySeconds", "periodSeconds", "timeoutSeconds"),
+            *("successThreshold", "failureThreshold"),
+        }
+        told = self.told[kind]
+        assert told.keys() <= known, f"{self.name} {kind}: not known here: {told.keys() - known}"
+        return Watch(kind, told, now_s + told.get("initialDelaySeconds", 0))
+
+    def _probe(self, watch: Watch) -> bool:
+        why = self.tried(watch.kind)
+        if why:
+            self.failures.append(f"{time.monotonic():.1f} {watch.kind}: {why}")
+        return not why
+
+    def tried(self, kind: str) -> str:
+        """Why a probe fails now; nothing if it passes."""
+        told = self.told[kind]
+        timeout_s = told.get("timeoutSeconds", 1)
+        if "exec" in told:
+            return self.execute(told["exec"]["command"], timeout_s)
+        asked = told["httpGet"]
+        port = asked["port"]
+        if isinstance(port, str):
+            (port,) = (each["containerPort"] for each in self.told["ports"] if each["name"] == port)
+        wire = http.client.HTTPConnection(self.pod.address, port, timeout=timeout_s)
+        try:
+            wire.request("GET", asked["path"], headers={"User-Agent": "kube-probe/1.31", "Connection": "close"})
+            status = wire.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
+        finally:
+            wire.close()
+        return "" if 200 <= status < 400 else f"status {status}"
+
+    def execute(self, argv: Sequence[str], timeout_s: float) -> str:
+        """Run a command inside. Why it failed; nothing if it ended with 0."""
+        try:
+            done = engine.run(["exec", self.name, *argv], timeout_s + EXEC_S)
+        except subprocess.TimeoutExpired:
+            return f"{shlex.join(argv)}: not within {timeout_s} s"
+        return "" if done.returncode == 0 else f"{shlex.join(argv)}: {done.returncode} {done.stderr.strip()[-300:]}"
+
+    def _stop(self, until_s: float, reason: str) -> None:
+        """SIGTERM after preStop, SIGKILL at the end of the time."""
+        if self._has_ended(0):
+            return
+        if (hook := self.told.get("lifecycle", {}).get("preStop")) is not None:
+            assert hook.keys() == {"exec"}, hook
+            why = self.execute(hook["exec"]["command"], max(0.0, until_s - time.monotonic()))
+            if why:
+                self.failures.append(f"{time.monotonic():.1f} preStop: {why}")
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, engine.inspect(self.name)["Config"]["StopSignal"])
+        if not self._has_ended(until_s - time.monotonic()):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            assert self._has_ended(30), f"{self.name} outlives SIGKILL ({reason})"
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        if self._pidfd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def _note_exit(self, reason: str) -> None:
+        """When podman knows how it ended, which is a moment after the process is gone."""
+        assert self._has_ended(self.pod.grace_s + 60), f"{self.name} does not end"
+        status = int(engine.podman("wait", self.name).split()[-1])
+        killed = bool(engine.inspect(self.name)["State"]["OOMKilled"])
+        reason = "memory" if killed else "terminated" if self._ending.is_set() else reason
+        with self._changed:
+            self.pid = 0
+            self.exits.append(Exit(status, reason, time.monotonic()))
+            self._changed.notify_all()
+
+    def _sleep(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.poll(seconds * 1000)
+
+    def _set_ready(self, ready: bool) -> None:
+        if self.ready != ready:
+            self.ready = ready
+            self.pod.node.readiness_changed()
+
+    # --- what it said ---
+
+    def log(self) -> list[str]:
+        """Its lines, without podman's time and stream before each."""
+        if not self.log_file.exists():
+            return []
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return [line.split(" ", 3)[-1] for line in lines]
+
+    def check(self) -> None:
+        """Raise what its keeper met."""
+        if self._failed is not None:
+            raise AssertionError(f"{self.name} is not kept any more") from self._failed
+
+    def cgroup(self, controller: str) -> Path:
+        """The folder of its control group, of version 2 or of version 1."""
+        for line in Path(f"/proc/{self.pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                return Path("/sys/fs/cgroup", controllers) / path.strip("/")
+        return Path("/sys/fs/cgroup") / path.strip("/")
+
+
+def _replaced(text: str, environ: dict[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda match: environ.get(match[1], match[0]), text)

@@ -1,0 +1,270 @@
+"""The network of a cluster: a namespace and an address for each pod, an address for each service that leads to a ready
+pod, and the rendered NetworkPolicies, all as nftables of the node.
+
+The thread that makes a Network is moved into a namespace of its own, which is the node's. Threads and processes that it
+starts are the node's too, and reach every pod, as a kubelet does. A pod has a route to pods and services, and none to
+anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from helm import Object, matches, of_kind
+
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+GATEWAY = "10.77.255.254"  # of every pod: the node
+PODS, SERVICES = "10.77", "10.78"
+CLUSTER = "10.76.0.0/14"
+Outcome = Literal["open", "closed", "refused", "silent"]
+_NAMESPACES = Path("/run/netns")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_OUTCOMES: Mapping[int, Outcome] = {errno.ECONNREFUSED: "closed", errno.EHOSTUNREACH: "refused"}
+_SELECTOR = {"matchLabels"}
+_NEWLINE = "\n"  # which an expression within a format may not name before Python 3.12
+
+
+@contextlib.contextmanager
+def namespace(kind: int, name: str) -> Iterator[None]:
+    """This thread, or for processes its children, in a new namespace until the block ends."""
+    with _back_after(name):
+        if _LIBC.unshare(kind):
+            raise OSError(ctypes.get_errno(), f"no {name} namespace may be made here")
+        yield
+
+
+@contextlib.contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread in the network of a pod."""
+    with _back_after("net"), (_NAMESPACES / name).open() as there:
+        assert _LIBC.setns(there.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        yield
+
+
+@contextlib.contextmanager
+def _back_after(name: str) -> Iterator[None]:
+    before = os.open(f"/proc/thread-self/ns/{name}", os.O_RDONLY)
+    try:
+        try:
+            yield
+        finally:
+            assert _LIBC.setns(before, 0) == 0
+    finally:
+        os.close(before)
+
+
+def ip(*arguments: str) -> None:
+    run(["ip", *arguments])
+
+
+def run(argv: Sequence[str], text: str = "") -> str:
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}\n{text}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Member:
+    """A pod as others of the network see it. `namespace` is that of Kubernetes."""
+
+    address: str
+    namespace: str
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A port of a service, and the pods behind it."""
+
+    address: str
+    port: int
+    targets: Sequence[tuple[str, int]]
+
+
+@dataclass
+class Network:
+    """Of one node. Use `joined` in the thread that made it."""
+
+    prefix: str
+    _numbers: int = field(default=0, init=False)
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        with namespace(CLONE_NEWNET, "net"):
+            ip("link", "set", "lo", "up")
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+            # somewhere that addresses of services are routed to before they are replaced
+            ip("link", "add", "services", "type", "veth", "peer", "name", "sink")
+            ip("address", "add", f"{GATEWAY}/32", "dev", "services")
+            for link in ("services", "sink"):
+                ip("link", "set", link, "up")
+            ip("route", "add", f"{SERVICES}.0.0/16", "dev", "services", "src", GATEWAY)
+            yield
+
+    def join(self) -> tuple[str, str]:
+        """A namespace for a pod: its name, and the pod's address."""
+        self._numbers += 1
+        number = self._numbers
+        name, link, address = f"{self.prefix}{number}", f"pod{number}", f"{PODS}.{number // 250}.{number % 250 + 1}"
+        ip("netns", "add", name)
+        ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("address", "add", f"{GATEWAY}/32", "dev", link)
+        ip("link", "set", link, "up")
+        ip("route", "add", f"{address}/32", "dev", link)
+        for words in (
+            ("address", "add", f"{address}/32", "dev", "eth0"),
+            ("link", "set", "lo", "up"),
+            ("link", "set", "eth0", "up"),
+            ("route", "add", GATEWAY, "dev", "eth0", "scope", "link"),
+            ("route", "add", CLUSTER, "via", GATEWAY),
+        ):
+            ip("-n", name, *words)
+        return name, address
+
+    def leave(self, name: str) -> None:
+        ip("netns", "delete", name)
+
+    def lead(self, endpoints: Sequence[Endpoint]) -> None:
+        """The addresses of services lead to these pods from the next connection on."""
+        run(["nft", "-f", "-"], services(endpoints))
+
+    def obey(self, found: Sequence[Object], members: Sequence[Member], own: str) -> None:
+        """Policies of the namespace `own` for these pods, from the next connection on."""
+        run(["nft", "-f", "-"], policies(found, members, own))
+
+    def refused(self) -> dict[str, int]:
+        """Packets that no policy let out of a pod, or into one, by its address."""
+        lines = run(["nft", "list", "table", "inet", "policies"]).splitlines()
+        found: dict[str, int] = {}
+        chain = ""
+        for line in map(str.strip, lines):
+            if line.startswith("chain "):
+                chain = line.split()[1]
+            elif line.startswith("counter packets") and "reject" in line:
+                found[chain] = int(line.split()[2])
+        return found
+
+
+def swept(prefix: str) -> None:
+    """Namespaces that a process of tests left that was killed."""
+    for path in _NAMESPACES.glob(f"{prefix}*"):
+        ip("netns", "delete", path.name)
+
+
+def owners(prefix: str) -> set[int]:
+    """Processes whose networks are here."""
+    return {int(path.name.removeprefix(prefix).split("-")[0]) for path in _NAMESPACES.glob(f"{prefix}*")}
+
+
+def services(endpoints: Sequence[Endpoint]) -> str:
+    """As kube-proxy does it: a connection goes to one of the pods, at random; one to a service without pods is refused.
+    A pod is not led back to itself, which no part of the chart asks for.
+    """
+    to, none = [], []
+    for each in endpoints:
+        where = f"ip daddr {each.address} tcp dport {each.port}"
+        if each.targets:
+            pairs = ", ".join(f"{number} : {at} . {port}" for number, (at, port) in enumerate(each.targets))
+            to.append(f"{where} dnat ip to numgen random mod {len(each.targets)} map {{ {pairs} }}")
+        else:
+            none.append(f"{where} reject with tcp reset")
+    chains = {
+        "to": to,
+        "routed": ["type nat hook prerouting priority -100; policy accept;", "jump to"],
+        "made_here": ["type nat hook output priority -100; policy accept;", "jump to"],
+        "forwarded": ["type filter hook forward priority -1; policy accept;", *none],
+        "sent": ["type filter hook output priority 0; policy accept;", *none],
+    }
+    return _table("ip services", chains)
+
+
+def policies(found: Sequence[Object], members: Sequence[Member], own: str) -> str:
+    """A chain for each pod and direction that some policy selects, which ends in a refusal."""
+    specs = [each["spec"] for each in of_kind("NetworkPolicy", list(found)).values()]
+    chains: dict[str, list[str]] = {}
+    jumps = ["ct state established,related accept"]
+    for member in members:
+        for direction, key, side, other in (("Egress", "to", "saddr", "daddr"), ("Ingress", "from", "daddr", "saddr")):
+            selecting = [
+                spec
+                for spec in specs
+                if member.namespace == own
+                and direction in spec["policyTypes"]
+                and matches({"podSelector": _selector(spec["podSelector"])}, dict(member.labels))
+            ]
+            if not selecting:
+                continue
+            name = f"{direction.lower()}_{member.address}"
+            chains[name] = [
+                line
+                for spec in selecting
+                for rule in spec.get(direction.lower(), ())
+                for line in _lines(rule, key, other, members, own)
+            ]
+            chains[name].append("counter reject with icmpx type admin-prohibited")
+            jumps.append(f"ip {side} {member.address} jump {name}")
+    chains["forward"] = ["type filter hook forward priority 0; policy accept;", *jumps]
+    return _table("inet policies", chains)
+
+
+def _table(name: str, chains: Mapping[str, Sequence[str]]) -> str:
+    """Text that puts it in place of the one before, in one transaction."""
+    text = "".join(f"chain {each} {{\n{_NEWLINE.join(lines)}\n}}\n" for each, lines in chains.items())
+    return f"table {name}\ndelete table {name}\ntable {name} {{\n{text}}}\n"
+
+
+def _selector(given: Object) -> Object:
+    assert given.keys() <= _SELECTOR, f"a selector of more than labels: {given}"
+    return given
+
+
+def _lines(rule: Object, key: str, side: str, members: Sequence[Member], own: str) -> Iterator[str]:
+    assert rule.keys() <= {key, "ports"}, f"a rule of more than peers and ports: {rule}"
+    whom = ""
+    if key in rule:
+        addresses = sorted({each.address for each in members for peer in rule[key] if _is(peer, each, own)})
+        if not addresses:
+            return
+        whom = f"ip {side} {{ {', '.join(addresses)} }} "
+    if "ports" not in rule:
+        yield f"{whom}return"
+    for port in rule.get("ports", ()):
+        assert port.keys() <= {"port", "protocol"}, f"a port of more than a number: {port}"
+        assert isinstance(port["port"], int), f"a port by name: {port}"
+        yield f"{whom}{port.get('protocol', 'TCP').lower()} dport {port['port']} return"
+
+
+def _is(peer: Object, member: Member, own: str) -> bool:
+    assert peer.keys() <= {"podSelector", "namespaceSelector"}, f"a peer of more than selectors: {peer}"
+    if "namespaceSelector" in peer:
+        wanted = _selector(peer["namespaceSelector"]).get("matchLabels", {})
+        if not wanted.items() <= {"kubernetes.io/metadata.name": member.namespace}.items():
+            return False
+    elif member.namespace != own:
+        return False
+    return matches({"podSelector": _selector(peer.get("podSelector", {}))}, dict(member.labels))
+
+
+def tried(name: str, address: str, port: int, timeout_s: float = 3.0) -> Outcome:
+    """What a connection out of a pod's network meets."""
+    with inside(name), socket.socket() as wire:
+        wire.settimeout(timeout_s)
+        try:
+            wire.connect((address, port))
+        except TimeoutError:
+            return "silent"
+        except OSError as error:
+            found = _OUTCOMES.get(error.errno or 0)
+            if found is None:
+                raise
+            return found
+        return "open"

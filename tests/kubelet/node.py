@@ -1,0 +1,294 @@
+"""A node that runs all pods of a rendered chart, and the controllers that keep their numbers and replace them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+from cluster import until
+from helm import NAMESPACE, Object, of_kind, workloads
+
+from kubelet import engine, network
+from kubelet.containers import Container
+from kubelet.network import Endpoint, Member, Network
+from kubelet.pods import Pod
+
+READY_S = 600.0
+_PREFIX = "sietest-"
+_LABEL = "sie.tests.node"
+
+
+class Node:
+    """`apply` what helm renders. Use `started`.
+
+    replicas: how many pods of a workload, in place of what is rendered.
+    secrets: by name and key.
+    files: of ConfigMaps that are not the chart's.
+    disks: bytes of a disk that a volume (workload, volume) has to itself.
+    processes: podPidsLimit of the kubelet.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        secrets: Mapping[str, Mapping[str, str]],
+        replicas: Mapping[str, int] | None = None,
+        files: Mapping[str, Mapping[str, str]] | None = None,
+        disks: Mapping[tuple[str, str], int] | None = None,
+        processes: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self.secrets = secrets
+        self.replicas = dict(replicas or {})
+        self.files = files or {}
+        self.disks = disks or {}
+        self.processes = processes
+        self.prefix = f"{_PREFIX}{os.getpid()}-"
+        self.label = f"{_LABEL}={os.getpid()}"
+        self.network = Network(self.prefix)
+        self.found: list[Object] = []
+        self.pods: list[Pod] = []
+        self.ended: list[Pod] = []
+        self.others: list[Member] = []  # pods that are not the chart's, each a namespace alone
+        self._clusters: dict[str, str] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, **options: object) -> Iterator[Node]:
+        """A node without pods. Nothing is left of it after the block."""
+        sweep()
+        with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
+            node = cls(Path(folder), **options)  # type: ignore[arg-type]
+            Path(folder).chmod(0o755)
+            with node.network.joined():
+                try:
+                    yield node
+                except BaseException:
+                    print(node.story())
+                    raise
+                finally:
+                    node.clear()
+
+    # --- what is rendered ---
+
+    def apply(self, found: Sequence[Object], *, wait: bool = True) -> None:
+        """As `kubectl apply` and the controllers: pods that are missing are started, all at once; those of another
+        template are replaced as their workload says. Returns when all are ready, or do not `wait`.
+        """
+        stale = {name for name in workloads(list(found)) if self.of(name)}
+        with self._lock:
+            self.found = list(found)
+            for name in of_kind("Service", self.found):
+                self._clusters.setdefault(name, f"{network.SERVICES}.1.{len(self._clusters) + 1}")
+        new = [
+            self._new(name, number)
+            for name in workloads(self.found)
+            if name not in stale
+            for number in range(self.wanted(name))
+        ]
+        self.start(new, wait=wait)
+        for name in sorted(stale):
+            self.roll(name)
+
+    def wanted(self, name: str) -> int:
+        """How many pods of a workload."""
+        if name in self.replicas:
+            return self.replicas[name]
+        for kind, key in (("HorizontalPodAutoscaler", "minReplicas"), ("ScaledObject", "minReplicaCount")):
+            for each in of_kind(kind, self.found).values():
+                if each["spec"]["scaleTargetRef"]["name"] == name:
+                    return int(each["spec"][key])
+        return int(workloads(self.found)[name]["spec"].get("replicas", 1))
+
+    def start(self, pods: Sequence[Pod], *, wait: bool = True) -> None:
+        """All at once, until they are ready."""
+        self.readiness_changed()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(Pod.start, pods))
+        for each in pods if wait else ():
+            self.wait_ready(each)
+
+    def wait_ready(self, pod: Pod, timeout_s: float = READY_S) -> None:
+        def ready() -> bool:
+            for each in pod.containers:
+                each.check()
+            return pod.ready
+
+        until(ready, timeout_s, f"{pod.name} is ready", lambda: story([pod]))
+
+    def roll(self, name: str) -> None:
+        """Replace the pods of another template than the rendered one."""
+        workload = workloads(self.found)[name]
+        old = [each for each in self.of(name) if each.template != workload["spec"]["template"]]
+        if workload["kind"] == "StatefulSet":
+            for pod in reversed(old):
+                self.end(pod)
+                self.start([self._new(name, int(pod.name.rpartition("-")[2]))])
+            return
+        told = workload["spec"]["strategy"]["rollingUpdate"]
+        assert (told["maxUnavailable"], told["maxSurge"]) in ((0, 1), (1, 0)), told
+        for pod in old:
+            steps = [lambda pod=pod: self.end(pod), lambda: self.start([self._new(name, next(self._numbers))])]
+            for step in steps if told["maxUnavailable"] else reversed(steps):
+                step()
+
+    def end(self, pod: Pod) -> None:
+        pod.end()
+        with self._lock:
+            self.pods.remove(pod)
+            self.ended.append(pod)
+        self.readiness_changed()
+
+    def _new(self, name: str, number: int) -> Pod:
+        workload = workloads(self.found)[name]
+        template = workload["spec"]["template"]
+        if workload["kind"] == "StatefulSet":
+            own = f"{name}-{number}"
+            claims = workload["spec"].get("volumeClaimTemplates", ())
+            kept = {
+                claim["metadata"]["name"]: self.folder / "claims" / f"{claim['metadata']['name']}-{own}"
+                for claim in claims
+            }
+            shutil.rmtree(self.folder / own, ignore_errors=True)
+        else:
+            digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:6]
+            own, kept = f"{name}-{digest}-{next(self._numbers)}", {}
+        pod = Pod(self, own, name, template, kept)
+        with self._lock:
+            self.pods.append(pod)
+        return pod
+
+    # --- finding things ---
+
+    def of(self, workload: str) -> list[Pod]:
+        return [each for each in self.pods if each.workload == workload]
+
+    @property
+    def containers(self) -> list[Container]:
+        return [container for pod in self.pods for container in pod.containers]
+
+    def behind(self, service: str) -> list[Pod]:
+        """Pods that its selector finds, ready or not."""
+        selector = of_kind("Service", self.found)[service]["spec"]["selector"]
+        return [each for each in self.pods if selector.items() <= each.labels.items()]
+
+    def url(self, service: str, port: int) -> str:
+        assert port in {each["port"] for each in of_kind("Service", self.found)[service]["spec"]["ports"]}
+        return f"http://{self._clusters[service]}:{port}"
+
+    def outsider(self, namespace: str, labels: Mapping[str, str]) -> tuple[str, Member]:
+        """A pod that is not the chart's: the name of its network, and what others see of it."""
+        name, address = self.network.join()
+        member = Member(address, namespace, labels)
+        with self._lock:
+            self.others.append(member)
+        self.readiness_changed()
+        return name, member
+
+    # --- what changes with the pods ---
+
+    def readiness_changed(self) -> None:
+        """Services, policies and names are those of the pods that are there now."""
+        with self._lock:
+            self.network.lead(list(self._endpoints()))
+            members = [Member(each.address, NAMESPACE, each.labels) for each in self.pods]
+            self.network.obey(self.found, [*members, *self.others], NAMESPACE)
+            lines = list(self._names())
+            for pod in self.pods:
+                pod.write_hosts(lines)
+
+    def _endpoints(self) -> Iterator[Endpoint]:
+        for name, service in of_kind("Service", self.found).items():
+            if service["spec"].get("clusterIP") == "None":
+                continue
+            for port in service["spec"]["ports"]:
+                targets = [
+                    (pod.address, target)
+                    for pod in self.behind(name)
+                    if pod.ready
+                    for target in _ports(pod, port["targetPort"])
+                ]
+                yield Endpoint(self._clusters[name], port["port"], targets)
+
+    def _names(self) -> Iterator[str]:
+        for name, service in of_kind("Service", self.found).items():
+            spec = service["spec"]
+            if spec.get("clusterIP") != "None":
+                yield f"{self._clusters[name]} {_spellings(name)}"
+                continue
+            for pod in self.behind(name):
+                if pod.ready or spec.get("publishNotReadyAddresses"):
+                    yield f"{pod.address} {_spellings(name)}"
+                    if workloads(self.found)[pod.workload]["spec"].get("serviceName") == name:
+                        yield f"{pod.address} {_spellings(f'{pod.name}.{name}')}"
+
+    # --- the end ---
+
+    def clear(self) -> None:
+        """Without grace. What fails does not keep the rest from going."""
+        failures = []
+        for pod in self.pods:
+            try:
+                pod.remove()
+            except Exception as error:  # noqa: BLE001
+                failures.append(f"{pod.name}: {error}")
+        self.pods.clear()
+        network.swept(self.prefix)
+        assert not failures, "\n".join(failures)
+
+    def story(self) -> str:
+        return story([*self.ended, *self.pods])
+
+
+def story(pods: Sequence[Pod], lines: int = 30) -> str:
+    return "\n".join(
+        f"== {container.name}: starts {container.starts}, ready {container.ready}, {container.exits}\n"
+        + "\n".join([*container.failures[-5:], *container.log()[-lines:]])
+        for pod in pods
+        for container in pod.containers
+    )
+
+
+def sweep() -> None:
+    """Remove what processes of tests left that were killed."""
+    for line in engine.podman("ps", "--all", "--format", f'{{{{.ID}}}} {{{{index .Labels "{_LABEL}"}}}}').splitlines():
+        container, _, owner = line.partition(" ")
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            engine.podman("rm", "--force", "--ignore", "--time", "0", container)
+    for owner in network.owners(_PREFIX):
+        if not psutil.pid_exists(owner):
+            network.swept(f"{_PREFIX}{owner}-")
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if not psutil.pid_exists(int(folder.name.split("-")[1])):
+            for path in folder.glob("*/volumes/*"):
+                if path.is_mount():
+                    network.run(["umount", "--lazy", str(path)])
+            shutil.rmtree(folder)
+
+
+def _ports(pod: Pod, target: str | int) -> list[int]:
+    if isinstance(target, int):
+        return [target]
+    return [
+        port["containerPort"]
+        for container in pod.spec["containers"]
+        for port in container.get("ports", ())
+        if port["name"] == target
+    ]
+
+
+def _spellings(name: str) -> str:
+    return f"{name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc {name}.{NAMESPACE}.svc.cluster.local"

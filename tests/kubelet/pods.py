@@ -1,0 +1,171 @@
+"""A pod: an address, volumes, and its containers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helm import NAMESPACE, Object, of_kind
+
+from kubelet import network
+from kubelet.containers import Container, quantity
+
+if TYPE_CHECKING:
+    from kubelet.node import Node
+
+KNOWN = {
+    "serviceAccountName",
+    "automountServiceAccountToken",
+    "enableServiceLinks",
+    "securityContext",
+    "terminationGracePeriodSeconds",
+    "initContainers",
+    "containers",
+    "volumes",
+    "topologySpreadConstraints",  # for a scheduler, as the next ones
+    "nodeSelector",
+    "tolerations",
+    "affinity",
+    "priorityClassName",
+}
+HOSTS_BYTES = 8192
+INIT_S = 120.0
+
+
+@dataclass
+class Pod:
+    """`claims` has the folders that outlive it, by the volume's name."""
+
+    node: Node
+    name: str
+    workload: str
+    template: Object
+    claims: dict[str, Path] = field(default_factory=dict)
+    containers: list[Container] = field(default_factory=list)
+    ending: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec: Object = self.template["spec"]
+        assert self.spec.keys() <= KNOWN, f"{self.name}: not known here: {self.spec.keys() - KNOWN}"
+        assert self.spec["automountServiceAccountToken"] is False, "there is no API server here"
+        assert self.spec["enableServiceLinks"] is False, "variables for each service are not made here"
+        self.folder = self.node.folder / self.name
+        self.folder.mkdir()
+        self.network, self.address = self.node.network.join()
+        self.hosts, self.resolv = self.folder / "hosts", self.folder / "resolv.conf"
+        search = f"{NAMESPACE}.svc.cluster.local svc.cluster.local cluster.local"
+        self.resolv.write_text(f"nameserver {network.SERVICES}.0.10\nsearch {search}\noptions ndots:5\n")
+        self.write_hosts([])
+        self._mounts: list[Path] = []
+        self._lock = threading.Lock()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        found: dict[str, str] = self.template["metadata"]["labels"]
+        return found
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.containers) and all(each.ready for each in self.containers) and not self.ending
+
+    @property
+    def grace_s(self) -> float:
+        return float(self.spec.get("terminationGracePeriodSeconds", 30))
+
+    def container(self, name: str) -> Container:
+        return next(each for each in self.containers if each.told["name"] == name)
+
+    def field(self, path: str) -> str:
+        return {
+            "metadata.name": self.name,
+            "metadata.namespace": NAMESPACE,
+            "status.podIP": self.address,
+        }[path]
+
+    def start(self) -> None:
+        """Init containers one after another, then all others at once."""
+        for told in self.spec.get("initContainers", ()):
+            Container(self, told).run_once(INIT_S)
+        found = [Container(self, told) for told in self.spec["containers"]]
+        self.containers = found
+        for each in found:
+            each.start()
+
+    def end(self) -> None:
+        """With grace: it leaves its services, and its containers are told at once."""
+        self.ending = True
+        self.node.readiness_changed()
+        with ThreadPoolExecutor(len(self.containers) or 1) as pool:
+            list(pool.map(lambda each: each.end(self.grace_s), self.containers))
+        self.remove()
+
+    def remove(self) -> None:
+        """All that is left of it."""
+        self.ending = True
+        for each in self.containers:
+            each.remove()
+        for path in self._mounts:
+            network.run(["umount", "--lazy", str(path)])
+        self._mounts.clear()
+        self.node.network.leave(self.network)
+
+    def volume(self, name: str) -> Path:
+        """Its folder, of the pod's group as fsGroup makes it, or with the files of its ConfigMap."""
+        with self._lock:
+            if name in self.claims:
+                path = self.claims[name]
+                path.mkdir(parents=True, exist_ok=True)
+                self._own(path, 0o2775)
+                return path
+            path = self.folder / "volumes" / name
+            if path.exists():
+                return path
+            path.mkdir(parents=True)
+            (volume,) = (each for each in self.spec["volumes"] if each["name"] == name)
+            (kind,) = volume.keys() - {"name"}
+            if kind == "configMap":
+                files = of_kind("ConfigMap", self.node.found).get(volume[kind]["name"], {}).get("data")
+                for file, text in (files or self.node.files[volume[kind]["name"]]).items():
+                    (path / file).write_text(text)
+            elif kind == "emptyDir":
+                self._empty(path, volume[kind], self.node.disks.get((self.workload, name)))
+            else:
+                raise AssertionError(f"{self.name}: a volume of an unknown kind: {volume}")
+            return path
+
+    def _empty(self, path: Path, told: Object, disk_bytes: int | None) -> None:
+        """`disk_bytes`: it is on a disk of its own that has so many."""
+        assert told.keys() <= {"medium", "sizeLimit"}, told
+        size = quantity(told["sizeLimit"]) if told.get("medium") == "Memory" else disk_bytes
+        if size is not None:
+            network.run(["mount", "-t", "tmpfs", "-o", f"size={int(size)},mode=0777", "none", str(path)])
+            self._mounts.append(path)
+        self._own(path, 0o2777)
+
+    def _own(self, path: Path, mode: int) -> None:
+        os.chown(path, -1, self.spec["securityContext"]["fsGroup"])
+        path.chmod(mode)
+
+    def write_hosts(self, lines: list[str]) -> None:
+        """In place and of one size, so that whoever reads it beside sees the old lines or the new ones."""
+        text = "\n".join(["127.0.0.1 localhost", f"{self.address} {self.name}", *lines, ""]).encode()
+        assert len(text) <= HOSTS_BYTES
+        wire = os.open(self.hosts, os.O_CREAT | os.O_WRONLY, 0o644)
+        try:
+            os.pwrite(wire, text.ljust(HOSTS_BYTES, b"\n"), 0)
+        finally:
+            os.close(wire)
+
+    def used(self) -> dict[str, tuple[int, float]]:
+        """Of the volumes with a limit: bytes in them, and the limit."""
+        found = {}
+        for volume in self.spec.get("volumes", ()):
+            limit = volume.get("emptyDir", {}).get("sizeLimit")
+            if limit is not None:
+                files = [each.lstat() for each in self.volume(volume["name"]).rglob("*")]
+                found[volume["name"]] = sum(each.st_blocks * 512 for each in files), quantity(limit)
+        return found

@@ -1,0 +1,86 @@
+"""A release of the chart as tests install it: its values, its secret, and clients of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from chaos.clients import Crowd, Expected
+from cluster import until
+from helm import SECRET, Object, objects, template, workloads
+
+from kubelet import engine
+from kubelet.node import Node
+
+USERS = ("gateway", "config", "worker", "operator")
+TOKENS = {
+    "auth-tokens": "client-token",
+    "config-read-token": "reader-token",
+    "admin-token": "admin-token",
+    "nats-route": "in-a-url",
+    # what a URL, a server's configuration or a shell would read otherwise
+    **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},
+}
+SECRETS = {SECRET: TOKENS}
+CHOSEN: dict[str, Any] = {"auth": {"mode": "static", "secretName": SECRET}}
+CLIENT = {"Authorization": f"Bearer {TOKENS['auth-tokens']}"}
+WORKER, GATEWAY, CONFIG, BROKER = "sie-worker-cpu", "sie-gateway", "sie-config", "sie-nats"
+CLIENTS, PACE_S, BUDGET_S = 20, 0.5, 60.0
+WITHIN_S = 300.0  # on a machine that others use
+
+
+def rendered(file: str, **values: Any) -> list[Object]:
+    return objects(template(file, {**CHOSEN, **values}))
+
+
+def check_images() -> None:
+    wanted = {
+        container["image"]
+        for workload in workloads(rendered("values.yaml")).values()
+        for container in workload["spec"]["template"]["spec"]["containers"]
+    }
+    absent = sorted(name for name in wanted if not engine.has_image(name))
+    assert not absent, f"podman has no image {', '.join(absent)}: docs/kubernetes.md says how to build them"
+
+
+@asynccontextmanager
+async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> AsyncIterator[Crowd]:
+    """Clients that retry as the SDK does. None of them may be lost or get what is another's."""
+    found = Crowd(
+        [node.url(GATEWAY, 8080)],
+        expected,
+        clients=clients,
+        pace_s=PACE_S,
+        items=4,
+        budget_s=BUDGET_S,
+        token=TOKENS["auth-tokens"],
+    )
+    try:
+        yield found
+    finally:
+        await found.stop()
+    verdicts = Counter(each.verdict for each in found.outcomes)
+    attempts = Counter((each.status, each.failure) for outcome in found.outcomes for each in outcome.attempts)
+    longest_s = max((each.ended_s - each.started_s for each in found.outcomes), default=0.0)
+    print(f"{dict(verdicts)}, attempts {dict(attempts)}, the longest {longest_s:.1f} s")
+    assert verdicts.keys() == {"right"}, [each.detail for each in found.outcomes if each.verdict != "right"][:5]
+    assert found.unasked == 0
+
+
+async def answers(found: Crowd, count: int, timeout_s: float = WITHIN_S) -> None:
+    """Until so many requests that were sent from now on had their answers."""
+    now_s = time.monotonic()
+
+    def enough() -> bool:
+        return sum(each.started_s > now_s and each.verdict == "right" for each in found.outcomes) >= count
+
+    await asyncio.to_thread(until, enough, timeout_s, f"{count} answers")
+
+
+async def all_ready(node: Node, timeout_s: float = WITHIN_S) -> None:
+    for pod in list(node.pods):
+        await asyncio.to_thread(node.wait_ready, pod, timeout_s)

