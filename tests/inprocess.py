@@ -155,10 +155,12 @@ class SidecarProcess(Process):
 class InProcess:
     """The cluster of one test. `beats` holds every heartbeat that was sent, in order."""
 
-    def __init__(self, folder: Path, *entries: ModelEntry, max_payload: int = 1 << 20) -> None:
+    def __init__(
+        self, folder: Path, *entries: ModelEntry, max_payload: int = 1 << 20, server: MemoryServer | None = None
+    ) -> None:
         self.folder = folder
         self.source = Source(*(entries or (toy_entry(),)))
-        self.server = MemoryServer(max_payload=max_payload)
+        self.server = server or MemoryServer(max_payload=max_payload)
         self.beats: list[Heartbeat] = []
         self.adapters: list[FakeAdapter] = []
         self._observer = self.server.connect("test")

@@ -178,9 +178,12 @@ async def serve(
             tasks.start(keys.run(drained), "keys")
         if offload is not None:
             tasks.start(offload.run(drained), "payload clean-up")
-        await fleet.start()
-        await inbox.start()
-        await admission.peers.start()
+        for listening, what in (
+            (fleet.start, "listening for heartbeats"),
+            (inbox.start, "listening for results"),
+            (admission.peers.start, "listening for other gateways"),
+        ):
+            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=what)
         own = functools.partial(_own_streams, queue, placer, settings, record)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
         # connections already queue at the port: a request that meets a restart waits a moment instead of being refused

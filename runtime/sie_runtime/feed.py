@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from sie_broker import Bus, CoreMessage, Subscription
+from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import configs, topology
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, parse_bundle
@@ -205,7 +205,13 @@ class CatalogueFeed:
 
     async def run(self, stop: Stop) -> None:
         """Follow until `stop`. The first snapshot is fetched with retries. A later failure keeps the last good one."""
-        self._subscription = await self._bus.subscribe(self._subject, self._on_delta)
+        self._subscription = await retry(
+            lambda: self._bus.subscribe(self._subject, self._on_delta),
+            errors=(BrokerError,),
+            stop=stop,
+            logger=_logger,
+            what="listening for changes of the catalogue",
+        )
         self._bus.on_reconnect(self._on_reconnect)
         if self._source is None:
             await stop.wait()

@@ -1,0 +1,44 @@
+"""The start of a gateway with a broker that does not answer yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from inprocess import InProcess
+
+from sie_broker import BrokerUnavailable, Subscription
+from sie_broker.memory import MemoryBroker, MemoryServer
+
+
+class Late(MemoryBroker):
+    """Answers the second time that it is told of a subject: the first answer took too long."""
+
+    def __init__(self, server: MemoryServer, name: str) -> None:
+        super().__init__(server, name)
+        self.refused: set[str] = set()
+
+    async def subscribe(self, subject: str, *arguments: Any, **options: Any) -> Subscription:
+        if subject not in self.refused:
+            self.refused.add(subject)
+            raise BrokerUnavailable("no answer within 2 s")
+        return await super().subscribe(subject, *arguments, **options)
+
+
+class LateServer(MemoryServer):
+    def connect(self, name: str) -> MemoryBroker:
+        if name != "gateway":
+            return super().connect(name)
+        broker = Late(self, name)
+        self._connections.add(broker)
+        return broker
+
+
+async def test_a_gateway_waits_for_a_broker_that_answers_late(tmp_path: Path) -> None:
+    """Were it to end instead, all requests that wait at its port would be refused."""
+    async with InProcess(tmp_path, server=LateServer()) as cluster:
+        gateway = await cluster.gateway()
+        await cluster.sidecar()
+        assert (await gateway.encode("one")).status_code == 200
+        assert isinstance(gateway.broker, Late)
+        assert len(gateway.broker.refused) >= 4
