@@ -129,7 +129,7 @@ async def run(
     try:
         async with connected(settings.nats_url, "sie-config", stop, password=settings.nats_password) as broker:
             if broker is not None:
-                await service.workers.follow(broker)
+                await service.workers.follow(broker, stop)
                 if settings.auth_mode == "token":
                     keys = Keys(broker, settings.stream_replicas)
                     service.gate.go_by(keys)

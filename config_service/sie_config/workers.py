@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from sie_broker import Bus, CoreMessage
+from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts import heartbeats, topology
 from sie_contracts.heartbeats import GatewayBeat, Heartbeat
+from sie_runtime.process import Stop, retry
 
 _logger = logging.getLogger("sie.config")
 
@@ -26,9 +28,19 @@ class Workers:
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
 
-    async def follow(self, bus: Bus) -> None:
-        await bus.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
-        await bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_gateway)
+    async def follow(self, bus: Bus, stop: Stop) -> None:
+        """However late the broker answers, unless `stop` comes first."""
+        for subject, handler in (
+            (topology.HEALTH_SUBJECT, self._on_heartbeat),
+            (topology.GATEWAY_SUBJECT, self._on_gateway),
+        ):
+            await retry(
+                functools.partial(bus.subscribe, f"{subject}.*", handler),
+                errors=(BrokerError,),
+                stop=stop,
+                logger=_logger,
+                what=f"listening to {subject}",
+            )
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:

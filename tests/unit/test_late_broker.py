@@ -1,14 +1,18 @@
-"""The start of a gateway with a broker that does not answer yet."""
+"""The start of a gateway and of a config service with a broker that does not answer yet."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from inprocess import InProcess
+from inprocess import InProcess, until
 
 from sie_broker import BrokerUnavailable, Subscription
 from sie_broker.memory import MemoryBroker, MemoryServer
+from sie_config.workers import Workers
+from sie_contracts import messages, topology
+from sie_contracts.heartbeats import Heartbeat
+from sie_runtime.process import Stop
 
 
 class Late(MemoryBroker):
@@ -42,3 +46,11 @@ async def test_a_gateway_waits_for_a_broker_that_answers_late(tmp_path: Path) ->
         assert (await gateway.encode("one")).status_code == 200
         assert isinstance(gateway.broker, Late)
         assert len(gateway.broker.refused) >= 4
+
+
+async def test_a_config_service_waits_for_a_broker_that_answers_late() -> None:
+    server, workers = MemoryServer(), Workers(15.0)
+    await workers.follow(Late(server, "config"), Stop())
+    beat = Heartbeat("w1", "_default", "cpu", "default", True, "1")
+    await server.connect("worker").send(f"{topology.HEALTH_SUBJECT}.w1", messages.encode(beat))
+    await until(lambda: "w1" in workers._seen, "the heartbeat")
