@@ -62,7 +62,9 @@ def quantity(text: str | int | float) -> float:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a container ended. `reason`: ended, killed for memory, liveness, or terminated by its pod's end."""
+    """How a container ended. `reason`: ended (by itself), memory (the kernel), liveness (or startup: a probe), terminated
+    (its pod's end).
+    """
 
     status: int
     reason: str
@@ -91,7 +93,9 @@ class Watch:
 
 @dataclass
 class Container:
-    """`told` is the rendered container; `command` and `environ` may be changed before the start."""
+    """`told` is the rendered container. `end` and `remove` may be called from any thread; all else belongs to its keeper,
+    or is for reading.
+    """
 
     pod: Pod
     told: Object

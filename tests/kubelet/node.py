@@ -246,6 +246,9 @@ class Node:
             except Exception as error:  # noqa: BLE001
                 failures.append(f"{pod.name}: {error}")
         self.pods.clear()
+        # also what was being started: an init container, or one that its pod does not know yet
+        for container in engine.podman("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
+            engine.podman("rm", "--force", "--ignore", "--time", "0", container)
         network.swept(self.prefix)
         assert not failures, "\n".join(failures)
 
