@@ -62,8 +62,8 @@ def quantity(text: str | int | float) -> float:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a container ended. `reason`: ended (by itself), memory (the kernel), liveness (or startup: a probe), terminated
-    (its pod's end).
+    """How a container ended. `reason`: ended (by itself), memory (the kernel), liveness (or startup: a probe),
+    terminated (its pod's end).
     """
 
     status: int
@@ -93,8 +93,8 @@ class Watch:
 
 @dataclass
 class Container:
-    """`told` is the rendered container. `end` and `remove` may be called from any thread; all else belongs to its keeper,
-    or is for reading.
+    """`told` is the rendered container. `end` and `remove` may be called from any thread; all else belongs to its
+    keeper, or is for reading.
     """
 
     pod: Pod

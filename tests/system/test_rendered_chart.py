@@ -5,7 +5,8 @@ What a kubelet, a container engine and a cluster's network do is done as they do
 own, the rendered user without capabilities, a read-only root with nothing writable but its volumes, and the files that
 an image would have; secrets and names of pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of
 their Dockerfile, probes say who is ready. A pod is an address of loopback in a network of the test's own, so every port
-is the rendered one, and the name of a service stands for the pods that its selector finds.
+is the rendered one, and the name of a service stands for the pods that its selector finds. It needs no image, so CI
+runs it; `test_containers.py` shows the same and more with the images.
 """
 
 from __future__ import annotations
