@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     LOGS.mkdir(parents=True, exist_ok=True)
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]
     if lanes is LANES and not arguments:
-        beside.append(Beside("lint", ["make", "--no-print-directory", "lint"]))
+        beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
     statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
     statuses |= {each.name: each.ended() for each in beside}
     failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
@@ -90,7 +90,7 @@ def command(lane: Lane, arguments: Sequence[str]) -> list[str]:
 
 
 class Beside:
-    """A command that runs at a lower priority than the lanes."""
+    """A command that runs while the lanes do."""
 
     def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class Beside:
         self._log = LOGS / f"{name}.log"
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                ["nice", *argv], cwd=ROOT, env=os.environ | (environ or {}), stdout=log, stderr=subprocess.STDOUT
+                argv, cwd=ROOT, env=os.environ | (environ or {}), stdout=log, stderr=subprocess.STDOUT
             )
 
     def ended(self) -> int:

@@ -1,3 +1,3 @@
-from sie_cli.main import main
+from sie_cli.entry import main
 
 main()

@@ -254,13 +254,19 @@ async def test_a_gateway_drains_as_long_as_a_request_may_take(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_first_process_of_a_container_ends_by_a_signal_that_comes_during_its_imports(number: int) -> None:
     """The kernel drops what process 1 has no handler for: a pod would take its whole grace period to end."""
-    script = "import sie_cli; print('imported', flush=True); import time; time.sleep(600)"
+    script = """
+import sys, time, types
+from sie_cli.entry import main
+
+sys.modules["sie_cli.main"] = types.SimpleNamespace(main=lambda: (print("importing", flush=True), time.sleep(600)))
+main()
+"""
     with namespace(CLONE_NEWPID, "pid_for_children"):
         first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout is not None
         with first.stdout:
-            assert first.stdout.readline() == "imported\n"
+            assert first.stdout.readline() == "importing\n"
             first.send_signal(number)
             assert first.wait(GONE_S) == 128 + number
     finally:

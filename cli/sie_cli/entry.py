@@ -1,4 +1,4 @@
-"""The end of the first process of a container before it can drain.
+"""Where the command `sie` begins: what has to be done before its imports, which take seconds.
 
 The kernel drops each signal that process 1 has no handler for. One that comes during the imports would be lost, and a
 pod that is deleted or restarted while it starts would take its whole grace period to end.
@@ -11,7 +11,15 @@ import signal
 from types import FrameType
 
 
-def end_on_signals() -> None:
+def main() -> None:
+    """`sie` with the arguments of this process, which ends with it."""
+    _end_on_signals()
+    from sie_cli.main import main as command
+
+    command()
+
+
+def _end_on_signals() -> None:
     """As any other process ends by them, until it has handlers of its own. Nothing where this is not process 1."""
     if os.getpid() != 1:
         return
