@@ -99,10 +99,6 @@ TOKENISING = {
     "sie_sidecar.tokenise",
 }
 
-# of `import sie_gateway.process`: 0.4 s on two cores of an AMD EPYC with nothing else running, Python 3.11.7
-IMPORT_BUDGET_S = 0.5
-MARGIN = 3  # for slower machines
-
 
 def files(package: str) -> Iterator[tuple[str, ast.Module]]:
     """Every module of a package, by its dotted name."""
@@ -181,17 +177,21 @@ def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...
     assert python(code).split() == []
 
 
-@pytest.mark.parametrize("module", ["sie_gateway", "sie_gateway.process"])
-def test_the_gateway_imports_quickly(module: str) -> None:
-    """The median of three fresh interpreters, in seconds of the processor: what else runs does not count."""
+@pytest.mark.parametrize(("module", "most"), [("sie_gateway", 1.0), ("sie_gateway.process", 4.0)])
+def test_the_gateway_imports_quickly(module: str, most: float) -> None:
+    """In processor time, as a share of what importing its framework takes: medians of three fresh interpreters each, in
+    turn. Seen: 0.02 and 2.2.
+    """
 
-    def seconds() -> float:
+    def seconds(name: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        python(f"import {module}")
+        python(f"import {name}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert statistics.median(seconds() for _ in range(3)) < IMPORT_BUDGET_S * MARGIN
+    found = [(seconds(module), seconds("fastapi")) for _ in range(3)]
+    ours, framework = (statistics.median(each) for each in zip(*found, strict=True))
+    assert ours < most * framework
 
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
