@@ -52,6 +52,7 @@ def take_and_free():
     torch.ones(50 << 18)  # 50 MiB, freed at once
     held.append(torch.ones(20 << 18))
 cpu = torch.device("cpu")
+take_and_free()  # the pages of code that it runs are part of the process's memory too, once they are read
 print(peak_of(cpu, take_and_free), peak_of(cpu, lambda: None))
 """
 
