@@ -245,13 +245,8 @@ EXAMPLES: dict[str, Any] = {
     "dead-1": DeadLetter(
         "01a1f797.3.1", "sie.work.p.m.b.bulk.x", b"\x01\x02", _ERROR, ("w1", "w2"), 3, 2, 1_700_000_000.5
     ),
-    "heartbeat-1": Heartbeat(
-        worker="w1",
-        pool="_default",
-        machine_profile="l4",
+    "heartbeat-1": _heartbeat(
         bundle="vision",
-        ready=True,
-        version="0.1.0",
         leaving=True,
         gpu_count=2,
         gpu="NVIDIA L4",

@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import oracle
+import pytest
 from chaos.clients import Crowd, Expected
-from cluster import until
+from cluster import MODEL, until
 from helm import SECRET, Object, objects, template, workloads
+from load import TEXTS
 
 from kubelet import engine
 from kubelet.node import Node
@@ -31,6 +34,20 @@ CLIENT = {"Authorization": f"Bearer {TOKENS['auth-tokens']}"}
 WORKER, GATEWAY, CONFIG, BROKER = "sie-worker-cpu", "sie-gateway", "sie-config", "sie-nats"
 CLIENTS, PACE_S, BUDGET_S = 20, 0.5, 60.0
 WITHIN_S = 300.0  # on a machine that others use
+
+
+# of a module of tests that start containers
+MARKS = [
+    pytest.mark.long,
+    pytest.mark.serial,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
+]
+
+
+def expected_answers() -> Expected:
+    """The vectors of the texts that clients send, by the reference."""
+    return Expected(MODEL, TEXTS, list(oracle.encode(TEXTS)))
 
 
 def rendered(file: str, **values: Any) -> list[Object]:

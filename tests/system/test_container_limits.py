@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import oracle
 import psutil
 import pytest
 from chaos.clients import Expected
 from cluster import MODEL, until
 from helm import workloads
-from kubelet import Container, Node, engine
+from kubelet import Container, Node
 from kubelet.release import (
     CLIENT,
     CLIENTS,
     GATEWAY,
+    MARKS,
     SECRETS,
     WITHIN_S,
     WORKER,
@@ -29,16 +29,11 @@ from kubelet.release import (
     answers,
     check_images,
     crowd,
+    expected_answers,
     rendered,
 )
-from load import TEXTS
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.serial,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
-]
+pytestmark = MARKS
 
 FILE = "values-kind.yaml"
 PROCESSES = 128  # threads count; a fifth of the lowest bound of a managed cluster
@@ -49,7 +44,7 @@ LARGE = ["harbour kernel winter planet " * 60] * 400  # in one request, of more 
 
 @pytest.fixture(scope="module")
 def expected() -> Expected:
-    return Expected(MODEL, TEXTS, list(oracle.encode(TEXTS)))
+    return expected_answers()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 
 import httpx
-import oracle
 import pytest
 from chaos.clients import Expected
 from cluster import MODEL, until
@@ -23,6 +22,7 @@ from kubelet.release import (
     CLIENTS,
     CONFIG,
     GATEWAY,
+    MARKS,
     SECRETS,
     WITHIN_S,
     WORKER,
@@ -30,16 +30,11 @@ from kubelet.release import (
     answers,
     check_images,
     crowd,
+    expected_answers,
     rendered,
 )
-from load import TEXTS
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.serial,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
-]
+pytestmark = MARKS
 
 PAUSES_S = (2.0, 8.0, 15.0)
 UNUSED = 7777  # a port that no container declares
@@ -48,7 +43,7 @@ NEXT_TAG = "0.1.0-next"
 
 @pytest.fixture(scope="module")
 def expected() -> Expected:
-    return Expected(MODEL, TEXTS, list(oracle.encode(TEXTS)))
+    return expected_answers()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,22 +35,13 @@ import pytest
 from cluster import MODEL, until
 from helm import NAMESPACE, Object, allowed, objects, of_kind, pod, template, variables, workloads
 from kubelet.network import CLONE_NEWNET, CLONE_NEWPID, namespace
+from kubelet.release import CLIENT, TOKENS
 from stack import Part, Role
 
 pytestmark = [pytest.mark.debian, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-USERS = ("gateway", "config", "worker", "operator")
-SECRET = {
-    "auth-tokens": "client-token",
-    "config-read-token": "reader-token",
-    "admin-token": "admin-token",
-    "nats-route": "in-a-url",
-    # what a URL, or a server's configuration, would read otherwise
-    **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},
-}
 VALUES = {"auth": {"mode": "static"}, "catalogue": {"configMap": "own-models"}}
-CLIENT = {"Authorization": "Bearer client-token"}
 ROLES: dict[str, Role] = {
     "nats": "broker",
     "config": "config",
@@ -159,7 +150,7 @@ class Node:
                 assert given["fieldRef"]["fieldPath"] == "metadata.name"
                 told[name] = where.name
             else:
-                told[name] = SECRET[given["secretKeyRef"]["key"]]
+                told[name] = TOKENS[given["secretKeyRef"]["key"]]
         # a pod's address is a loopback one here, where only loopback names pass; on 0.0.0.0 any name does, unless the
         # setting lists some
         return {**IMAGE, "SIE_ALLOWED_HOSTS": "*", **told}
@@ -476,7 +467,7 @@ def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: P
 def publish(url: str, user: str, subject: str) -> None:
     """As whoever has the rendered password of `user`, in the protocol's own words."""
     with socket.create_connection(url.removeprefix("http://").split(":"), timeout=30) as wire:
-        who = json.dumps({"user": user, "pass": SECRET[f"nats-{user}"], "verbose": False})
+        who = json.dumps({"user": user, "pass": TOKENS[f"nats-{user}"], "verbose": False})
         wire.sendall(f"CONNECT {who}\r\nPUB {subject} 0\r\n\r\nPING\r\n".encode())
         told = b""
         while b"PONG" not in told:
