@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 import yaml
+from cgroups import MemoryGroup
 from cluster import SIE
 from zygote import Forked
 
@@ -115,10 +116,12 @@ class Adapter:
         return Client(self.path)
 
 
-def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) -> Adapter:
-    """`before`: what the process does first. With it, with a spare, or with a setting of the C library, which the
-    library reads when it starts, this is a start. Otherwise it is a fork of what `sie adapter` is after its imports
-    (`zygote`).
+def start(
+    path: Path, *, spare: bool = False, before: str = "", group: MemoryGroup | None = None, **environ: str
+) -> Adapter:
+    """`before`: what the process does first. With it, with a spare, in a control group, or with a setting of the C
+    library, which the library reads when it starts, this is a start. Otherwise it is a fork of what `sie adapter` is
+    after its imports (`zygote`).
     """
     # the last two let a CPU stand in for a lesser one
     kept = (
@@ -138,7 +141,7 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
     environ = {**known, **settings, **environ}
-    if not before and not spare and not any(name.startswith("MALLOC_") for name in environ):
+    if not before and not spare and group is None and not any(name.startswith("MALLOC_") for name in environ):
         return Adapter(path, Forked("engine", [SIE, "adapter", "--no-spare"], environ))
     code = (
         f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\nfrom "
@@ -146,14 +149,15 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
         f"spare={spare}))"
     )
     argv = [sys.executable, "-c", code]
+    argv = argv if group is None else group.inside(argv)
     return Adapter(
         path, subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     )
 
 
 @contextlib.contextmanager
-def running(path: Path, **environ: str) -> Iterator[Adapter]:
-    adapter = start(path, **environ)
+def running(path: Path, *, spare: bool = False, group: MemoryGroup | None = None, **environ: str) -> Iterator[Adapter]:
+    adapter = start(path, spare=spare, group=group, **environ)
     try:
         adapter.wait_for("adapter ready")
         yield adapter

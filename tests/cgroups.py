@@ -1,5 +1,5 @@
-"""A bound on the processor time of some processes: a control group of version 2 or 1, or stopping them for a part of
-the time.
+"""Bounds on processes by a control group of version 2 or 1: on their processor time, where no group can be made by
+stopping them for a part of the time, and on their memory.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PERIOD_S = 0.1
+END_S = 10.0
 
 
 def cgroup() -> Path | None:
@@ -74,3 +76,38 @@ def stopping(pids: Sequence[int], share: float) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+class MemoryGroup:
+    """A control group that a test moves processes to. Raises OSError where none can be made."""
+
+    def __init__(self, name: str) -> None:
+        legacy = Path("/sys/fs/cgroup/memory")
+        own = Path("/proc/self/cgroup").read_text().splitlines()[0].split(":", 2)[2].strip("/")
+        self._is_legacy = legacy.exists()
+        self.folder = (legacy if self._is_legacy else Path("/sys/fs/cgroup") / own) / f"{name}-{os.getpid()}"
+        self.folder.mkdir()
+
+    def limit(self, size: int) -> None:
+        (self.folder / ("memory.limit_in_bytes" if self._is_legacy else "memory.max")).write_text(str(size))
+
+    def held(self) -> int:
+        return int((self.folder / ("memory.usage_in_bytes" if self._is_legacy else "memory.current")).read_text())
+
+    def kills(self) -> int:
+        text = (self.folder / ("memory.oom_control" if self._is_legacy else "memory.events")).read_text()
+        return int(dict(line.split() for line in text.splitlines())["oom_kill"])
+
+    def inside(self, argv: Sequence[str]) -> list[str]:
+        """The command that starts `argv` in the group."""
+        return ["sh", "-c", f'echo $$ > {self.folder / "cgroup.procs"} && exec "$@"', "sh", *argv]
+
+    def __enter__(self) -> MemoryGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Its processes have ended, or are about to: the kernel kills the children of those that have."""
+        until_s = time.monotonic() + END_S
+        while (self.folder / "cgroup.procs").read_text() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self.folder.rmdir()

@@ -25,6 +25,7 @@ from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
+from sie_adapter.passes import Passes
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -79,9 +80,10 @@ class BatchRun:
         frontier: Frontier | None = None,
         key: str = "",
         remedied: Callable[[Remedy], None] = lambda remedy: None,
+        passes: Passes | None = None,
     ) -> None:
         """`frontier` knows under `key` how much fits; `make_room` drops a model that may go and says whether it did;
-        `remedied` is called for each remedy.
+        `remedied` is called for each remedy; `passes` keeps a record of each pass for the process after this one.
 
         Raises InvalidInput or InternalFailure for what cannot be run.
         """
@@ -99,6 +101,7 @@ class BatchRun:
         self._shortage = Shortage(device, make_room, remedied)
         self._frontier = frontier
         self._key = key
+        self._passes = passes
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
         self._padding = 0
@@ -144,7 +147,7 @@ class BatchRun:
             part, chosen = split_off(
                 chosen, self._prepared.lengths, self._frontier.limit(self._key) if self._frontier else None
             )
-            self._shortage.run(self._pass, part, self._refuse, halves=self._halves, learn=self._learn)
+            self._shortage.run(self._recorded, part, self._refuse, halves=self._halves, learn=self._learn)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
@@ -186,6 +189,15 @@ class BatchRun:
         if self._frontier is not None:
             tell = self._frontier.fits if fitted else self._frontier.failed
             tell(self._key, int(self._prepared.lengths[chosen].sum()))
+
+    def _recorded(self, chosen: Int64) -> None:
+        """A pass that the next process knows of if this one does not survive it."""
+        if self._passes is None or self._frontier is None:
+            self._pass(chosen)
+            return
+        tokens = int(self._prepared.lengths[chosen].sum())
+        with self._passes.during(self._key, tokens, self._frontier.fitted(self._key)):
+            self._pass(chosen)
 
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from sie_adapter import device as devices
+from sie_adapter import passes
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
-from sie_adapter.frontier import Frontier, frontier_key
+from sie_adapter.frontier import frontier_key
 from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
@@ -78,7 +79,8 @@ class Engine:
             count=self.remedies.count,
         )
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
-        self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
+        self.frontier = passes.frontier(settings)
+        self._passes = passes.passes(settings)
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
         # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
         # texts of 8 tokens
@@ -157,7 +159,8 @@ class Engine:
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message, self.device, make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
-                return BatchRun(weights, self.device, message, make_room, self.frontier, key, remedied).run()
+                learning = (self.frontier, key, remedied, self._passes)
+                return BatchRun(weights, self.device, message, make_room, *learning).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:

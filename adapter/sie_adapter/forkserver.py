@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sie_runtime import failpoints
@@ -31,10 +32,10 @@ _LOOKS, _LOOK_S = 100, 0.001
 _logger = logging.getLogger("sie.adapter")
 
 
-def keep_one_serving() -> int | None:
+def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
     """Have a child serve, and another one whenever one dies. Returns None in the process that is to serve: each child,
     or this process itself where it cannot fork. Returns the exit status in the parent, once a child drained or refused
-    its settings, or was told to end.
+    its settings, or was told to end. `died` is called before a child that died is replaced.
 
     To be called on the only thread, with SIGNALS blocked; they are blocked in the child as well.
     """
@@ -60,6 +61,7 @@ def keep_one_serving() -> int | None:
         )
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         _logger.warning("the adapter's process %d %s; another one starts in %g s", child, how, pause_s)
+        died()
         if signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, pause_s) is not None:
             return 0
 

@@ -8,7 +8,8 @@ The rule. A failure of n tokens sets the edge to n, and the limit to what fitted
 fitted before, less memory is free now and n / 2 is all that is still believed. Failures of the past do not hold for
 ever, since it may have been a neighbour who took the memory: for every WAIT_S without news the limit rises by RAISE. If
 a pass of the risen size fails, the wait doubles, up to MAX_WAIT_S, so a device that is simply too small is tried ever
-more rarely; if it fits, the wait begins anew, from there.
+more rarely; if it fits, the wait begins anew, from there. A failure that killed the process cost its models and its
+other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from sie_adapter.packing import Int64
 
 WAIT_S = 30.0
+KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
 FORGET_STEPS = 40  # 1.25 ** 40 is 7,500 times what failed: nothing is left of it
@@ -36,13 +38,14 @@ _logger = logging.getLogger("sie.adapter")
 
 class Edge(msgspec.Struct):
     """`fit_tokens`: the largest pass that fitted. `fail_tokens`: the smallest that failed, 0 if none did. `since_s`: of
-    the last news.
+    the last news. `wait_s`: until the limit rises; it begins at `first_wait_s`.
     """
 
     fit_tokens: int = 0
     fail_tokens: int = 0
     since_s: float = 0.0
     wait_s: float = WAIT_S
+    first_wait_s: float = WAIT_S
 
 
 class _Stored(msgspec.Struct):
@@ -92,6 +95,12 @@ class Frontier:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
 
+    def fitted(self, key: str) -> int:
+        """The tokens of the largest pass that went through; 0 while none did."""
+        with self._lock:
+            edge = self._edge(key)
+            return edge.fit_tokens if edge else 0
+
     def fits(self, key: str, tokens: int) -> None:
         """A pass of so many tokens went through."""
         with self._lock:
@@ -103,21 +112,26 @@ class Frontier:
             if not edge.fail_tokens:
                 return
             if was_raised:
-                edge.since_s, edge.wait_s = self._clock(), WAIT_S
+                edge.since_s, edge.wait_s = self._clock(), edge.first_wait_s
             if tokens >= edge.fail_tokens:
                 edge.fail_tokens = int(tokens * RAISE) + 1
             self._dirty = True
             if self._clock() - self._saved_s >= _SAVE_EVERY_S:
                 self._save()
 
-    def failed(self, key: str, tokens: int) -> None:
-        """A pass of so many tokens ran out of memory."""
+    def failed(self, key: str, tokens: int, *, killed: bool = False) -> None:
+        """A pass of so many tokens ran out of memory. `killed`: the process did not survive it."""
         with self._lock:
             edge = self._edge(key) or self._add(key)
+            if killed:
+                tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
                     return  # an item that is larger alone, or another lane's pass of before: no news
-                edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else WAIT_S
+                edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
+            if killed:
+                edge.first_wait_s = KILLED_WAIT_S
+                edge.wait_s = max(edge.wait_s, KILLED_WAIT_S)
             if tokens <= edge.fit_tokens:
                 edge.fit_tokens = tokens // 2
             edge.fail_tokens, edge.since_s = tokens, self._clock()

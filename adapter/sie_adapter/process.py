@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -52,8 +52,9 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         _logger.error("another adapter serves on %s", path)
         return 1
     with _listener(path) as listener:
+        learn = _learning(settings)
         if spare and sys.platform.startswith("linux"):
-            status = forkserver.keep_one_serving()
+            status = forkserver.keep_one_serving(learn)
             if status is not None:
                 return status
         with _woken_by_signals() as (wake, waker):
@@ -84,6 +85,15 @@ def _import() -> None:
     # pages shared
     gc.collect()
     gc.freeze()
+
+
+def _learning(settings: Settings) -> Callable[[], None]:
+    """Learn of the passes that the process before did not survive. Returns what does so for each one to come."""
+    from sie_adapter import passes
+
+    post_mortem = passes.PostMortem(passes.passes(settings), functools.partial(passes.frontier, settings))
+    post_mortem.learn()
+    return post_mortem.learn
 
 
 def _require_device(name: str) -> None:

@@ -47,6 +47,16 @@ def memory_limit() -> int | None:
     return min((each.limit_bytes for each in memories()), default=None)
 
 
+def oom_kills() -> int:
+    """How many processes of this group the kernel killed because memory had ended. 0 where it does not tell."""
+    for folder, version in _groups("memory"):
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError, ValueError):  # not one of this version
+            counters = dict(line.split() for line in (folder / name).read_text().splitlines())
+            return int(counters.get("oom_kill", 0))
+    return 0
+
+
 def cores() -> float | None:
     """What the quota of this group, or of one around it, leaves of the machine's cores. None without a quota."""
     found = []

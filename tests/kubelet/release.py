@@ -36,10 +36,8 @@ CLIENTS, PACE_S, BUDGET_S = 20, 0.5, 60.0
 WITHIN_S = 300.0  # on a machine that others use
 
 
-# of a module of tests that start containers
+# of a module of tests that start containers, beside its lane's
 MARKS = [
-    pytest.mark.long,
-    pytest.mark.serial,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]

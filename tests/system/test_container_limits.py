@@ -33,7 +33,7 @@ from kubelet.release import (
     rendered,
 )
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.long, pytest.mark.serial, *MARKS]
 
 FILE = "values-kind.yaml"
 PROCESSES = 128  # threads count; a fifth of the lowest bound of a managed cluster

@@ -34,7 +34,7 @@ from kubelet.release import (
     rendered,
 )
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.long, pytest.mark.serial, *MARKS]
 
 PAUSES_S = (2.0, 8.0, 15.0)
 UNUSED = 7777  # a port that no container declares

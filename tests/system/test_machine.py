@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import oracle
 import pytest
+from cgroups import MemoryGroup
 from cluster import MODEL, SIE, Cluster, free_ports, running, until
 from load import TEXTS
 
@@ -133,30 +134,10 @@ def test_a_disk_that_the_queue_does_not_fit_on_is_refused_with_a_queue_that_does
 
 
 def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: Path) -> None:
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    legacy = Path("/sys/fs/cgroup/memory")
-    group = (
-        legacy if legacy.exists() else Path("/sys/fs/cgroup") / lines[0].split(":", 2)[2].strip("/")
-    ) / "sie-first-start"
-    group.mkdir()
-    try:
-        (group / ("memory.limit_in_bytes" if legacy.exists() else "memory.max")).write_text(str(400 << 20))
-        inside = f'echo $$ > {group / "cgroup.procs"} && exec "$@"'
-        argv = [
-            "sh",
-            "-c",
-            inside,
-            "sh",
-            SIE,
-            "serve",
-            "--data-dir",
-            str(tmp_path / "data"),
-            "--port",
-            str(free_ports(1)[0]),
-        ]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    finally:
-        group.rmdir()
+    with MemoryGroup("sie-first-start") as group:
+        group.limit(400 << 20)
+        serve = [SIE, "serve", "--data-dir", str(tmp_path / "data"), "--port", str(free_ports(1)[0])]
+        done = subprocess.run(group.inside(serve), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: memory: this control group (container, systemd unit) may hold 400.0 MiB")
 

@@ -18,7 +18,8 @@ def holding(text: str, inactive: int, *, version: int) -> dict[str, str]:
         if version == 2
         else ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file")
     )
-    return {used: "100", limit: text, "memory.stat": f"cache 1\n{key} {inactive}"}
+    events = {2: ("memory.events", "oom 9\noom_kill 3"), 1: ("memory.oom_control", "under_oom 0\noom_kill 3")}[version]
+    return {used: "100", limit: text, "memory.stat": f"cache 1\n{key} {inactive}", events[0]: events[1]}
 
 
 def quota(text: str, period: int = 100_000) -> dict[str, str]:
@@ -76,6 +77,7 @@ def test_the_limits_of_a_group_and_those_around_it(
     assert control_group.memories() == memories
     assert control_group.memory_limit() == min((each.limit_bytes for each in memories), default=None)
     assert control_group.cores() == cores
+    assert control_group.oom_kills() == (3 if own is not None else 0)
 
 
 @pytest.mark.parametrize(("quota", "lanes"), [(None, 4), (0.5, 1), (1.0, 1), (2.5, 2), (64.0, 4)])
