@@ -139,7 +139,7 @@ async def serve(
         )
         try:
             if not stop.requested:
-                await worker.start()
+                await worker.start(stop)
                 if admission is None:
                     await retry(
                         worker.source.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull"

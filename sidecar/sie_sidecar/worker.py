@@ -24,7 +24,7 @@ from sie_contracts.topology import Lane
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.process import Tasks
+from sie_runtime.process import Stop, Tasks, retry
 from sie_sidecar.batch import Limits
 from sie_sidecar.deadletter import DeadLetters
 from sie_sidecar.device import DeviceQueue
@@ -151,9 +151,9 @@ class Worker:
         """Work items in flight."""
         return len(self.leases)
 
-    async def start(self) -> None:
-        """Hand back what a killed predecessor had in flight, and take in what comes. `Source.pull` has it come. Raises
-        BrokerError.
+    async def start(self, stop: Stop) -> None:
+        """Hand back what a killed predecessor had in flight, and take in what comes, however late the broker answers,
+        unless `stop` comes first. `Source.pull` has it come.
         """
         with contextlib.suppress(BrokerError):  # then by this machine's clock, until an answer comes
             await self.broker_clock.measure()
@@ -164,10 +164,15 @@ class Worker:
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
         self._loops.start(self._isolate.run(), "isolate")
-        self._cancels.append(await self._broker.subscribe(topology.cancel_subject("*"), self.intake.on_cancel))
+        await retry(
+            self._listen, errors=(BrokerError,), stop=stop, logger=_logger, what="listening for cancelled requests"
+        )
         self._loops.start(self._take_in(), "intake")
         self._loops.start(self.dispatch.run(self._more_expected), "dispatch")
         self._loops.start(self.leases.run(), "leases")
+
+    async def _listen(self) -> None:
+        self._cancels.append(await self._broker.subscribe(topology.cancel_subject("*"), self.intake.on_cancel))
 
     async def _take_in(self) -> None:
         while True:

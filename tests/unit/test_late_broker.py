@@ -1,4 +1,4 @@
-"""The start of a gateway and of a config service with a broker that does not answer yet."""
+"""The start of a gateway, a config service and a sidecar with a broker that does not answer yet."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ class Late(MemoryBroker):
 
 
 class LateServer(MemoryServer):
+    """Late for the processes of one name."""
+
+    def __init__(self, late: str) -> None:
+        super().__init__()
+        self._late = late
+
     def connect(self, name: str) -> MemoryBroker:
-        if name != "gateway":
+        if name != self._late:
             return super().connect(name)
         broker = Late(self, name)
         self._connections.add(broker)
@@ -40,12 +46,21 @@ class LateServer(MemoryServer):
 
 async def test_a_gateway_waits_for_a_broker_that_answers_late(tmp_path: Path) -> None:
     """Were it to end instead, all requests that wait at its port would be refused."""
-    async with InProcess(tmp_path, server=LateServer()) as cluster:
+    async with InProcess(tmp_path, server=LateServer("gateway")) as cluster:
         gateway = await cluster.gateway()
         await cluster.sidecar()
         assert (await gateway.encode("one")).status_code == 200
         assert isinstance(gateway.broker, Late)
         assert len(gateway.broker.refused) >= 4
+
+
+async def test_a_sidecar_waits_for_a_broker_that_answers_late(tmp_path: Path) -> None:
+    """Its pod is not started again, which would load all models again."""
+    async with InProcess(tmp_path, server=LateServer("sidecar")) as cluster:
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
+        assert (await gateway.encode("one")).status_code == 200
+        assert isinstance(sidecar.broker, Late)
+        assert topology.cancel_subject("*") in sidecar.broker.refused
 
 
 async def test_a_config_service_waits_for_a_broker_that_answers_late() -> None:
