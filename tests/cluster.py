@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from zygote import Forked
 
 from sie_cli import access
 from sie_cli.access import Access, as_operator
@@ -25,6 +26,7 @@ from sie_cli.embedded import free_port
 
 SIE = str(Path(sys.executable).with_name("sie"))
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+FORKED_WITH = ("SIE_", "OTEL_", "HF_TOKEN", "AWS_")  # settings that a forked process still obeys
 
 
 def free_ports(count: int) -> list[int]:
@@ -50,8 +52,15 @@ class Cluster:
     """One run of `sie serve`."""
 
     def __init__(
-        self, data_dir: Path, *args: str, environ: dict[str, str] | None = None, gateways: int = 1, workers: int = 1
+        self,
+        data_dir: Path,
+        *args: str,
+        environ: dict[str, str] | None = None,
+        gateways: int = 1,
+        workers: int = 1,
+        forked: bool = True,
     ) -> None:
+        """`forked`: by the zygote, where the environment allows it."""
         self.data_dir = data_dir
         self.port, *_ = free_ports(gateways)
         self.worker_port, *_ = free_ports(workers)
@@ -76,17 +85,22 @@ class Cluster:
         ]
         self.environ = {**os.environ, **(environ or {})}
         self.lines: list[str] = []
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Forked | subprocess.Popen[str] | None = None
+        # what an import has read is read by then: `sie serve` itself is to be started for a test of that
+        self._is_forked = forked and all(name.startswith(FORKED_WITH) for name in environ or {})
 
     def start(self, timeout_s: float = 60.0) -> Cluster:
-        self.process = subprocess.Popen(
-            self.argv,
-            env=self.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        if self._is_forked and self.argv[:2] == [SIE, "serve"]:
+            self.process = Forked("engine", self.argv, self.environ)
+        else:
+            self.process = subprocess.Popen(
+                self.argv,
+                env=self.environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
         last = "try     curl "  # of the lines that greet, which follow `ready in`
@@ -94,7 +108,7 @@ class Cluster:
         assert self.process.poll() is None, self.log()
         return self
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: Forked | subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:

@@ -7,10 +7,15 @@
 What is forked is what `sie gateway` and the others are after their imports: the same entry with the same arguments and
 the same environment. The zygote has one thread and has run nothing. It ends with the process that started it, and what
 it forked ends with it.
+
+`sie serve` starts processes itself. One that is forked has a zygote of its own beside it, a fork that has run nothing
+either, which forks those: they end with it, as what it starts would.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -28,15 +33,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from setproctitle import getproctitle, setproctitle
+
+from sie_cli import supervisor
+
 Kind = Literal["sie", "engine", "fixed_cost_adapter"]
 ENTRIES: dict[Kind, str] = {"sie": "sie_cli.main", "engine": "sie_cli.main", "fixed_cost_adapter": "fixed_cost_adapter"}
+_PROCESSES = ("sie_gateway.process", "sie_config.process", "sie_sidecar.process", "sie_sidecar.recording")
+# what `sie adapter` has imported when it forks the process that serves: it starts no thread
+_ENGINE = ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server")
 IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first use
-    "sie": ("sie_gateway.process", "sie_config.process", "sie_sidecar.process", "sie_sidecar.recording"),
-    # what `sie adapter` has imported when it forks the process that serves: it starts no thread
-    "engine": ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server"),
+    "sie": _PROCESSES,
+    "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve", "sie_cli.standalone"),
     "fixed_cost_adapter": (),
 }
 _lock = threading.Lock()
+_beside: socket.socket | None = None  # the control connection to the zygote of this `sie serve`
 
 
 class Forked:
@@ -50,12 +62,13 @@ class Forked:
         told, tells = os.pipe()
         request = json.dumps({"argv": self.argv, "environ": dict(environ), "cwd": str(Path.cwd())}).encode()
         with _lock:
-            control, _ = _zygote(kind)
+            control = _beside or _zygote(kind)[0]
             socket.send_fds(control, [len(request).to_bytes(4, "big")], [writing, tells])
             control.sendall(request)
         os.close(writing)
         os.close(tells)
         self.stdout = os.fdopen(reading, encoding="utf-8")
+        self.status_file = told  # readable when it has ended
         self._told = os.fdopen(told, encoding="ascii")
         self.pid = int(self._told.readline())
 
@@ -81,6 +94,43 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Awaited:
+    """A forked process as the supervisor of `sie serve` knows those that it starts."""
+
+    def __init__(self, forked: Forked, stdout: asyncio.StreamReader) -> None:
+        self.stdout = stdout
+        self._forked = forked
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(forked.status_file, self._end)
+
+    @classmethod
+    async def started(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Awaited | supervisor.Process:
+        """In the place of `supervisor.started`."""
+        if argv[0] != sys.executable:  # the broker
+            return await _started(argv, environ)
+        forked, reader = Forked("engine", argv[1:], environ), asyncio.StreamReader(supervisor.MAX_LINE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, forked.stdout)
+        return cls(forked, reader)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._forked.returncode
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        self._forked.send_signal(number)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._forked.status_file)
+        self._ended.set_result(self._forked.wait(0))
+
+
+_started = supervisor.started
 
 
 @functools.cache
@@ -166,15 +216,45 @@ def _become(job: dict[str, object], output: int, parent: int) -> list[str]:
     os.environ.clear()
     os.environ.update(job["environ"])  # type: ignore[call-overload]
     argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
+    setproctitle(" ".join([sys.executable, *argv]))
     return argv
+
+
+def have_children_forked() -> None:
+    """To be called in a process that is about to be `sie serve`. Returns in it, and in each process that is forked for
+    it, with the arguments of that one.
+    """
+    global _beside
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    beside = os.fork()
+    if not beside:
+        ours.close()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        sys.argv = fork_on_request(theirs)
+        return
+    theirs.close()
+    _beside = ours
+
+    def end() -> None:
+        ours.close()
+        os.waitpid(beside, 0)
+
+    atexit.register(end)
+    supervisor.started = Awaited.started  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
     kind: Kind = sys.argv[1]  # type: ignore[assignment]
+    getproctitle()  # finds the place of the title, which it does not once the environment has moved
     entry = importlib.import_module(ENTRIES[kind])
     for module in IMPORTS[kind]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
     sys.argv = fork_on_request(socket.socket(fileno=int(sys.argv[2])))
+    if sys.argv[1:2] == ["serve"]:
+        have_children_forked()
     sys.exit(entry.main())

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,11 @@ class _Program(AnyPosition):
             extra = next((word for word in sys.argv[1:] if word in COMPONENTS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
-            # threads of the object store's runtime outlive the interpreter: one that wants it while it is taken down
-            # aborts the process
-            if "obstore" not in sys.modules or not isinstance(ended.code, int | None):
+            # Taking the interpreter down takes a second where torch was imported, and threads of the object store's
+            # runtime outlive it: one that wants it meanwhile aborts the process.
+            if not isinstance(ended.code, int | None):
                 raise
+            threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             with contextlib.suppress(BrokenPipeError):  # nobody reads on
                 sys.stdout.flush()

@@ -15,14 +15,44 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 MAX_FIRST_FAILURES = 5  # in a row, of a child that was never up: its cause will not go away by itself
 LAST_LINES_S = 2.0  # how long the last lines of a child that ended are waited for
+MAX_LINE_BYTES = 1 << 20  # of output
 STEADY_S = 30.0  # a child that lived this long starts again without a pause
 _PR_SET_PDEATHSIG = 1
+
+
+class Process(Protocol):
+    """What the supervisor uses of `asyncio.subprocess.Process`."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+
+async def started(argv: Sequence[str], environ: Mapping[str, str]) -> Process:
+    """A process in a session of its own that ends with this one. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        env=dict(environ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_die_with_parent(),
+        limit=MAX_LINE_BYTES,
+    )
 
 
 def _die_with_parent() -> Callable[[], None] | None:
@@ -49,7 +79,7 @@ class Child:
     grace_s: float = 5.0
     once: Sequence[str] = ()
     restarts: int = 0
-    process: asyncio.subprocess.Process | None = None
+    process: Process | None = None
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
@@ -69,7 +99,6 @@ class Supervisor:
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say
         self._children: list[Child] = []
-        self._arrange = _die_with_parent()
         self.is_up = False
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -81,16 +110,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         argv, child.once = [*child.argv, *child.once], ()
-        child.process = await asyncio.create_subprocess_exec(
-            *argv,
-            env=dict(child.environ),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=self._arrange,
-            limit=1 << 20,
-        )
+        child.process = await started(argv, child.environ)
         assert child.process.stdout is not None
         reader = asyncio.create_task(self._relay(child, child.process.stdout), name=f"output:{child.name}")
         child.output.add(reader)
@@ -181,6 +201,6 @@ class Supervisor:
                 _signal(child.process, signal.SIGKILL)
 
 
-def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)

@@ -94,6 +94,7 @@ def base() -> str:
     return template("everything.yaml", CHOSEN)
 
 
+@pytest.mark.long
 def test_every_value_changes_what_is_rendered(base: str) -> None:
     """All texts and numbers are replaced at once and looked for; what is not found as it is, and each boolean, is
     changed for itself.

@@ -499,6 +499,7 @@ def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Ada
 # the life of the process
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process")
 def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
     """P10, P11: 1. an adapter with a spare, whose imports asked nothing of CUDA and left no thread; 2. kill -9 of the

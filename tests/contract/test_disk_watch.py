@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from adapter_process import running
 from cluster import until
 
@@ -28,6 +29,7 @@ def put(cache: LocalCache, repository: str) -> Path:
     return cache.obtain(repository, REVISION, fetch, repository)
 
 
+@pytest.mark.long
 def test_weights_that_nobody_uses_go_when_the_disk_fills_while_serving(tmp_path: Path) -> None:
     """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: 1. three snapshots in a volume of 10 MiB, one of them in use; 2. 6 MiB of
     somebody else's are written there; 3. the older one that nobody uses is gone, the others are there.

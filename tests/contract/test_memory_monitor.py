@@ -93,6 +93,7 @@ def quiet_machine() -> None:
         pytest.skip("the machine itself is under memory pressure")
 
 
+@pytest.mark.long
 def test_pressure_between_batches_is_noticed_by_a_ping(adapter: Adapter, client: Client) -> None:
     """No load and no batch comes after the pressure."""
 

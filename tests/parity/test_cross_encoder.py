@@ -29,10 +29,10 @@ from parity.score_checkpoints import (
     trained_cross_encoder,
     without,
 )
-from parity.selection import long_but
 from parity.table import ParityTable, Scores
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
+from selection import long_but
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification
 
@@ -57,6 +57,7 @@ MAX_DIFFERENCE = 1e-5
 
 Folders = Callable[..., Path]
 Load = Callable[..., Scoring]
+USUAL = ("bert", "deberta-v2", "qwen2")  # absolute positions, position biases, a decoder
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def oracle(folder: Path, pairs: Sequence[tuple[str, str]], precision: str = "flo
 IDENTITY = torch.nn.Identity()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
 def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders, table: ParityTable) -> None:
     """Batches of 1 to 64 ragged pairs, of a query that differs from batch to batch."""
     scoring = load(kind)
@@ -144,7 +145,7 @@ def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders, tabl
     assert own <= 1.5 * theirs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
 def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
     scoring = load(kind)
     documents = ragged_documents(24, seed=5)
@@ -157,7 +158,12 @@ def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
     np.testing.assert_allclose([score_of(each) for each in others[1]][::-1], alone, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "modernbert cls", "deberta-v2", "distilbert"])
+@pytest.mark.parametrize(
+    "kind",
+    long_but(
+        ["bert", "roberta", "xlm-roberta", "modernbert cls", "deberta-v2", "distilbert"], ["bert", "modernbert cls"]
+    ),
+)
 def test_rows_are_those_of_the_tokenizer(kind: str, load: Load, folders: Folders) -> None:
     """Special tokens between and around, token types, and the document alone cut."""
     scoring = load(kind)
@@ -340,7 +346,7 @@ def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
     assert weights.backbone._model.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
 def test_a_head_that_reads_the_first_token_alone_is_known(kind: str, load: Load) -> None:
     """It runs once for all lengths. A mistake would show in the scores; a miss only in the time."""
     head = load(kind).resident.weights.heads["score"]

@@ -20,6 +20,7 @@ from gliner import GLiNER
 from oracle import WORDS, ragged_texts
 from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_cpu
 from parity.table import ParityTable, Scores, path_of
+from selection import long_but
 
 from sie_adapter.families import gliner as family
 from sie_adapter.families.extraction import ExtractOptions
@@ -76,7 +77,7 @@ def failed(result: Any, kind: type[SIEError]) -> SIEError:
     return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(KINDS, ["span", "bi-token"]))
 @pytest.mark.parametrize("parameters", [{}, {"flat_ner": False}, {"flat_ner": False, "multi_label": True}])
 def test_entities_equal_those_of_the_package(
     models: dict[str, GlinerModel],
@@ -103,7 +104,7 @@ def test_entities_equal_those_of_the_package(
         table.record(f"gliner {kind}", path_of(models[kind].attention), models[kind].precision, Scores(difference))
 
 
-@pytest.mark.parametrize("kind", ["span", "token", "bi", "bi-token"])
+@pytest.mark.parametrize("kind", long_but(KINDS, ["span", "token"]))
 def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
     """With nothing left to tokenise on the lane; texts that were not prepared, and those whose labels
     fail, as before.
@@ -298,6 +299,7 @@ def test_a_megabyte_without_spaces_is_one_word(models: dict[str, GlinerModel]) -
         assert mate
 
 
+@pytest.mark.long
 def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(models: dict[str, GlinerModel]) -> None:
     text = " ".join(WORDS * 8)
     for kind in KINDS:

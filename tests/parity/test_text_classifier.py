@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents
 from parity.table import ParityTable
+from selection import long_but
 from transformers import AutoModelForSequenceClassification, pipeline
 
 from sie_contracts.errors import InvalidInput
@@ -65,7 +66,7 @@ def check(found: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> 
     return worst
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", long_but(KINDS, ["bert", "deberta-v2", "qwen2 causal"]))
 def test_every_class_has_the_score_of_the_pipeline(
     name: str, engine: ScoringEngine, folders: Folders, table: ParityTable
 ) -> None:

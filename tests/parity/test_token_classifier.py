@@ -21,9 +21,9 @@ from parity.score_checkpoints import (
     ragged_documents,
     without,
 )
-from parity.selection import long_but
 from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
+from selection import long_but
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 from sie_contracts.errors import ModelLoadFailed

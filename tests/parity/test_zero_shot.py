@@ -14,9 +14,9 @@ import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, sentence, without
-from parity.selection import long_but
 from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
+from selection import long_but
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
@@ -63,7 +63,7 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("name", "names"),
-    long_but(KINDS, [("deberta-v2", "three"), ("bert", "reversed"), ("roberta", "mnli"), ("modernbert", "two")]),
+    long_but(KINDS, [("deberta-v2", "three"), ("bert", "reversed")]),
 )
 def test_every_label_has_the_share_of_the_pipeline(
     name: str, names: str, engine: ScoringEngine, folders: Folders, table: ParityTable

@@ -32,6 +32,7 @@ class Bug(NamedTuple):
     plant: Callable[[], AbstractContextManager[Any]]
     seeds: int
     finds: str  # a part of what is reported
+    long: bool = False  # it takes so long that only long runs look for it
 
 
 def _around(
@@ -166,15 +167,15 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
 
 BUGS: dict[str, Bug] = {
     "the message is acked before its result is confirmed": Bug(_acked_before_confirmed, 40, "GATEWAY_TIMEOUT"),
-    "a late error is not fenced": Bug(_no_fence, 42, "sent an error"),
-    "leases are not renewed": Bug(_never_renewed, 20, "was delivered again"),
+    "a late error is not fenced": Bug(_no_fence, 42, "sent an error", long=True),
+    "leases are not renewed": Bug(_never_renewed, 20, "was delivered again", long=True),
     "a result of another chunk is accepted": Bug(_another_chunk, 10, "not the vector"),
     "a publish is repeated under a new message id": Bug(_new_message_id, 20, "in the stream twice"),
     "the cost budget of a batch is ignored": Bug(_limits(cost=lambda cost: 4 * cost), 10, "the budget is"),
     "a batch has too many work items": Bug(_limits(requests=lambda requests: 4 * requests), 10, "the limit is"),
     "bulk work is overtaken without end": Bug(_limits(bulk_max_overtakes=lambda most: 10**6), 20, "was overtaken"),
     "work waits before an idle device": Bug(_limits(wait_s=lambda wait_s: wait_s + 1.0), 40, "before an idle device"),
-    "suspects run with others": Bug(_together, 40, "ended an adapter, and others"),
+    "suspects run with others": Bug(_together, 40, "ended an adapter, and others", long=True),
     "slots are in the wrong order": Bug(_slots_reversed, 5, "not the vector"),
     "the permit of a lost batch is kept": Bug(_permit_leaked, 40, ""),
     "LoRAs share a batch": Bug(_loras_mixed, 10, "not the vector"),

@@ -106,7 +106,8 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
             data.mkdir()
             for each in (Path(folder), data):
                 each.chmod(0o755)
-            with running(data, *arguments, environ=environ) as cluster:
+            # started: of a process that is forked, the kernel tells no environment
+            with running(data, *arguments, environ=environ, forked=False) as cluster:
                 yield cluster
 
     return _clusters.get("guarded", start)

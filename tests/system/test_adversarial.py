@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import shutil
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import shared
 from cluster import Cluster
 from local_models import LocalModels
 from oracle import ragged_texts
+from selection import long_but
 
 from sie_contracts import arrays
 from sie_contracts.options import MAX_LABELS
@@ -52,8 +53,8 @@ POISONED = {
     "tags": "extract",
 }
 # in every run: of each kind of head one that overflows, of each family one that gets odd texts; the others are long
-OFTEN_POISONED = ("dense", "late", "cross", "gliner")
-OFTEN_ODD = ("m3", "cross", "reranker", "gliner", "zero-shot", "tags")
+USUAL_POISONED = ("late", "cross")
+USUAL_ODD = ("m3", "cross", "tags")
 QUERY = "search the river"
 LABELS = ["person", "river mountain"]
 RARE = ("violin", "protein", "compiler", "museum", "kernel", "planet")
@@ -187,12 +188,7 @@ async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
     return found
 
 
-def often(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
-    """Parameters, of which those that are not chosen are for a long run."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.long) for name in names]
-
-
-@pytest.mark.parametrize("kind", often(POISONED, OFTEN_POISONED))
+@pytest.mark.parametrize("kind", long_but(POISONED, USUAL_POISONED))
 async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, serve: Serve, kind: str) -> None:
     """Beside its mates in one request, and in a request of its own that shares their batch."""
     name, instruction = f"poisoned-{kind}", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
@@ -219,7 +215,7 @@ async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient
     assert has_shared
 
 
-@pytest.mark.parametrize("name", often(VERBS, OFTEN_ODD))
+@pytest.mark.parametrize("name", long_but(VERBS, USUAL_ODD))
 async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_alone(
     client: httpx.AsyncClient, name: str
 ) -> None:

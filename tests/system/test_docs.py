@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 def test_the_quickstart_and_what_others_change_for_it(tmp_path: Path) -> None:
     """One cluster, which the quickstart starts; the page for who comes from another server is read beside it."""
     with Reader(tmp_path) as reader:

@@ -166,6 +166,7 @@ async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Clus
     await asyncio.gather(*loads)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(
     cluster: Cluster, client: httpx.Client

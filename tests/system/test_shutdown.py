@@ -101,6 +101,7 @@ def unread(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
+@pytest.mark.long
 async def test_ctrl_c_drains_a_standalone_serve_that_outlived_the_reader_of_its_output(
     unread: tuple[subprocess.Popen[str], str],
 ) -> None:

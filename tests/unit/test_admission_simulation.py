@@ -99,6 +99,7 @@ def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -
     assert report.returns(foreseen=False) == (1, 3)
 
 
+@pytest.mark.long
 def test_a_slow_down_can_be_known_after_two_slow_batches() -> None:
     report = World(FULL[-1]).run()
     assert (

@@ -313,6 +313,7 @@ def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> 
         assert all(late == 0 for _, late in beside[1:])
 
 
+@pytest.mark.long
 def test_ample_budgets_have_the_throughput_that_they_had() -> None:
     for batch_s, token_s in ((0.001, 2e-5), (0.1, 2e-4), (0.5, 2e-3)):
         assert closed_loop([30.0] * 200, batch_s, token_s, 60.0) == closed_loop(

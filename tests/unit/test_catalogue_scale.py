@@ -54,6 +54,7 @@ async def test_an_export_is_read_in_short_turns_and_little_time(exported: bytes)
     assert took_s < MARGIN * 1.0
 
 
+@pytest.mark.long
 def test_a_catalogue_takes_a_part_of_the_memory_that_a_gateway_may_have(exported: bytes) -> None:
     tracemalloc.start()
     try:

@@ -177,7 +177,9 @@ def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...
     assert python(code).split() == []
 
 
-@pytest.mark.parametrize(("module", "most"), [("sie_gateway", 1.0), ("sie_gateway.process", 4.0)])
+@pytest.mark.parametrize(
+    ("module", "most"), [("sie_gateway", 1.0), pytest.param("sie_gateway.process", 4.0, marks=pytest.mark.long)]
+)
 def test_the_gateway_imports_quickly(module: str, most: float) -> None:
     """In processor time, as a share of what importing its framework takes: medians of three fresh interpreters each, in
     turn. Seen: 0.02 and 2.2.

@@ -5,6 +5,7 @@ large fleet.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Table, place
@@ -65,6 +66,7 @@ class State:
         self.table.update(self.layout.settle(demand))
 
 
+@pytest.mark.long
 @given(st.lists(st.lists(changes, max_size=6), max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_what_has_changed_is_placed_as_if_all_of_it_were_placed_anew(looks: list[list[tuple[object, ...]]]) -> None:

@@ -349,6 +349,7 @@ async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places
 # what it is worth
 
 
+@pytest.mark.long
 def test_a_rolling_restart_among_a_thousand_workers_loads_what_it_lost_and_moves_nothing_else() -> None:
     calm = Simulation(large(measured_s=10.0, load=0.03, restarted=0), table=True).run()
     rolling = Simulation(large(measured_s=10.0, load=0.03, restarted=50), table=True).run()

@@ -72,6 +72,7 @@ def killed_at(hub: HubStub, cache: Path, offset: int) -> None:
     hub.before_piece = lambda name, sent: None
 
 
+@pytest.mark.long
 def test_what_was_killed_at_any_byte_goes_on_there(hub: HubStub, tmp_path: Path) -> None:
     """C13: at 20 points of the download nothing counts as cached, and no byte that is on the disk is
     asked for again.
@@ -102,6 +103,7 @@ def test_killed_twice_it_goes_on_twice(hub: HubStub, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(f"*{PART}"))
 
 
+@pytest.mark.long
 def test_killed_before_any_change_of_the_disk_the_next_start_completes(hub: HubStub, tmp_path: Path) -> None:
     """C13: between two effects: what counts as there is right, and what does not is completed."""
     count = 0

@@ -62,6 +62,7 @@ def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, t
     assert believing["right"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_process(wide: Path, tmp_path: Path) -> None:
     """O3."""
