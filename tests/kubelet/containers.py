@@ -50,6 +50,7 @@ KNOWN = {
 }
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 BACKOFF_S, LONGEST_BACKOFF_S, FORGOTTEN_S = 10.0, 300.0, 600.0
+PAUSE_S = 30.0  # in which a busy container must come to stand still
 EXEC_S = 10.0  # that podman itself may take around a command inside
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "m": 1e-3}
 
@@ -165,7 +166,15 @@ class Container:
         os.kill(self.pid, number)
 
     def pause(self) -> None:
-        engine.podman("pause", self.name)
+        """Control groups of version 1 give up on a process that waits for its disk at that moment: then again."""
+        until_s = time.monotonic() + PAUSE_S
+        while True:
+            try:
+                engine.podman("pause", self.name)
+                return
+            except engine.EngineError as error:
+                if "unable to freeze" not in str(error) or time.monotonic() > until_s:
+                    raise
 
     def resume(self) -> None:
         engine.podman("unpause", self.name)

@@ -34,6 +34,7 @@ class Node:
     replicas: how many pods of a workload, in place of what is rendered.
     secrets: by name and key.
     files: of ConfigMaps that are not the chart's.
+    shares: the folders of PersistentVolumeClaims that are not the chart's.
     disks: bytes of a disk that a volume (workload, volume) has to itself.
     processes: podPidsLimit of the kubelet.
     """
@@ -45,6 +46,7 @@ class Node:
         secrets: Mapping[str, Mapping[str, str]],
         replicas: Mapping[str, int] | None = None,
         files: Mapping[str, Mapping[str, str]] | None = None,
+        shares: Mapping[str, Path] | None = None,
         disks: Mapping[tuple[str, str], int] | None = None,
         processes: int | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class Node:
         self.secrets = secrets
         self.replicas = dict(replicas or {})
         self.files = files or {}
+        self.shares = shares or {}
         self.disks = disks or {}
         self.processes = processes
         self.prefix = f"{_PREFIX}{os.getpid()}-"

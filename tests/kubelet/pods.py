@@ -121,12 +121,17 @@ class Pod:
                 path.mkdir(parents=True, exist_ok=True)
                 self._own(path, 0o2775)
                 return path
+            (volume,) = (each for each in self.spec["volumes"] if each["name"] == name)
+            (kind,) = volume.keys() - {"name"}
+            if kind == "persistentVolumeClaim":
+                assert volume[kind].keys() == {"claimName"}, volume
+                path = self.node.shares[volume[kind]["claimName"]]
+                self._own(path, 0o2775)
+                return path
             path = self.folder / "volumes" / name
             if path.exists():
                 return path
             path.mkdir(parents=True)
-            (volume,) = (each for each in self.spec["volumes"] if each["name"] == name)
-            (kind,) = volume.keys() - {"name"}
             if kind == "configMap":
                 files = of_kind("ConfigMap", self.node.found).get(volume[kind]["name"], {}).get("data")
                 for file, text in (files or self.node.files[volume[kind]["name"]]).items():
