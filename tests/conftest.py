@@ -31,6 +31,13 @@ def _context(*args: Any, **options: Any) -> ssl.SSLContext:
 ssl.create_default_context = _context
 
 
+def pytest_configure() -> None:
+    """Before pytest-xdist starts processes."""
+    import zygote
+
+    zygote.share()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One process runs all tests of a file, so that what they share, such as a cluster, is made once. Other groups have
     the mark `xdist_group`: several files that share something, or parts of a file that share nothing. Also where there

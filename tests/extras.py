@@ -91,10 +91,16 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from imports(node)
 
 
+@functools.cache
+def imports_of(module: str) -> tuple[tuple[str, int], ...]:
+    return tuple(imports(modules()[module]))
+
+
 def _is_in(module: str, places: tuple[str, ...]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
+@functools.cache
 def modules_of(extra: str) -> list[str]:
     """The modules that an extra is for, and those of ours that they need."""
     roots, apart = FOR[extra], APART.get(extra, ())
@@ -108,7 +114,7 @@ def modules_of(extra: str) -> list[str]:
         if name in found or _is_in(name, apart) or (name == TRACING and extra != "tracing"):
             continue
         found.add(name)
-        for imported, _ in imports(modules()[name]):
+        for imported, _ in imports_of(name):
             parts = imported.split(".")
             parents = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
             waiting += [each for each in parents if each in modules() and parts[0] in near]
@@ -120,6 +126,7 @@ def own(extra: str) -> set[str]:
     return {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]} - {"sie-cluster"}
 
 
+@functools.cache
 def named(extra: str) -> set[str]:
     """The distributions that an extra names, by way of other extras of ours too, and those that all have."""
     found: set[str] = set()
@@ -140,11 +147,12 @@ def _owners() -> dict[str, list[str]]:
     }
 
 
+@functools.cache
 def used(extra: str) -> dict[str, set[str]]:
     """The distributions that the modules of an extra import, each with the places where."""
     found: dict[str, set[str]] = {}
     for module in modules_of(extra):
-        for name, line in imports(modules()[module]):
+        for name, line in imports_of(module):
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top in measure.FOLDERS:
                 continue

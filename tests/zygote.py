@@ -1,12 +1,12 @@
 """Starts processes of the product by fork from one process that has imported them, since imports take most of a start.
 
-    Part.start ──Popen──► zygote, once for each kind ──fork──► a process of its own: pid, group, memory, signals, output
+    Part.start ──socket──► zygote, one of each kind ──fork──► a process of its own: pid, group, memory, signals, output
        ▲                                                             │
        └────────────────── pid, and then its exit status ────────────┘
 
 What is forked is what `sie gateway` and the others are after their imports: the same entry with the same arguments and
-the same environment. The zygote has one thread and has run nothing. It ends with the process that started it, and what
-it forked ends with it.
+the same environment. The zygote has one thread and has run nothing. All processes of a run of the tests share it: it
+ends with the first of them, and what it forked ends with it, or with the process of tests that asked for it.
 
 `sie serve` starts processes itself. One that is forked has a zygote of its own beside it, a fork that has run nothing
 either, which forks those: they end with it, as what it starts would.
@@ -18,16 +18,19 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +50,9 @@ IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first 
     "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve", "sie_cli.standalone"),
     "fixed_cost_adapter": (),
 }
+_SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they end, and the folder of their sockets
 _lock = threading.Lock()
+_started_here: list[subprocess.Popen[bytes]] = []  # kept, since they outlive whoever forgets them
 _beside: socket.socket | None = None  # the control connection to the zygote of this `sie serve`
 
 
@@ -62,7 +67,7 @@ class Forked:
         told, tells = os.pipe()
         request = json.dumps({"argv": self.argv, "environ": dict(environ), "cwd": str(Path.cwd())}).encode()
         with _lock:
-            control = _beside or _zygote(kind)[0]
+            control = _beside or _zygote(kind)
             socket.send_fds(control, [len(request).to_bytes(4, "big")], [writing, tells])
             control.sendall(request)
         os.close(writing)
@@ -133,18 +138,41 @@ class Awaited:
 _started = supervisor.started
 
 
+def share() -> None:
+    """Have this process and those that it starts share their zygotes, which end with this one."""
+    if _SHARED not in os.environ:
+        folder = tempfile.mkdtemp(prefix="zygotes-")
+        os.environ[_SHARED] = f"{os.getpid()}:{folder}"
+        atexit.register(shutil.rmtree, folder)
+
+
 @functools.cache
-def _zygote(kind: Kind) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The control connection and the process: one of each kind for a process of tests, kept until it ends."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        # a library of linear algebra that is imported with more starts threads, of which a fork takes none along
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        argv = [sys.executable, __file__, kind, str(theirs.fileno())]
-        process = subprocess.Popen(
-            argv, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-        )
-    return ours, process
+def _zygote(kind: Kind) -> socket.socket:
+    """A control connection to the zygote of a kind, which is started if nobody has yet."""
+    share()
+    owner, _, folder = os.environ[_SHARED].partition(":")
+    path = Path(folder, kind)
+    control = socket.socket(socket.AF_UNIX)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+                listener.listen()
+                # a library of linear algebra that is imported with more starts threads, of which a fork takes none
+                environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+                argv = [sys.executable, __file__, kind, str(listener.fileno()), owner]
+                process = subprocess.Popen(
+                    argv,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=[listener.fileno()],
+                )
+                _started_here.append(process)
+    control.connect(str(path))
+    return control
 
 
 def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
@@ -170,9 +198,14 @@ def _tell(descriptor: int, number: int) -> None:
         os.write(descriptor, b"%d\n" % number)
 
 
-def fork_on_request(control: socket.socket) -> list[str]:
-    """Serve until the other side is gone, and end. In each child: return its arguments."""
+def fork_on_request(*, listener: socket.socket | None = None, control: socket.socket | None = None) -> list[str]:
+    """Serve those who connect until the owner of the zygote is gone, or one connection until its other side is, and
+    end. In each child: return its arguments.
+    """
+    controls = set(filter(None, [control]))
     told: dict[int, int] = {}
+    asked: dict[int, socket.socket] = {}
+    owner = os.pidfd_open(int(sys.argv[3])) if listener else None
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(woken, False)
@@ -180,27 +213,37 @@ def fork_on_request(control: socket.socket) -> list[str]:
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     parent = os.getpid()
     while True:
-        ready = select.select([control, woken], [], [])[0]
+        ready = select.select([woken, *controls, *filter(None, [listener, owner])], [], [])[0]
+        if owner in ready:
+            sys.exit()
         if woken in ready:
             os.read(woken, 4096)
             _reap(told)
-        if control not in ready:
-            continue
-        request = _received(control)
-        if request is None:
-            sys.exit()
-        job, (output, status) = request
-        pid = os.fork()
-        if not pid:
-            control.close()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (woken, wakes, status, *told.values()):
-                os.close(descriptor)
-            return _become(job, output, parent)
-        os.close(output)
-        told[pid] = status
-        _tell(status, pid)
+        if listener in ready and listener is not None:
+            controls.add(listener.accept()[0])
+        for each in controls.intersection(ready):
+            request = _received(each)
+            if request is None:
+                if listener is None:
+                    sys.exit()
+                controls.remove(each)
+                for pid in [pid for pid, who in asked.items() if who is each and pid in told]:
+                    os.kill(pid, signal.SIGKILL)
+                continue
+            job, (output, status) = request
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for connection in (*controls, *filter(None, [listener])):
+                    connection.close()
+                for descriptor in (woken, wakes, status, *told.values(), *filter(None, [owner])):
+                    os.close(descriptor)
+                return _become(job, output, parent)
+            os.close(output)
+            told[pid] = status
+            asked[pid] = each
+            _tell(status, pid)
 
 
 def _become(job: dict[str, object], output: int, parent: int) -> list[str]:
@@ -233,7 +276,7 @@ def have_children_forked() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        sys.argv = fork_on_request(theirs)
+        sys.argv = fork_on_request(control=theirs)
         return
     theirs.close()
     _beside = ours
@@ -254,7 +297,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    sys.argv = fork_on_request(socket.socket(fileno=int(sys.argv[2])))
+    sys.argv = fork_on_request(listener=socket.socket(fileno=int(sys.argv[2])))
     if sys.argv[1:2] == ["serve"]:
         have_children_forked()
     sys.exit(entry.main())

@@ -104,6 +104,7 @@ def test_pressure_between_batches_is_noticed_by_a_ping(adapter: Adapter, client:
     assert_dropped(adapter, client, "idle", ping)
 
 
+@pytest.mark.long
 def test_pressure_is_noticed_after_a_batch(adapter: Adapter, client: Client) -> None:
     def run() -> Sequence[str]:
         done = client.run(msgspec.structs.replace(batch([[7, 8, 9]], "busy"), may_drop=("other",)))

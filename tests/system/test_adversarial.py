@@ -152,7 +152,9 @@ async def ask(
     if name == "m3-score":
         body = {**body, "options": {"score_mode": "hybrid"}}
     content = msgspec.msgpack.encode(body) if msgpack else json.dumps(body).encode()
-    headers = {"content-type": "application/msgpack" if msgpack else "application/json", "x-sie-explain": "1"}
+    kind_of = "application/msgpack" if msgpack else "application/json"
+    # how long a class of work takes is not known at its first request, and less so on a busy machine
+    headers = {"content-type": kind_of, "x-sie-explain": "1", "x-sie-timeout-ms": "300000"}
     return await client.post(f"/v1/{verb}/test/{model}", content=content, headers=headers)
 
 

@@ -96,10 +96,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, i
     (folder / "models" / "bad.yaml").write_text(
         "id: a/b\nweights: {package: x}\nfamily: f\noutputs: {dense: many}\nmax_tokens: 5\n"
     )
-    # its adapter would import the real one for nothing
-    (folder / "torch.py").write_text("import signal\nsignal.pause()\n")
-    environ = {"PYTHONPATH": str(folder)}
-    cluster = Cluster(folder / "data", "--models-dir", str(folder / "models"), "--no-spare", environ=environ)
+    cluster = Cluster(folder / "data", "--models-dir", str(folder / "models"), "--no-spare")
     file = cluster.data_dir / access.FILE
     seen: list[tuple[Access, int]] = []
 
