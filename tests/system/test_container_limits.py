@@ -1,17 +1,15 @@
-"""What only a container's limits show: the kernel ends what takes too much memory, a quota of processor time, full
-volumes, a bound on processes.
+"""What only a container's limits show: the kernel ends what takes too much memory, full volumes, a bound on
+processes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from chaos.clients import Expected
 from cluster import MODEL, until
@@ -142,29 +140,3 @@ def kills(container: Container) -> int:
     name = "memory.events" if (folder / "memory.events").exists() else "memory.oom_control"
     counters = dict(line.split() for line in (folder / name).read_text().splitlines())
     return int(counters["oom_kill"])
-
-
-@pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])
-def test_an_adapter_runs_as_many_lanes_and_threads_as_its_quota_has_cores(cores: float) -> None:
-    check_images()
-    found = [
-        each
-        for each in rendered(
-            FILE, workers={"common": {"adapter": {"resources": {"limits": {"cpu": str(cores), "memory": "6Gi"}}}}}
-        )
-        if each["kind"] not in ("Deployment", "StatefulSet") or each["metadata"]["name"] == WORKER
-    ]
-    with Node.started(secrets=SECRETS) as node:
-        node.apply(found, wait=False)
-        (pod,) = node.of(WORKER)
-        adapter = pod.container("adapter")
-        until(lambda: adapter.ready, WITHIN_S, "the adapter listens", node.story)
-        (lanes,) = {int(number) for line in adapter.log() for number in re.findall(r"lanes (\d+)", line)}
-        assert lanes == min(psutil.cpu_count() or 1, max(1, int(cores)))
-        quota, period = (
-            int((adapter.cgroup("cpu") / f"cpu.cfs_{name}_us").read_text())
-            if (adapter.cgroup("cpu") / "cpu.cfs_quota_us").exists()
-            else int((adapter.cgroup("cpu") / "cpu.max").read_text().split()[name == "period"])
-            for name in ("quota", "period")
-        )
-        assert quota / period == pytest.approx(cores)
