@@ -35,6 +35,7 @@ class Lane:
     options: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     beside: bool = False  # the others; what it printed is shown when they have ended
+    is_redundant: bool = False  # on this machine, where it would run as the others do
 
     @property
     def markers(self) -> str:
@@ -49,10 +50,16 @@ class Lane:
         return [str(path.relative_to(ROOT)) for path in tests if f"mark.{self.marker}" in path.read_text("utf-8")]
 
 
+def _has_more_than_avx2() -> bool:
+    """Also where nothing tells."""
+    about = Path("/proc/cpuinfo")
+    return not about.exists() or "flags" not in (text := about.read_text()) or " avx512f" in text
+
+
 _GROUPS = ("--dist", "loadgroup", "--no-loadscope-reorder")  # those of tests/conftest.py, in their order
 LANES = (
-    # three processes for two cores, since most tests wait for something; a fourth saves nothing
-    Lane("parallel", options=("-n", "3", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
+    # more processes than two cores: most tests of the whole system wait for something
+    Lane("parallel", options=("-n", "4", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial"),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(
@@ -60,18 +67,20 @@ LANES = (
         "precision",
         environ={"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
         beside=True,
+        is_redundant=not _has_more_than_avx2(),
     ),
 )
 SYSTEM = (Lane("system", "debian", options=("-n", "2", *_GROUPS)),)
 
 
 def main(arguments: Sequence[str]) -> int:
-    lanes = LANES
-    if arguments[:1] == ["--system"]:
+    lanes, is_test = LANES, arguments[:1] != ["--system"]
+    if not is_test:
         lanes, arguments = SYSTEM, arguments[1:]
+    lanes = [lane for lane in lanes if not lane.is_redundant]
     LOGS.mkdir(parents=True, exist_ok=True)
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]
-    if lanes is LANES and not arguments:
+    if is_test and not arguments:
         beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
     statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
     statuses |= {each.name: each.ended() for each in beside}

@@ -20,8 +20,7 @@ from helm import CHART, CHOSEN, FILES, HelmError, of_kind, rendered, template, w
 
 KUBERNETES = (
     "1.28",  # the oldest that Chart.yaml admits
-    *(pytest.param(version, marks=pytest.mark.long) for version in ("1.29", "1.30", "1.31", "1.32", "1.33")),
-    "1.34",
+    *(pytest.param(version, marks=pytest.mark.long) for version in ("1.29", "1.30", "1.31", "1.32", "1.33", "1.34")),
 )
 # Objects of operators, which Kubernetes itself does not know; their fields are asserted in test_scaling.py and
 # test_monitoring.py.

@@ -53,8 +53,8 @@ _ODD = (
 
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 ALL = [(name, precision) for name in ARCHITECTURES for precision in PRECISIONS]
-# beside those of the backbones: what is scaled, causal, soft-capped or has code of its own
-USUAL = (*BACKBONES, "llama yarn", "gemma3 bidirectional", "nomic_bert", "jina_embeddings_v3", "gte")
+# beside those of the backbones: what scales its embeddings, and what has code of its own
+USUAL = (*BACKBONES, "gemma3 bidirectional", "nomic_bert")
 OF_BACKBONES = [(name, precision) for name in BACKBONES for precision in PRECISIONS]
 IN_FLOAT32 = [(name, "float32") for name in ARCHITECTURES]
 

@@ -289,6 +289,7 @@ def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path) -
     assert np.abs(served.answers(name) - expected(folder, lora)).max() <= 3e-5
 
 
+@pytest.mark.long
 def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Folders, root: Path) -> None:
     """W15: each answer has the bytes of its own LoRA alone, whatever runs beside it and whatever is
     loaded meanwhile.

@@ -92,7 +92,7 @@ def test_a_run_is_the_same_in_every_process() -> None:
     """Neither addresses, nor the order of hashed strings, nor the runs before reach the events. The other process
     hashes strings otherwise, and runs the seeds in another order.
     """
-    seeds = range(4, 6)
+    seeds = range(4, 5)
     here = {seed: simulate(seed).digest for seed in reversed(seeds)}
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     command = [sys.executable, "-m", "tests.simulation", str(seeds[0]), str(seeds[-1]), "--digests"]

@@ -206,6 +206,7 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
     site.sie("verify", str(folder))
 
 
+@pytest.mark.long
 def test_equal_models_are_equal_archives(office: Site, tmp_path: Path) -> None:
     """Whatever their dates and the order in which they are named."""
     one, two = tmp_path / "1.tar", tmp_path / "2.tar"
@@ -462,6 +463,7 @@ def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anyt
     assert archive.read_bytes() == b"precious"
 
 
+@pytest.mark.long
 def test_from_pipe_to_pipe(office: Site, site: Site) -> None:
     """`sie airgap create -o - | ssh site sie airgap load -`: no file between."""
     environ = {"PYTHONPATH": str(office.folder / "site"), **office.environ}

@@ -125,6 +125,7 @@ class Scraped:
         return {key[1] for key in self.scrape() if key[0] == metric}
 
 
+@pytest.mark.long
 def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
     """B4: Zipf's traffic over a thousand models, of which others are popular in the second half."""
     told = Scraped()

@@ -242,7 +242,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "spoil", "texts"), CASES, ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES]
+    ("kind", "spoil", "texts"),
+    # one kind of each fault in every run
+    [
+        pytest.param(*case, id=f"{case[0]} {case[1].__name__}", marks=[pytest.mark.long] if case[1] in before else [])
+        for case, before in zip(
+            CASES, ([spoil for _, spoil, _ in CASES[:end]] for end in range(len(CASES))), strict=True
+        )
+    ],
 )
 def test_a_folder_that_cannot_be_right_is_refused_everywhere(
     kind: str,

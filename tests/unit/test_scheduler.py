@@ -204,7 +204,7 @@ class Scheduling(RuleBasedStateMachine):
 
 
 Scheduling.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduling = Scheduling.TestCase
 
