@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -71,6 +72,7 @@ def _import() -> None:
     """Everything that loading a text encoder needs. Starts no thread and leaves CUDA alone, even the question whether
     there is any: a process that is forked later could not use it.
     """
+    _name_temporary_folder()
     import transformers
 
     import sie_adapter.families.text_encoder
@@ -85,6 +87,18 @@ def _import() -> None:
     # pages shared
     gc.collect()
     gc.freeze()
+
+
+def _name_temporary_folder() -> None:
+    """torch asks for the path of one when it is imported, though it compiles nothing and writes nothing there. Where
+    every such folder is full there is none, and the import would raise.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  nothing is written
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)  # which torch would make below it
+        _logger.warning("no temporary file can be written: %s", error)
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
