@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 PERIOD_S = 0.1
@@ -78,25 +79,37 @@ def stopping(pids: Sequence[int], share: float) -> Iterator[None]:
         thread.join()
 
 
-class MemoryGroup:
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a control group of version 2 or 1."""
+
+    folder: Path
+
+    def limit(self, size: int) -> None:
+        self._either("memory.max", "memory.limit_in_bytes").write_text(str(size))
+
+    def held(self) -> int:
+        return int(self._either("memory.current", "memory.usage_in_bytes").read_text())
+
+    def kills(self) -> int:
+        """How many of its processes the kernel killed because memory had ended."""
+        text = self._either("memory.events", "memory.oom_control").read_text()
+        return int(dict(line.split() for line in text.splitlines())["oom_kill"])
+
+    def _either(self, name: str, legacy: str) -> Path:
+        found = self.folder / name
+        return found if found.exists() else self.folder / legacy
+
+
+class MemoryGroup(Memory):
     """A control group that a test moves processes to. Raises OSError where none can be made."""
 
     def __init__(self, name: str) -> None:
         legacy = Path("/sys/fs/cgroup/memory")
         own = Path("/proc/self/cgroup").read_text().splitlines()[0].split(":", 2)[2].strip("/")
-        self._is_legacy = legacy.exists()
-        self.folder = (legacy if self._is_legacy else Path("/sys/fs/cgroup") / own) / f"{name}-{os.getpid()}"
+        around = legacy if legacy.exists() else Path("/sys/fs/cgroup") / own
+        super().__init__(around / f"{name}-{os.getpid()}")
         self.folder.mkdir()
-
-    def limit(self, size: int) -> None:
-        (self.folder / ("memory.limit_in_bytes" if self._is_legacy else "memory.max")).write_text(str(size))
-
-    def held(self) -> int:
-        return int((self.folder / ("memory.usage_in_bytes" if self._is_legacy else "memory.current")).read_text())
-
-    def kills(self) -> int:
-        text = (self.folder / ("memory.oom_control" if self._is_legacy else "memory.events")).read_text()
-        return int(dict(line.split() for line in text.splitlines())["oom_kill"])
 
     def inside(self, argv: Sequence[str]) -> list[str]:
         """The command that starts `argv` in the group."""

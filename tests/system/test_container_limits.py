@@ -5,16 +5,19 @@ processes.
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from cgroups import Memory
 from chaos.clients import Expected
 from cluster import MODEL, until
 from helm import workloads
-from kubelet import Container, Node
+from kubelet import Node
 from kubelet.release import (
     CLIENT,
     CLIENTS,
@@ -36,8 +39,10 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, *MARKS]
 FILE = "values-kind.yaml"
 PROCESSES = 128  # threads count; a fifth of the lowest bound of a managed cluster
 DISK_BYTES = 4 << 20
+MAX_KILLS, ADVERSARIAL_S, RESTARTED_AFTER = 3, 600.0, 10
 FREE_BYTES = 96 << 20  # that an adapter's limit leaves above what it holds
-LARGE = ["harbour kernel winter planet " * 60] * 400  # in one request, of more tokens than several batches may have
+WORDS = "harbour kernel winter planet "
+LARGE = [WORDS * 60] * 400  # in one request, of more tokens than several batches may have
 
 
 @pytest.fixture(scope="module")
@@ -107,36 +112,49 @@ async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expe
     url = node.url(GATEWAY, 8080)
     async with crowd(node, expected) as clients, httpx.AsyncClient(headers=CLIENT, timeout=200) as client:
         await answers(clients, CLIENTS)
-        killed = kills(adapter)
-        limit(adapter, held(adapter) + FREE_BYTES)
+        memory = Memory(adapter.cgroup("memory"))
+        killed = memory.kills()
+        memory.limit(memory.held() + FREE_BYTES)
         for _ in range(3):
             answer = await client.post(
                 f"{url}/v1/encode/{MODEL}", json={"items": LARGE}, headers={"x-sie-timeout-ms": "150000"}
             )
             assert answer.status_code == 200, answer.text
             assert not [item for item in answer.json()["items"] if "error" in item]
-            print(f"kernel's kills {kills(adapter) - killed}, exits {adapter.exits}, held {held(adapter) >> 20} MiB")
+            print(f"kernel's kills {memory.kills() - killed}, exits {adapter.exits}, held {memory.held() >> 20} MiB")
         await answers(clients, CLIENTS)
-    assert kills(adapter) > killed, "the limit was never met"
+    assert memory.kills() > killed, "the limit was never met"
     assert not any("poison" in line for line in pod.container("worker-sidecar").log())
 
 
-def held(container: Container) -> int:
-    folder = container.cgroup("memory")
-    name = "memory.current" if (folder / "memory.current").exists() else "memory.usage_in_bytes"
-    return int((folder / name).read_text())
-
-
-def limit(container: Container, size: int) -> None:
-    folder = container.cgroup("memory")
-    if (folder / "memory.max").exists():
-        (folder / "memory.max").write_text(str(size))
-    else:
-        (folder / "memory.limit_in_bytes").write_text(str(size))
-
-
-def kills(container: Container) -> int:
-    folder = container.cgroup("memory")
-    name = "memory.events" if (folder / "memory.events").exists() else "memory.oom_control"
-    counters = dict(line.split() for line in (folder / name).read_text().splitlines())
-    return int(counters["oom_kill"])
+async def test_ten_minutes_of_adversarial_batches_at_a_small_limit(expected: Expected) -> None:
+    """X3. At most MAX_KILLS, and nobody whose inputs fit one by one is refused; the sizes that fit outlive a restart
+    of the container.
+    """
+    check_images()
+    adapter_has = {"adapter": {"resources": {"limits": {"cpu": "2", "memory": "1536Mi"}}}}
+    generator = random.Random(7)
+    with Node.started(secrets=SECRETS) as node:
+        await asyncio.to_thread(node.apply, rendered(FILE, workers={"common": adapter_has}))
+        (pod,) = node.of(WORKER)
+        adapter = pod.container("adapter")
+        before, killed, asked = adapter.starts, 0, 0
+        url = f"{node.url(GATEWAY, 8080)}/v1/encode/{MODEL}"
+        async with crowd(node, expected) as clients, httpx.AsyncClient(headers=CLIENT, timeout=200) as client:
+            await answers(clients, CLIENTS)
+            end_s = time.monotonic() + ADVERSARIAL_S
+            while time.monotonic() < end_s:
+                items = [WORDS * generator.randint(1, 90) for _ in range(generator.randint(1, 400))]
+                answer = await client.post(url, json={"items": items}, headers={"x-sie-timeout-ms": "150000"})
+                assert answer.status_code == 200, answer.text
+                assert not [item for item in answer.json()["items"] if "error" in item]
+                asked += 1
+                if asked == RESTARTED_AFTER:
+                    killed, again = Memory(adapter.cgroup("memory")).kills(), adapter.starts + 1
+                    adapter.kill()
+                    await asyncio.to_thread(until, lambda: adapter.starts >= again, WITHIN_S, "it starts again")
+                    await all_ready(node)
+        killed += Memory(adapter.cgroup("memory")).kills()
+        print(f"{asked} requests, {killed} kills, starts {adapter.starts - before}, exits {adapter.exits}")
+    assert killed <= MAX_KILLS
+    assert adapter.starts - before == 1
