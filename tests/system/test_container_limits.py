@@ -152,7 +152,7 @@ async def test_ten_minutes_of_adversarial_batches_at_a_small_limit(expected: Exp
                 if asked == RESTARTED_AFTER:
                     killed, again = Memory(adapter.cgroup("memory")).kills(), adapter.starts + 1
                     adapter.kill()
-                    await asyncio.to_thread(until, lambda: adapter.starts >= again, WITHIN_S, "it starts again")
+                    await asyncio.to_thread(until, lambda n=again: adapter.starts >= n, WITHIN_S, "it starts again")
                     await all_ready(node)
         killed += Memory(adapter.cgroup("memory")).kills()
         print(f"{asked} requests, {killed} kills, starts {adapter.starts - before}, exits {adapter.exits}")
