@@ -70,7 +70,7 @@ LANES = (
         is_redundant=not _has_more_than_avx2(),
     ),
 )
-SYSTEM = (Lane("system", "debian", options=("-n", "2", *_GROUPS)),)
+SYSTEM = (Lane("system", "debian", options=("-n", "3", *_GROUPS)),)
 
 
 def main(arguments: Sequence[str]) -> int:

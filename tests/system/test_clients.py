@@ -473,7 +473,14 @@ def occupied(cluster: Cluster) -> Iterator[None]:
     until(lambda: in_progress(cluster) == 0, 10, "the end of the uploads")
 
 
-@every_client
+USUAL = ("openai", "langchain", "cohere embed", "voyage")  # of those that wait and come back
+
+
+# each library waits in its own way: one client of each in every run
+@pytest.mark.parametrize(
+    "public",
+    [pytest.param(each, id=each.name, marks=() if each.name in USUAL else pytest.mark.long) for each in CLIENTS],
+)
 def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     public: Client, cluster: Cluster, client: httpx.Client
 ) -> None:

@@ -135,7 +135,7 @@ def check(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("count", "part_tokens", "concurrency"),
-    [(10_000, 128, 2), pytest.param(100_000, 16_384, 8, marks=pytest.mark.long)],  # small parts, which last as long
+    [(4_000, 64, 2), pytest.param(100_000, 16_384, 8, marks=pytest.mark.long)],  # small parts, which last as long
 )
 def test_a_long_list_survives_a_gateway_that_is_killed(
     stack: Stack, tmp_path: Path, count: int, part_tokens: int, concurrency: int
