@@ -227,6 +227,7 @@ def fork_on_request(*, listener: socket.socket | None = None, control: socket.so
                 if listener is None:
                     sys.exit()
                 controls.remove(each)
+                each.close()
                 for pid in [pid for pid, who in asked.items() if who is each and pid in told]:
                     os.kill(pid, signal.SIGKILL)
                 continue
@@ -246,12 +247,17 @@ def fork_on_request(*, listener: socket.socket | None = None, control: socket.so
             _tell(status, pid)
 
 
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(1)
+
+
 def _become(job: dict[str, object], output: int, parent: int) -> list[str]:
     """What a start would have given it: a session, output, folder, environment. It is killed when the zygote ends."""
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    _end_with(parent)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -273,9 +279,7 @@ def have_children_forked() -> None:
     beside = os.fork()
     if not beside:
         ours.close()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        _end_with(parent)
         sys.argv = fork_on_request(control=theirs)
         return
     theirs.close()

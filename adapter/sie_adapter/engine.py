@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from sie_adapter import device as devices
-from sie_adapter import passes
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
-from sie_adapter.frontier import frontier_key
+from sie_adapter.frontier import Frontier, frontier_key
 from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
+from sie_adapter.passes import Passes
 from sie_adapter.raw import extract_options, run_raw
 from sie_adapter.remedies import Remedies
 from sie_adapter.residency import DeviceMemory, Permission, Residency
@@ -79,8 +79,8 @@ class Engine:
             count=self.remedies.count,
         )
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
-        self.frontier = passes.frontier(settings)
-        self._passes = passes.passes(settings)
+        self.frontier = Frontier.of(settings)
+        self._passes = Passes.of(settings) if self.device.type == "cpu" else None
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
         # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
         # texts of 8 tokens
@@ -159,8 +159,8 @@ class Engine:
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message, self.device, make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
-                learning = (self.frontier, key, remedied, self._passes)
-                return BatchRun(weights, self.device, message, make_room, *learning).run()
+                batch = BatchRun(weights, self.device, message, make_room, self.frontier, key, remedied, self._passes)
+                return batch.run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from sie_adapter.packing import Int64
+from sie_contracts.settings import Settings
 
 WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
@@ -55,6 +56,11 @@ class _Stored(msgspec.Struct):
 def frontier_key(fingerprint: str, precision: str, device: str) -> str:
     """The key of a loaded model on a device: its fingerprint, the precision it computes in, the device's label."""
     return "/".join((fingerprint, precision, device.replace(" ", "-")))
+
+
+def learnt_folder(settings: Settings) -> Path:
+    """Where the adapters of a machine keep what they learn of its devices."""
+    return settings.cache_folder / "sie"
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
@@ -88,6 +94,11 @@ class Frontier:
         self._read = False
         self._dirty = False
         self._saved_s = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Frontier:
+        """The one of this machine, which all of its adapters share."""
+        return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
         """The most tokens that a pass should have now; None while nothing is known to fail. At least 1."""

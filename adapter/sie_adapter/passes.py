@@ -7,6 +7,8 @@ When memory of a control group ends, the kernel kills the process: no allocation
 counts such kills (`oom_kill` in memory.events and memory.oom_control), and the parent of the killed process reads that
 count. Where the whole container was killed, as Kubernetes does on control groups of version 2, the count is gone. Then
 a record counts only if its pass was larger than all that had fitted, and not small: other reasons kill processes too.
+
+Of passes on a CPU alone: those on a GPU take no memory that the kernel would miss.
 """
 
 from __future__ import annotations
@@ -21,15 +23,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sie_adapter.frontier import Frontier
+from sie_adapter.frontier import Frontier, learnt_folder
 from sie_contracts.settings import Settings
 from sie_runtime import control_group
 
 SLOTS = 64  # more than there are lanes
 DOUBTED_TOKENS = 1024  # a pass below is too small for memory to be the likely reason of an unknown death
-_HEAD = struct.Struct(
-    "<III"
-)  # tokens of the pass, 0 if the slot is free; the largest that had fitted; bytes of the key
+# tokens of the pass, 0 if the slot is free; the largest that had fitted; bytes of the key
+_HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512
 _FREE = bytes(_HEAD.size)
 _logger = logging.getLogger("sie.adapter")
@@ -44,22 +45,6 @@ class Record:
     fitted_tokens: int
 
 
-def folder(settings: Settings) -> Path:
-    """Where adapters keep what they learn of their device."""
-    return settings.cache_folder / "sie"
-
-
-def frontier(settings: Settings) -> Frontier:
-    """The frontier of this device, which all adapters of a machine share."""
-    return Frontier(folder(settings) / "frontier.json")
-
-
-def passes(settings: Settings) -> Passes:
-    """Those of the adapter on this socket."""
-    name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
-    return Passes(folder(settings) / f"passes-{name}")
-
-
 class Passes:
     """The records of one adapter. `during` may be called from any thread. Nothing raises: without its file an adapter
     serves as well, and learns less.
@@ -70,6 +55,12 @@ class Passes:
         self._lock = threading.Lock()
         self._free = list(range(SLOTS))
         self._file: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Passes:
+        """Those of the adapter on this socket."""
+        name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
+        return cls(learnt_folder(settings) / f"passes-{name}")
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
@@ -141,15 +132,14 @@ class PostMortem:
         """Of the process before, which is dead."""
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
+        how = "was killed by the kernel, which had no memory left," if is_known else "ended, as if out of memory,"
         frontier = self._read_frontier()
         for record in self._passes.left():
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):
                 frontier.failed(record.key, record.tokens, killed=True)
                 _logger.warning(
                     "the adapter's process %s in a pass of %d tokens of %s: passes of this model hold at most %s now",
-                    "was killed by the kernel, which had no memory left,"
-                    if is_known
-                    else "ended, as if out of memory,",
+                    how,
                     record.tokens,
                     record.key,
                     frontier.limit(record.key),

@@ -103,9 +103,10 @@ def _name_temporary_folder() -> None:
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Learn of the passes that the process before did not survive. Returns what does so for each one to come."""
-    from sie_adapter import passes
+    from sie_adapter.frontier import Frontier
+    from sie_adapter.passes import Passes, PostMortem
 
-    post_mortem = passes.PostMortem(passes.passes(settings), functools.partial(passes.frontier, settings))
+    post_mortem = PostMortem(Passes.of(settings), functools.partial(Frontier.of, settings))
     post_mortem.learn()
     return post_mortem.learn
 

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import place
 from placement_simulation import Case, Simulation, cases, large
+from selection import long_but
 
 from sie_broker import Write
 from sie_broker.memory import MemoryBroker, MemoryServer
@@ -360,16 +361,11 @@ def test_a_rolling_restart_among_a_thousand_workers_loads_what_it_lost_and_moves
     assert rolling.unanswered < 0.03 * rolling.answered
 
 
-USUAL = ("56 % load", "56 %, three workers killed")
+CASES = cases(measured_s=60.0)
+USUAL = [case for case in CASES if case.name in ("56 % load", "56 %, three workers killed")]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[] if case.name in USUAL else pytest.mark.long)
-        for case in cases(measured_s=60.0)
-    ],
-)
+@pytest.mark.parametrize("case", long_but(CASES, USUAL), ids=lambda case: case.name)
 def test_the_table_beats_any_worker_takes_any_model(case: Case) -> None:
     ours, theirs = Simulation(case, table=True).run(), Simulation(case, table=False).run()
     assert ours.loads_per_min < theirs.loads_per_min

@@ -18,6 +18,7 @@ from parity import gliner_checkpoints, heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 from parity.score_checkpoints import build_head
 from safetensors.torch import load_file, save_file
+from selection import long_but
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -241,15 +242,12 @@ CASES = [
 ]
 
 
+# one kind of model for each fault
+USUAL = [case for number, case in enumerate(CASES) if case[1] not in [spoil for _, spoil, _ in CASES[:number]]]
+
+
 @pytest.mark.parametrize(
-    ("kind", "spoil", "texts"),
-    # one kind of each fault in every run
-    [
-        pytest.param(*case, id=f"{case[0]} {case[1].__name__}", marks=[pytest.mark.long] if case[1] in before else [])
-        for case, before in zip(
-            CASES, ([spoil for _, spoil, _ in CASES[:end]] for end in range(len(CASES))), strict=True
-        )
-    ],
+    ("kind", "spoil", "texts"), long_but(CASES, USUAL), ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES]
 )
 def test_a_folder_that_cannot_be_right_is_refused_everywhere(
     kind: str,

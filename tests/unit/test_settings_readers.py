@@ -191,6 +191,7 @@ READS_ENVIRON = {
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
     ),
     "cli/sie_cli/doctor/gpu.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
+    "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
     "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
@@ -199,6 +200,9 @@ ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem
 WRITES_ENVIRON = {
     "adapter/sie_adapter/engine.py": (
         "ORT_DISABLE_TELEMETRY: nothing else keeps onnxruntime from reporting as it is imported"
+    ),
+    "adapter/sie_adapter/process.py": (
+        "TORCHINDUCTOR_CACHE_DIR: nothing else keeps torch from making a folder as it is imported"
     ),
     "runtime/sie_runtime/tracing.py": "takes out OTEL_* that are empty, which OpenTelemetry's SDK refuses",
 }

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sie_adapter import passes
 from sie_adapter.frontier import KILLED_WAIT_S, MAX_WAIT_S, Frontier, frontier_key
 from sie_adapter.passes import DOUBTED_TOKENS, SLOTS, Passes, PostMortem, Record
+from sie_contracts.settings import load
 from sie_runtime import control_group
 
 KEY = frontier_key("f00d", "float32", "cpu")
@@ -102,13 +102,11 @@ def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None
 
 
 def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(tmp_path: Path) -> None:
-    from sie_contracts.settings import load
-
     one, other = (
         load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
         for name in "ab"
     )
-    passes.frontier(one).failed(KEY, 100)
-    assert passes.frontier(other).limit(KEY) == 50
-    with passes.passes(one).during(KEY, 9, 0):
-        assert passes.passes(other).left() == []
+    Frontier.of(one).failed(KEY, 100)
+    assert Frontier.of(other).limit(KEY) == 50
+    with Passes.of(one).during(KEY, 9, 0):
+        assert Passes.of(other).left() == []
