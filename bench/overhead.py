@@ -41,7 +41,7 @@ from words import WORDS
 
 from sie_adapter.engine import Engine, prepare_process
 from sie_adapter.lanes import Job
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 from sie_contracts import ipc
 from sie_contracts.settings import load
 from sie_runtime.feed import packaged_catalogue

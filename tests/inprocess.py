@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sie_broker import CoreMessage, Entry
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 from sie_contracts import heartbeats, topology
 from sie_contracts.configs import ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.entries import ModelEntry

@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0

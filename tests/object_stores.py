@@ -29,7 +29,7 @@ from xml.sax.saxutils import escape
 import httpx
 import pytest
 
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

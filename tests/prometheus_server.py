@@ -13,7 +13,7 @@ import yaml
 from monitoring import NAMESPACE, relabelings, spec
 from stack import Stack
 
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 
 SCRAPE_S = 1
 

@@ -33,7 +33,7 @@ from fake_adapter import WIDTH
 from nats_server import binary
 from zygote import Forked, Kind
 
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 
 Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
 START_S = 30.0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,29 +12,13 @@ from pathlib import Path
 
 from sie_cli.access import OPERATOR, write_private
 from sie_cli.data_dir import private_folder
+from sie_cli.ports import free_port
 from sie_contracts.settings import SettingError
 
 SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as the broker's default of two minutes
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
 USERS = (*_USER_OF.values(), OPERATOR)
-
-
-_BELOW_EPHEMERAL = range(10_000, 32_000)
-
-
-def free_port(count: int = 1) -> int:
-    """The first of `count` consecutive loopback ports that nobody listens on now.
-
-    Below those that the system gives to outgoing connections: a client that tries again and again while its server is
-    away would in the end be given the server's own port, connect to itself and keep the server out.
-    """
-    for port in random.sample(_BELOW_EPHEMERAL, 200):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for offset in range(count):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            return port
-    raise SettingError("--port", f"no {count} free ports were found on this machine")
 
 
 @dataclass(frozen=True, repr=False)

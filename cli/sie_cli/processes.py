@@ -25,8 +25,9 @@ import httpx
 from sie_cli import access, environment
 from sie_cli.access import OPERATOR, Access
 from sie_cli.data_dir import default_data_dir, private_folder, socket_path
-from sie_cli.embedded import EmbeddedBroker, free_port
+from sie_cli.embedded import EmbeddedBroker
 from sie_cli.output import Output
+from sie_cli.ports import free_port
 from sie_cli.preflight import store_bytes
 from sie_cli.readiness import Probe, lacks_workers, not_ready
 from sie_cli.supervisor import Child, Supervisor

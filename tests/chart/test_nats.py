@@ -25,7 +25,8 @@ from nats_server import NatsServer, binary
 
 from sie_broker import Broker, BrokerError, CoreMessage, Write
 from sie_broker.nats import connect, connection, transport
-from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL, free_port
+from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
+from sie_cli.ports import free_port
 from sie_config.process import run as run_config
 from sie_contracts import topology
 from sie_gateway.process import serve as serve_gateway

@@ -23,7 +23,7 @@ from stack import Part
 
 from sie_broker import Write
 from sie_broker.nats import connect
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 from sie_config.mirror import Snapshot
 from sie_config.store import model_key, open_store
 from sie_contracts import topology

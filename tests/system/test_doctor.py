@@ -28,8 +28,8 @@ from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo, stream_config
-from sie_cli.embedded import free_port
 from sie_cli.main import main
+from sie_cli.ports import free_port
 from sie_contracts import topology
 from sie_contracts.topology import Lane
 from sie_gateway.queue import work_spec

@@ -19,11 +19,11 @@ from diagnosis import doctor_templates
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
-from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.models.add import who_reads
 from sie_cli.models.service import service_of
 from sie_cli.options import behind
+from sie_cli.ports import free_port
 from sie_cli.serve import FIRST
 from sie_contracts.settings import ROWS, load
 

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from sie_cli import processes
-from sie_cli.embedded import free_port
 from sie_cli.main import main
+from sie_cli.ports import free_port
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError

@@ -27,11 +27,11 @@ from overlays import wanted_models
 from sie_adapter import dependencies
 from sie_broker.memory import MemoryServer
 from sie_cli.cluster import Cluster
-from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
 from sie_cli.models.service import Service, Write
+from sie_cli.ports import free_port
 from sie_config.app import ConfigService, create_app
 from sie_config.store import open_store
 from sie_contracts.bundles import Bundle

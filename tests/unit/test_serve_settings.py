@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from documented_examples import DEVELOPMENT, PRODUCTION, exported
 
 from sie_cli import processes
-from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.options import loaded
+from sie_cli.ports import free_port
 from sie_cli.standalone import standalone
 from sie_cli.supervisor import Child
 from sie_contracts.settings import Mode, Settings

@@ -30,9 +30,9 @@ from rich.console import Console
 from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
-from sie_cli.embedded import free_port
 from sie_cli.main import main
 from sie_cli.picture import MAX_REASONS, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
+from sie_cli.ports import free_port
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"

@@ -20,7 +20,7 @@ import pytest
 from inprocess import GatewayProcess, InProcess
 from otlp import Collector, HttpCollector, Seen
 
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 from sie_contracts.settings import SettingError, load
 from sie_gateway.call import Call
 from sie_gateway.finished import Finished

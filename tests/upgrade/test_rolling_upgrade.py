@@ -44,7 +44,7 @@ from upgrade.released import NEW, ROOT, Version
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from sie_cli.embedded import free_port
+from sie_cli.ports import free_port
 from sie_runtime.websocket import GOING_AWAY
 from sie_sdk import SIEAsyncClient, SIEError
 

@@ -1,0 +1,54 @@
+"""No port is given twice: what would listen on it starts only later."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sie_cli import ports
+from sie_contracts.settings import SettingError
+
+FEW = range(31_000, 31_000 + ports._TRIED)
+OTHER = f"""
+from sie_cli import ports
+ports._BELOW_EPHEMERAL = range({FEW.start}, {FEW.stop})
+print(*[ports.free_port() for _ in range(60)], flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def few_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    reserved: dict[int, int] = {}
+    monkeypatch.setattr(ports, "_BELOW_EPHEMERAL", FEW)
+    monkeypatch.setattr(ports, "_reserved", reserved)
+    yield
+    for descriptor in reserved.values():
+        os.close(descriptor)
+
+
+def test_no_process_gets_a_port_that_another_was_given(few_ports: None) -> None:
+    mine = [ports.free_port() for _ in range(60)]
+    argv = [sys.executable, "-c", OTHER]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = [int(port) for port in other.stdout.readline().split()]
+        mine += [ports.free_port() for _ in range(20)]
+        other.communicate("\n")
+    assert len({*mine, *theirs}) == len(mine) + len(theirs) == 140
+
+
+def test_neighbours_are_free_too(few_ports: None) -> None:
+    given = [port + offset for port in (ports.free_port(3) for _ in range(20)) for offset in range(3)]
+    assert len(set(given)) == 60
+
+
+def test_it_says_when_there_is_none(few_ports: None) -> None:
+    with contextlib.suppress(SettingError):
+        for _ in FEW:
+            ports.free_port()
+    with pytest.raises(SettingError, match="no 1 free ports"):
+        ports.free_port()
