@@ -59,7 +59,7 @@ def _has_more_than_avx2() -> bool:
 _GROUPS = ("--dist", "loadgroup", "--no-loadscope-reorder")  # those of tests/conftest.py, in their order
 LANES = (
     # more processes than two cores: most tests of the whole system wait for something
-    Lane("parallel", options=("-n", "4", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
+    Lane("parallel", options=("-n", "5", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial"),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(

@@ -392,7 +392,7 @@ def test_a_lora_that_is_not_there_is_refused(client: Client) -> None:
 @pytest.mark.serial
 def test_pings_are_quick_while_large_batches_and_a_load_run(adapter: Adapter, client: Client) -> None:
     """S4, S20: p99 below 60 ms on the control connection."""
-    large = batch([[101, *[2003] * 250, 102]] * 16)
+    large = batch([[101, *[2003] * 250, 102]] * 8)
     finished = threading.Event()
 
     def work() -> None:

@@ -87,6 +87,7 @@ def test_one_seed_is_one_run() -> None:
     assert one.violations == other.violations
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_is_the_same_in_every_process() -> None:
     """Neither addresses, nor the order of hashed strings, nor the runs before reach the events. The other process

@@ -36,6 +36,7 @@ def codes(answers: list[httpx.Response]) -> Counter[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_as_many_requests_at_once_as_may_be_in_progress_are_all_answered_by_a_fresh_server(
     tmp_path: Path,

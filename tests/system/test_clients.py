@@ -473,10 +473,10 @@ def occupied(cluster: Cluster) -> Iterator[None]:
     until(lambda: in_progress(cluster) == 0, 10, "the end of the uploads")
 
 
-USUAL = ("openai", "langchain", "cohere embed", "voyage")  # of those that wait and come back
+USUAL = ("openai", "voyage")  # of those that wait and come back
 
 
-# each library waits in its own way: one client of each in every run
+# each library waits in its own way: the one that most others are made of, and a stranger to it, in every run
 @pytest.mark.parametrize(
     "public",
     [pytest.param(each, id=each.name, marks=() if each.name in USUAL else pytest.mark.long) for each in CLIENTS],

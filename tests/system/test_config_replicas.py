@@ -174,6 +174,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
         assert two.revisions(f"local/m{number}") == list(range(WRITES, 0, -1))
 
 
+@pytest.mark.long
 async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Service) -> None:
     """C3: neither a restart nor a damaged record rewinds a counter, empties the catalogue, or has it seeded anew."""
     path = f"{MODELS}/{MODEL}"

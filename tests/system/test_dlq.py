@@ -91,6 +91,7 @@ async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
     return str(done.stdout + done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sidecar")
 async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     nats: NatsServer, broker: Broker, adapter: DeadlyAdapter

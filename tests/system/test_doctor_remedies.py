@@ -116,6 +116,7 @@ def test_each_text_that_names_a_command_is_followed_here() -> None:
     assert [each for each in FOLLOWED if not any(each in text for text in told)] == []
 
 
+@pytest.mark.long
 def test_a_config_service_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
     with ended(stack.config):
         (command,) = commands(Examined(tmp_path, environ_of(stack)).told("config", "no config service answers", CONFIG))
@@ -139,6 +140,7 @@ async def lacking(stack: Stack, token: str) -> str | None:
         return await readiness.lacks_workers(client, f"{stack.urls[0]}/health", Secret(token), 1)
 
 
+@pytest.mark.long
 def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
     """Of a gateway that never heard of one: it goes on to list those that it knew."""
     assert asyncio.run(lacking(stack, ADMIN)) is None
@@ -179,6 +181,7 @@ def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_pat
     assert Examined(tmp_path, socket).findings["sockets"] == []
 
 
+@pytest.mark.long
 def test_a_token_that_may_not_read_is_replaced_by_a_key_that_is_made_as_told(stack: Stack, tmp_path: Path) -> None:
     environ = environ_of(stack)
     found = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})

@@ -122,7 +122,7 @@ def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
     assert any(b"stored 2" in content for content in files), "the records are somewhere"
     for token in [*tokens, ADMIN]:
         secret = token.removeprefix("sie_")
-        parts = [secret[start : start + 8] for start in range(len(secret) - 7)]
+        parts = [secret[start : start + 8] for start in range(0, len(secret) - 7, 4)]
         assert not any(part in shown for part in parts)
         assert not any(part.encode() in content for content in files for part in parts)
 

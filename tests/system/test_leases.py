@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 from cluster import until
 from fake_adapter import ids_of, vector_of
 from stack import Device, Plan, Stack
@@ -51,6 +52,7 @@ async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: P
         assert any(said in line for line in worker.sidecar.log), stack.log()
 
 
+@pytest.mark.long
 async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Path) -> None:
     """1. a model takes longer to load than a drain may; 2. SIGTERM: it ends in time, with status 0 and an empty ledger;
     3. the next sidecar answers.

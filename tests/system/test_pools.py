@@ -89,6 +89,7 @@ def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(sta
     until(lambda: streams(stack) == {"WORK__default"}, 30, "the stream is removed")
 
 
+@pytest.mark.long
 def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> None:
     """Both gateways are killed and start again: the same lease, the same worker, which never stopped serving it."""
     assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
@@ -114,6 +115,7 @@ def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> N
     until(lambda: free(stack), 30, "both workers serve the default pool again")
 
 
+@pytest.mark.long
 def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(stack: Stack) -> None:
     """1. Both workers are reserved, one each. 2. One dies: pending; requests wait, then are told that a worker has to
     start. 3. The other reservation ends, and its worker takes the place.

@@ -192,7 +192,9 @@ async def test_what_is_no_http_is_counted(tmp_path: Path) -> None:
         assert await gateway.metric("sie_gateway_refused_below_routes_total", reason="malformed") == 1
 
 
-@pytest.mark.parametrize("listed", ["", "sie.example.com"], ids=["unset", "listed"])
+@pytest.mark.parametrize(
+    "listed", ["", pytest.param("sie.example.com", marks=pytest.mark.long)], ids=["unset", "listed"]
+)
 async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: Path, listed: str) -> None:
     """SIE_ALLOWED_HOSTS; a foreign Host and a foreign page at API, metrics port, worker and config service."""
     environ = {"SIE_ALLOWED_HOSTS": listed} if listed else {}

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from selection import long_but
 from transformers import AutoModel
 from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
@@ -14,8 +15,13 @@ from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packing import Items, expanded
 
+USUAL = (
+    *("bert", "modernbert", "deberta-v2", "mpnet", "nomic_bert", "gte", "jina_embeddings_v3"),
+    *("mistral", "qwen3", "gemma3_text bidirectional"),
+)
 
-@pytest.mark.parametrize("kind", toys.CONFIGS)
+
+@pytest.mark.parametrize("kind", long_but(toys.CONFIGS, USUAL))
 def test_packed_states_equal_stock_states_one_by_one(kind: str, tmp_path: Path) -> None:
     folder = toys.save(tmp_path / "toy", kind)
     encoder = toys.load(folder)

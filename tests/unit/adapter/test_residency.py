@@ -346,7 +346,7 @@ def lru_loads(traffic: list[str], capacity: int) -> int:
 
 @pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, known: bool) -> None:
     """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work may go, the
     least recently used first.
