@@ -6,13 +6,12 @@ import contextlib
 import random
 import socket
 import sys
-from collections.abc import Iterable
 
 from sie_contracts.settings import SettingError
 
 _BELOW_EPHEMERAL = range(10_000, 32_000)
 _TRIED = 200
-_reserved: dict[int, int] = {}  # by port, a file descriptor that stays open
+_given: dict[int, int] = {}  # by port, the file descriptor that keeps it
 
 
 def free_port(count: int = 1) -> int:
@@ -25,21 +24,25 @@ def free_port(count: int = 1) -> int:
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            ports = range(port, port + count)
-            for each in ports:
-                held.enter_context(socket.socket()).bind(("127.0.0.1", each))
-            _reserve(ports)
+            sockets = {each: held.enter_context(socket.socket()) for each in range(port, port + count)}
+            for each, bound in sockets.items():
+                _bind(bound, each)
+            _given.update((each, bound.detach()) for each, bound in sockets.items())
             return port
     raise SettingError("--port", f"no {count} free ports were found on this machine")
 
 
-def _reserve(ports: Iterable[int]) -> None:
-    """Until this process ends. Raises OSError if one of them is reserved."""
-    with contextlib.ExitStack() as held:
-        names = {port: held.enter_context(socket.socket(socket.AF_UNIX)) for port in ports}
-        for port, name in names.items():
-            if port in _reserved:
-                raise OSError(f"port {port} was given before")
-            if sys.platform == "linux":
-                name.bind(f"\0sie-port-{port}")  # abstract: no file, gone with the process, one per network namespace
-        _reserved.update((port, name.detach()) for port, name in names.items())
+def _bind(bound: socket.socket, port: int) -> None:
+    """Raises OSError if the port was given or has a listener.
+
+    On Linux a socket that is bound and does not listen keeps every other one away but those that set SO_REUSEADDR, as
+    servers do. Elsewhere it would keep a server away too.
+    """
+    if port in _given:
+        raise OSError(f"port {port} was given before")
+    if sys.platform == "linux":
+        bound.bind(("127.0.0.1", port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))

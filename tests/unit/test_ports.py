@@ -22,11 +22,11 @@ input()
 
 @pytest.fixture
 def few_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    reserved: dict[int, int] = {}
+    given: dict[int, int] = {}
     monkeypatch.setattr(ports, "_BELOW_EPHEMERAL", FEW)
-    monkeypatch.setattr(ports, "_reserved", reserved)
+    monkeypatch.setattr(ports, "_given", given)
     yield
-    for descriptor in reserved.values():
+    for descriptor in given.values():
         os.close(descriptor)
 
 
