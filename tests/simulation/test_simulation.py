@@ -19,8 +19,8 @@ from simulation.world import simulate
 from sie_gateway.consumers import IDLE_S, Consumers
 from sie_gateway.shadow import Shadows
 
-SEEDS, BLOCK = 10, 5
-LONG, LONG_BLOCK = 9_990, 222
+SEEDS, BLOCK = 5, 5
+LONG, LONG_BLOCK = 9_995, 222
 MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
 

@@ -47,6 +47,7 @@ async def test_as_many_requests_at_once_as_may_be_in_progress_are_all_answered_b
         assert codes(await at_once(stack.urls[0], 512)) == {"200": 512}
 
 
+@pytest.mark.long
 @pytest.mark.serial
 @pytest.mark.timeout(300)
 async def test_a_slow_machine_refuses_nothing_that_it_can_answer(tmp_path: Path) -> None:

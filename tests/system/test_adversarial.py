@@ -54,7 +54,7 @@ POISONED = {
 }
 # in every run: of each kind of head one that overflows, of each family one that gets odd texts; the others are long
 USUAL_POISONED = ("late", "cross")
-USUAL_ODD = ("m3", "cross", "tags")
+USUAL_ODD = ("m3", "cross")
 QUERY = "search the river"
 LABELS = ["person", "river mountain"]
 RARE = ("violin", "protein", "compiler", "museum", "kernel", "planet")

@@ -370,9 +370,9 @@ NONE = {"truncate": "NONE"}
 CLIENTS = [
     Client("openai", openai_sync, NONE),
     Client("openai async", openai_async, NONE),
-    Client("langchain", langchain, NONE),
-    Client("haystack", haystack),
-    Client("haystack documents", haystack_documents),
+    Client("langchain", langchain, NONE, long=True),
+    Client("haystack", haystack, long=True),
+    Client("haystack documents", haystack_documents, long=True),
     Client("cohere embed", cohere_embed, NONE),
     Client("curl", curl, NONE),
     Client("cohere rerank v2", cohere_rerank_v2, gives="scores"),

@@ -149,7 +149,8 @@ def _broker_state(stack: Stack) -> dict[str, Any]:
     return next(stream for stream in streams if stream["name"] == topology.stream_name(LANE.pool))
 
 
-@pytest.mark.parametrize("gateway_s", [OFFSET_S, pytest.param(-OFFSET_S, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("gateway_s", [OFFSET_S, -OFFSET_S])
 async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gateway_s: int) -> None:
     """1. each process's clock is off, the other's the other way; 2. the device is busy for 1.8 s: a request with a
     budget of a second is refused after that second, and work with such a budget that no gateway gives up is dropped by

@@ -199,7 +199,8 @@ def cpu_s(*parts: Part) -> list[float]:
     return [part.cpu_s() for part in parts]
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1000, 10_000])
 def test_thousands_of_models_are_no_burden(stack: Stack, count: int) -> None:
     """Three times the processor time that is promised for ten thousand, or its part for fewer; the memory as it is."""
     gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar

@@ -132,6 +132,7 @@ def one(two: Service) -> Service:
     return two
 
 
+@pytest.mark.long
 async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a_replica(two: Service) -> None:
     """C4: each writer has a model of its own; one replica is killed while they write. No revision is lost, doubled or
     taken back.

@@ -128,6 +128,7 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
         until(lambda: not health(stack)["unhealthy_workers"], 30, "the gateway notices")
 
 
+@pytest.mark.long
 def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_are_named(
     stack: Stack, tmp_path: Path
 ) -> None:

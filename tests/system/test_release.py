@@ -54,6 +54,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_all_that_is_handed_out_is_there_and_has_its_sum(dist: Path) -> None:
     names = {path.name for path in dist.iterdir()}
     assert names == {WHEEL, f"sie_cluster-{NOW}.tar.gz", CHART, BILL, SUMS}

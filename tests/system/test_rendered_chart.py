@@ -428,6 +428,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
     assert not [*short.rglob("Microsoft")], "where onnxruntime keeps what it is about to report"
 
 
+@pytest.mark.long
 def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
     """And one that is told to end sends its clients to the others."""
     found = [
