@@ -9,7 +9,7 @@ operations. No clock, no I/O, no randomness: gateways that compute from equal in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,10 @@ class _Row:
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )
         return (self.leaving, *hosts) if self.leaving else hosts
+
+    def is_loaded(self, hosts: Iterable[Worker]) -> bool:
+        """On each of `hosts`."""
+        return all(self.model in worker.holdings.loaded for worker in hosts)
 
     def takes(self, name: str) -> bool:
         return name != self.leaving and all(worker.name != name for worker in self.hosts)
@@ -223,6 +227,8 @@ class Layout:
         self._unsettled = set()
         for model in touched:
             row = self.rows[model]
+            if len(row.hosts) == self._complete(row) and row.is_loaded(row.hosts):
+                row.leaving = ""
             hosts = row.table()
             if hosts != row.before:
                 row.before = changes[model] = hosts
@@ -297,9 +303,7 @@ class Layout:
         row.leaving = ""
         if len(live) > row.wanted:
             first, *others = live
-            if row.model in first.holdings.loaded and not all(
-                row.model in each.holdings.loaded for each in others[: row.wanted]
-            ):
+            if row.is_loaded([first]) and not row.is_loaded(others[: row.wanted]):
                 row.leaving = first.name
             live = others
         self._assign(row, live[: row.wanted])

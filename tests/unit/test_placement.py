@@ -102,7 +102,12 @@ def lanes(
     return prev, wanted, holdings, demand, {name: draw(st.integers(0, 8)) for name in live}
 
 
+_HOLDS = {name: Holdings(frozenset({model})) for name, model in (("w0", "m1"), ("w1", "m2"), ("w2", "m1"))}
+
+
 @given(lanes())
+# m1 leaves w0 for w1, which is full: it goes to w2, which has it
+@example(({"m1": ("w0", "w1"), "m2": ("w1",)}, {"m1": 1, "m2": 1}, _HOLDS, {}, {"w1": 1}))
 def test_each_model_gets_so_many_live_workers_each_once_and_at_most_one_that_it_leaves(lane) -> None:  # type: ignore[no-untyped-def]
     prev, wanted, holdings, demand, slots = lane
     table = place(prev, wanted, holdings, demand, slots)
