@@ -59,11 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported is left out of the collections to come, as in the processes: it took most of the time of an
-    eviction. Collections are rare besides: they took a twelfth of the time of all tests.
+    eviction.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
