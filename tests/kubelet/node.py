@@ -37,6 +37,7 @@ class Node:
     shares: the folders of PersistentVolumeClaims that are not the chart's.
     disks: bytes of a disk that a volume (workload, volume) has to itself.
     processes: podPidsLimit of the kubelet.
+    namespace: of the release.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Node:
         shares: Mapping[str, Path] | None = None,
         disks: Mapping[tuple[str, str], int] | None = None,
         processes: int | None = None,
+        namespace: str = NAMESPACE,
     ) -> None:
         self.folder = folder
+        self.namespace = namespace
         self.secrets = secrets
         self.replicas = dict(replicas or {})
         self.files = files or {}
@@ -192,6 +195,15 @@ class Node:
         assert port in {each["port"] for each in of_kind("Service", self.found)[service]["spec"]["ports"]}
         return f"http://{self._clusters[service]}:{port}"
 
+    def address(self, service: str, port: int) -> tuple[str, int]:
+        """Where its pods answer: the service's own address, or a pod's where it has none."""
+        spec = of_kind("Service", self.found)[service]["spec"]
+        if spec.get("clusterIP") != "None":
+            return self._clusters[service], port
+        target = next(each["targetPort"] for each in spec["ports"] if each["port"] == port)
+        pod = next(each for each in self.behind(service) if each.ready)
+        return pod.address, _ports(pod, target)[0]
+
     def outsider(self, namespace: str, labels: Mapping[str, str]) -> tuple[str, Member]:
         """A pod that is not the chart's: the name of its network, and what others see of it."""
         name, address = self.network.join()
@@ -207,8 +219,8 @@ class Node:
         """Services, policies and names are those of the pods that are there now."""
         with self._lock:
             self.network.lead(list(self._endpoints()))
-            members = [Member(each.address, NAMESPACE, each.labels) for each in self.pods]
-            self.network.obey(self.found, [*members, *self.others], NAMESPACE)
+            members = [Member(each.address, self.namespace, each.labels) for each in self.pods]
+            self.network.obey(self.found, [*members, *self.others], self.namespace)
             lines = list(self._names())
             for pod in self.pods:
                 pod.write_hosts(lines)
@@ -230,13 +242,13 @@ class Node:
         for name, service in of_kind("Service", self.found).items():
             spec = service["spec"]
             if spec.get("clusterIP") != "None":
-                yield f"{self._clusters[name]} {_spellings(name)}"
+                yield f"{self._clusters[name]} {_spellings(name, self.namespace)}"
                 continue
             for pod in self.behind(name):
                 if pod.ready or spec.get("publishNotReadyAddresses"):
-                    yield f"{pod.address} {_spellings(name)}"
+                    yield f"{pod.address} {_spellings(name, self.namespace)}"
                     if workloads(self.found)[pod.workload]["spec"].get("serviceName") == name:
-                        yield f"{pod.address} {_spellings(f'{pod.name}.{name}')}"
+                        yield f"{pod.address} {_spellings(f'{pod.name}.{name}', self.namespace)}"
 
     # --- the end ---
 
@@ -296,5 +308,5 @@ def _ports(pod: Pod, target: str | int) -> list[int]:
     ]
 
 
-def _spellings(name: str) -> str:
-    return f"{name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc {name}.{NAMESPACE}.svc.cluster.local"
+def _spellings(name: str, namespace: str) -> str:
+    return f"{name} {name}.{namespace} {name}.{namespace}.svc {name}.{namespace}.svc.cluster.local"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helm import NAMESPACE, Object, of_kind
+from helm import Object, of_kind
 
 from kubelet import network
 from kubelet.containers import Container, quantity
@@ -57,7 +57,7 @@ class Pod:
         self.folder.mkdir()
         self.network, self.address = self.node.network.join()
         self.hosts, self.resolv = self.folder / "hosts", self.folder / "resolv.conf"
-        search = f"{NAMESPACE}.svc.cluster.local svc.cluster.local cluster.local"
+        search = f"{self.node.namespace}.svc.cluster.local svc.cluster.local cluster.local"
         self.resolv.write_text(f"nameserver {network.SERVICES}.0.10\nsearch {search}\noptions ndots:5\n")
         self.write_hosts([])
         self._mounts: list[Path] = []
@@ -82,7 +82,7 @@ class Pod:
     def field(self, path: str) -> str:
         return {
             "metadata.name": self.name,
-            "metadata.namespace": NAMESPACE,
+            "metadata.namespace": self.node.namespace,
             "status.podIP": self.address,
         }[path]
 
