@@ -119,6 +119,7 @@ def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tok
         assert np.abs(got - alone[chosen]).max() <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.precision
 def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
     """W4, in 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""

@@ -539,6 +539,7 @@ def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: http
         assert api.models.retrieve(MINI).owned_by == "test"
 
 
+@pytest.mark.long
 def test_langchain_sends_ids_of_openai_and_gets_the_vector_of_its_text(cluster: Cluster, client: httpx.Client) -> None:
     """Contract 14: with the key of the model's entry a client that cuts texts with a vocabulary of OpenAI's works as it
     is.

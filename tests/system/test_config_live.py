@@ -86,6 +86,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
         yield stack
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: Stack, tmp_path: Path) -> None:
     """C1, C11, C15: each answer's vectors are those of its fingerprint, whichever worker and gateway gave it."""

@@ -156,6 +156,7 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
     assert [len(found.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], found.output
 
 
+@pytest.mark.long
 def test_a_config_service_whose_clock_is_off_is_named(stack: Stack, tmp_path: Path) -> None:
     with restarted(stack.config, altered(tmp_path / "ahead", ahead_s=AHEAD_S)):
         found = Examined(tmp_path, environ_of(stack))

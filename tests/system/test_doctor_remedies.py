@@ -125,6 +125,7 @@ def test_a_config_service_that_is_away_is_started_as_told(stack: Stack, tmp_path
     assert Examined(tmp_path, environ_of(stack)).findings["config"] == []
 
 
+@pytest.mark.long
 def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
     (gateway,) = stack.gateways
     with ended(gateway):
@@ -157,6 +158,7 @@ def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path)
     until_gone(lambda: Examined(tmp_path, environ_of(stack)), "gateway")
 
 
+@pytest.mark.long
 def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_path: Path) -> None:
     """The command of the remedy leads to the socket; what is said of that starts the adapter, or makes the socket
     private again.

@@ -55,7 +55,7 @@ def cluster(code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     file.parent.mkdir(parents=True)
     file.write_text(yaml.safe_dump({**yaml.safe_load(BLOCKS[ENTRY]), "weights": {"path": str(weights)}}))
     path = os.pathsep.join(str(code / Path(name).parts[0]) for name in (CLASS, TABLE))
-    arguments = ["--models-dir", str(folder / "models"), "--no-spare"]
+    arguments = ["--models-dir", str(folder / "models"), "--no-spare", "--standalone"]
     with running(folder / "data", *arguments, environ={"PYTHONPATH": path}) as cluster:
         yield cluster
 

@@ -70,6 +70,7 @@ async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load
     assert len(cluster.pids("adapter")) == 2
 
 
+@pytest.mark.long
 async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(cluster: Cluster, load: Load) -> None:
     """P10: slower, by the imports; no client sees an error."""
     (parent, *_), victim = cluster.pids("adapter"), active_adapter(cluster)

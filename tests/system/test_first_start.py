@@ -124,6 +124,7 @@ def needs(data_dir: Path, settings: Settings) -> Needs:
     return Needs((), data_dir, has_broker=True, gateways=1, workers=1, settings=settings)
 
 
+@pytest.mark.long
 def test_few_open_files_are_told_and_a_lower_soft_limit_is_raised(tmp_path: Path) -> None:
     port = ("--port", str(free_ports(1)[0]))
     (line,) = refused(tmp_path / "data", *port, under=["prlimit", "--nofile=256"])

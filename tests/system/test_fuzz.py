@@ -108,6 +108,7 @@ async def test_odd_headers_and_parameters(stack: Stack, every: int) -> None:
     await send_all(stack.urls[0], fuzz.part(fuzz.requests(), every))
 
 
+@pytest.mark.long
 @in_part(11)
 async def test_odd_documents_of_configurations(stack: Stack, every: int) -> None:
     """Writes and `resolve` at the config service, `resolve` at a gateway."""

@@ -32,6 +32,7 @@ def check(answers: list[httpx.Response], texts: list[str]) -> None:
         np.testing.assert_allclose(answer.json()["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
 
 
+@pytest.mark.long
 async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: Path) -> None:
     """L7. 1. work is held behind a slow device; 2. kill -9; 3. restarted, the sidecar has all of it again long before
     the ack wait.

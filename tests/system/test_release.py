@@ -62,6 +62,7 @@ def test_all_that_is_handed_out_is_there_and_has_its_sum(dist: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=dist, capture_output=True, check=True)
 
 
+@pytest.mark.long
 def test_nothing_is_released_over_what_is_there(dist: Path) -> None:
     before = (dist / SUMS).read_bytes()
     argv = [sys.executable, "tools/release.py", "--dirty", "--without-images", "--out", str(dist)]
@@ -94,6 +95,7 @@ def test_images_are_told_with_their_ids_or_why_there_is_none(tmp_path: Path, mon
     ]
 
 
+@pytest.mark.long
 def test_the_wheel_has_every_module_and_the_catalogue_and_nothing_of_the_tests(dist: Path) -> None:
     with zipfile.ZipFile(dist / WHEEL) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -109,6 +111,7 @@ def test_the_wheel_has_every_module_and_the_catalogue_and_nothing_of_the_tests(d
     assert {name.partition("/")[0] for name in names} == set(measure.FOLDERS)
 
 
+@pytest.mark.long
 def test_the_source_archive_has_what_a_contributor_needs(dist: Path) -> None:
     with tarfile.open(dist / f"sie_cluster-{NOW}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -123,12 +126,14 @@ def test_the_source_archive_has_what_a_contributor_needs(dist: Path) -> None:
     assert not [name for name in names if name.startswith((".venv", "dist/", "build/", ".git/"))]
 
 
+@pytest.mark.long
 def test_the_packaged_chart_renders_what_the_checkout_renders(dist: Path) -> None:
     values = [*helm.arguments("values-gke.yaml"), "--namespace", helm.NAMESPACE]
     packaged = helm.helm("template", helm.RELEASE, str(dist / CHART), *values)
     assert helm.objects(packaged) == helm.objects(helm.template("values-gke.yaml"))
 
 
+@pytest.mark.long
 def test_the_bill_is_valid_and_names_the_pinned_versions(dist: Path) -> None:
     """Oracle: the schemas of CycloneDX 1.6, as its own Python library carries them."""
     found: dict[str, Any] = json.loads((dist / BILL).read_text())

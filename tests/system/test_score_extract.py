@@ -655,6 +655,7 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         assert names & set(local_models.KINDS) == able
 
 
+@pytest.mark.long
 @pytest.mark.precision
 def test_a_profile_in_another_precision_is_a_copy_of_its_own(client: httpx.Client) -> None:
     (exact,) = vectors(client, "mini", [PAIRED])

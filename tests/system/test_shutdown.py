@@ -171,6 +171,7 @@ def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
     assert psutil.wait_procs(children, timeout=GONE_S)[1] == []
 
 
+@pytest.mark.long
 def test_exit_with_parent_ends_serve_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
     """`make serve` is killed with -9: serve ends, and with it everything that it started."""
     port, worker_port = free_ports(2)

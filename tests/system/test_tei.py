@@ -231,6 +231,7 @@ def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None
     assert too_long.value.response.status_code == 422
 
 
+@pytest.mark.long
 async def test_the_asynchronous_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
     async with AsyncInferenceClient(f"{cluster.url}/tei/test/dense") as dense:
         found = await asyncio.gather(*(dense.feature_extraction(text) for text in TEXTS))

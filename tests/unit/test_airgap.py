@@ -238,6 +238,7 @@ def test_licences_and_the_bill_of_materials_come_along(office: Site, site: Site)
     assert components["pkg:pypi/tiny-weights@1.5"]["licenses"] == [{"license": {"id": "MIT"}}]
 
 
+@pytest.mark.long
 def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site) -> None:
     """Files that their snapshot's manifest describes are read once, while they are written, and must be
     what it says.
@@ -268,6 +269,7 @@ def test_weights_that_differ_from_their_entry_are_refused_where_they_can_be_repa
     assert list(tmp_path.glob("*.tar")) == []
 
 
+@pytest.mark.long
 def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Site, site: Site) -> None:
     """A LoRA's name is a part of the fingerprint of its profile, so it stays."""
     lora = office.folder / "cache" / "hub" / "models--my--lora"
@@ -314,6 +316,7 @@ def test_code_of_a_model_comes_along_and_is_told_of_wherever_its_entry_allows_it
     assert not (folder / "weights" / "my_2fplain" / "modeling.py").exists()
 
 
+@pytest.mark.long
 def test_backbones_that_a_gliner_only_names_come_along(office: Site, site: Site) -> None:
     """Below its own folder, where a load looks first."""
     backbone = office.folder / "cache" / "hub" / "models--org--backbone"
@@ -353,6 +356,7 @@ def test_golden_vectors_aliases_and_bundles_of_an_operator_come_along(office: Si
     assert Path(entry.golden).read_text() == '{"dense": []}'
 
 
+@pytest.mark.long
 def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
     archive: Archive, office: Site, site: Site
 ) -> None:
@@ -504,6 +508,7 @@ def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(
     site.sie("verify", str(folder))
 
 
+@pytest.mark.long
 def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) -> None:
     """Ctrl-C while the weights are being read, 8 GiB of them."""
     weights = office.folder / "weights" / "path" / "model.safetensors"
@@ -520,6 +525,7 @@ def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) 
     assert [path for path in tmp_path.iterdir() if path != office.folder] == []
 
 
+@pytest.mark.long
 def test_an_archive_has_only_plain_files(office: Site, tmp_path: Path) -> None:
     """Links of a hub's cache are followed here, not there."""
     snapshot = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT

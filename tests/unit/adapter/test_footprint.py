@@ -74,6 +74,7 @@ def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:
     assert more.used_bytes - now.used_bytes == pytest.approx(1 << 30, rel=0.2)
 
 
+@pytest.mark.long
 def test_a_limit_on_the_data_of_the_process_is_its_memory() -> None:
     """What the allocator has free again counts as free."""
     program = """

@@ -76,6 +76,7 @@ def test_ten_thousand_adversarial_batches_at_the_limit(wide: Path, tmp_path: Pat
     fail_and_learn(wide, tmp_path, 10_000, 20, 7000)
 
 
+@pytest.mark.long
 def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
     """1. The code of a new primitive finds no memory; 2. with all of it free again, oneDNN still refuses that thread,
     and we do not.

@@ -122,6 +122,7 @@ def loader() -> Loader:
     return Loader(torch.device("cpu"), WeightSources.of(settings), settings)
 
 
+@pytest.mark.long
 @pytest.mark.precision
 def test_a_profile_that_gets_another_precision_is_told_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
