@@ -130,6 +130,7 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
     assert checksum({"nats": {"maxPayloadBytes": 1 << 20}}) != checksum({}) == checksum({"pool": "other"})
 
 
+@pytest.mark.long
 async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Path) -> None:
     """Routes have a user of their own, and the variables that a kubelet makes are what the server takes them for."""
     found = rendered("values-ha.yaml")

@@ -175,15 +175,17 @@ BUGS: dict[str, Bug] = {
     "a batch has too many work items": Bug(
         _limits(requests=lambda requests: 4 * requests), 10, "the limit is", long=True
     ),
-    "bulk work is overtaken without end": Bug(_limits(bulk_max_overtakes=lambda most: 10**6), 20, "was overtaken"),
+    "bulk work is overtaken without end": Bug(
+        _limits(bulk_max_overtakes=lambda most: 10**6), 20, "was overtaken", long=True
+    ),
     "work waits before an idle device": Bug(_limits(wait_s=lambda wait_s: wait_s + 1.0), 40, "before an idle device"),
     "suspects run with others": Bug(_together, 40, "ended an adapter, and others", long=True),
-    "slots are in the wrong order": Bug(_slots_reversed, 5, "not the vector"),
+    "slots are in the wrong order": Bug(_slots_reversed, 5, "not the vector", long=True),
     "the permit of a lost batch is kept": Bug(_permit_leaked, 40, "", long=True),
     "LoRAs share a batch": Bug(_loras_mixed, 10, "not the vector"),
     "a collector stays open": Bug(_collector_kept, 3, "open collectors"),
     "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for"),
-    "held cost is not given back": Bug(_held_cost_kept, 3, "held cost"),
+    "held cost is not given back": Bug(_held_cost_kept, 3, "held cost", long=True),
 }
 
 

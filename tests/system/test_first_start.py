@@ -152,6 +152,7 @@ def test_little_memory_to_map_is_told(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY, "the limit was that of the child alone"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_start_ends_the_command_instead_of_being_started_for_ever(tmp_path: Path) -> None:
     """A broker that ends at once, however often it is started: here its folder is a file."""

@@ -448,6 +448,7 @@ async def test_the_gateway_tells_a_worker_its_pool_and_takes_the_read_token_for_
     assert (await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"})).status_code == 401
 
 
+@pytest.mark.long
 async def test_a_model_gets_one_more_host_when_work_waits_longer_than_allowed(cluster: InProcess) -> None:
     """SIE_ADOPT_AFTER_MS."""
 
