@@ -10,17 +10,20 @@ from types import TracebackType
 
 
 class TcpProxy:
-    """Listens on a loopback port of its own and forwards to `port`, or to what it gives for each connection: a balancer
-    of connections. An end goes on as an end, for its own way alone.
+    """Listens on a loopback port of its own, `own_port` if that is not 0, and forwards to `port` of `host`.
+
+    `port` may be a function: it gives the port for each connection, as a balancer does. An end goes on as an end, for
+    its own way alone.
 
     `delay_s` is added to whatever comes from now on, each way. `hold` keeps bytes back, as a network does that loses
     packets for a while; `release` lets them go on. `swallow` loses them for good, so that the connections which saw it
     never work again; `cut` ends all.
     """
 
-    def __init__(self, port: int | Callable[[], int]) -> None:
+    def __init__(self, port: int | Callable[[], int], *, host: str = "127.0.0.1", own_port: int = 0) -> None:
         self.delay_s = 0.0
-        self.port = 0
+        self.port = own_port
+        self._host = host
         self._to = port if callable(port) else lambda: port
         self._open = asyncio.Event()
         self._open.set()
@@ -62,7 +65,7 @@ class TcpProxy:
             writer.transport.abort()
 
     async def __aenter__(self) -> TcpProxy:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -81,7 +84,7 @@ class TcpProxy:
         try:
             if not self._refusing:
                 with contextlib.suppress(OSError):
-                    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to())
+                    far_reader, far_writer = await asyncio.open_connection(self._host, self._to())
                     self._writers.add(far_writer)
                     ways = [self._own(self._forward(reader, far_writer)), self._own(self._forward(far_reader, writer))]
                     await asyncio.wait(ways)

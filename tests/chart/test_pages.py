@@ -83,6 +83,14 @@ def test_the_first_hour_s_values_render_step_by_step() -> None:
     assert f"helm install {labels['release']} prometheus-community/kube-prometheus-stack" in text
 
 
+def test_a_first_vector_takes_few_commands() -> None:
+    """One command is what is entered at once: a line that goes on is a part of it."""
+    code = "".join(block.code for block in blocks(DOCS / "first-hour.md", "bash"))
+    entered = [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+    (vector,) = [number for number, line in enumerate(entered, 1) if "/v1/encode/" in line]
+    assert vector <= 15
+
+
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """As two parts of one values file."""
     return {

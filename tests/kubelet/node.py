@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 from cluster import until
@@ -44,7 +45,7 @@ class Node:
         self,
         folder: Path,
         *,
-        secrets: Mapping[str, Mapping[str, str]],
+        secrets: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         replicas: Mapping[str, int] | None = None,
         files: Mapping[str, Mapping[str, str]] | None = None,
         shares: Mapping[str, Path] | None = None,
@@ -54,7 +55,7 @@ class Node:
     ) -> None:
         self.folder = folder
         self.namespace = namespace
-        self.secrets = secrets
+        self.secrets = dict(secrets)
         self.replicas = dict(replicas or {})
         self.files = files or {}
         self.shares = shares or {}

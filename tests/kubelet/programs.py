@@ -20,6 +20,7 @@ from types import TracebackType
 
 from dockerfiles import VERSION
 from helm import helm, objects
+from tcp_proxy import TcpProxy
 
 from kubelet import engine
 from kubelet.node import Node
@@ -42,16 +43,16 @@ class Refused(Exception):
 
 
 class Programs:
-    """Serves the programs in a thread. `secrets` are those of the node. Files are named from `cwd`."""
+    """Serves the programs in a thread. Files are named from `cwd`."""
 
-    def __init__(self, node: Node, secrets: dict[str, dict[str, str]], cwd: Path) -> None:
+    def __init__(self, node: Node, cwd: Path) -> None:
         self.folder = cwd / "bin"
         self.folder.mkdir()
         path = self.folder / "socket"
         for name in NAMES:
             (self.folder / name).write_text(_PROGRAM.format(python=sys.executable, path=str(path)))
             (self.folder / name).chmod(0o755)
-        self._node, self._secrets, self._cwd = node, secrets, cwd
+        self._node, self._cwd = node, cwd
         self._server = socketserver.ThreadingUnixStreamServer(str(path), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -116,11 +117,11 @@ class Programs:
         match words:
             case ["create", "secret", "generic", name, *literals]:
                 pairs = (each.removeprefix("--from-literal=").partition("=") for each in literals)
-                self._secrets[name] = {key: value for key, _, value in pairs}
+                self._node.secrets[name] = {key: value for key, _, value in pairs}
                 return ""
             case ["get", "secret", name, "-o", path]:
                 (key,) = re.fullmatch(r"jsonpath=\{\.data\.([\w-]+)\}", path).groups()  # type: ignore[union-attr]
-                return base64.b64encode(self._secrets[name][key].encode()).decode()
+                return base64.b64encode(self._node.secrets[name][key].encode()).decode()
             case ["rollout", "status", workload, "--timeout", _]:
                 for pod in self._node.of(workload.removeprefix("deployment/")):
                     self._node.wait_ready(pod, _READY_S)
@@ -136,24 +137,5 @@ class Programs:
 
 async def _forward(port: int, host: str, far_port: int) -> None:
     """For ever."""
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            pass  # the other way ends as well
-        finally:
-            writer.close()
-
-    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(host, far_port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
-
-    async with await asyncio.start_server(accepted, "127.0.0.1", port) as server:
-        await server.serve_forever()
+    async with TcpProxy(far_port, host=host, own_port=port):
+        await asyncio.Event().wait()

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import shared
 from cluster import Cluster, until
+from selection import long_but
 
 from sie_contracts import arrays
 from sie_gateway.dialects import vocabulary
@@ -399,7 +400,7 @@ CLIENTS = [
     ),
 ]
 every_client = pytest.mark.parametrize(
-    "public", [pytest.param(each, id=each.name, marks=pytest.mark.long if each.long else ()) for each in CLIENTS]
+    "public", long_but(CLIENTS, [each for each in CLIENTS if not each.long]), ids=lambda each: each.name
 )
 
 
@@ -479,7 +480,8 @@ USUAL = ("openai", "voyage")  # of those that wait and come back
 # each library waits in its own way: the one that most others are made of, and a stranger to it, in every run
 @pytest.mark.parametrize(
     "public",
-    [pytest.param(each, id=each.name, marks=() if each.name in USUAL else pytest.mark.long) for each in CLIENTS],
+    long_but(CLIENTS, [each for each in CLIENTS if each.name in USUAL]),
+    ids=lambda each: each.name,
 )
 def test_each_client_is_told_of_overload_and_comes_back_by_itself(
     public: Client, cluster: Cluster, client: httpx.Client

@@ -28,22 +28,10 @@ from pages import DOCS, ROOT, blocks
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, *MARKS]
 
-MAX_COMMANDS = 15
 FORWARDED = re.compile(r"port-forward \S+ (\d+):")
 PAGE = blocks(DOCS / "first-hour.md", "bash")
 NUMBER = next(number for number, block in enumerate(PAGE) if "sie doctor" in block.code)
 FIRST, LAST = PAGE[: NUMBER + 1], PAGE[-1]
-
-
-def commands(code: str) -> list[str]:
-    """One for each that is entered: a line that goes on is a part of it."""
-    return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def test_a_first_vector_takes_few_commands() -> None:
-    entered = [line for block in FIRST for line in commands(block.code)]
-    (vector,) = [number for number, line in enumerate(entered, 1) if "/v1/encode/" in line]
-    assert vector <= MAX_COMMANDS
 
 
 @pytest.fixture
@@ -100,9 +88,8 @@ def listens(port: int) -> bool:
 
 def test_the_page_leads_to_a_vector_and_to_nothing_that_is_wrong(folder: Path) -> None:
     check_images()
-    secrets: dict[str, dict[str, str]] = {}
     output, began_s = folder / "output", time.monotonic()
-    with Node.started(secrets=secrets, namespace="sie") as node, Programs(node, secrets, folder):
+    with Node.started(namespace="sie") as node, Programs(node, folder):
         with pasted([block.code for block in FIRST], folder, output):
             pass
         told = output.read_text()

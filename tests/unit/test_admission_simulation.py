@@ -8,6 +8,7 @@ import math
 
 import pytest
 from admission_simulation import SLOWER, Before, Case, Report, Try, World
+from selection import long_but
 
 from sie_gateway.admission import Admission
 
@@ -41,7 +42,7 @@ def test_what_can_be_answered_is_not_refused(case: Case) -> None:
     assert onset <= 0.05
 
 
-@pytest.mark.parametrize("case", [FULL[0], *(pytest.param(case, marks=pytest.mark.long) for case in FULL[1:])], ids=str)
+@pytest.mark.parametrize("case", long_but(FULL, FULL[:1]), ids=str)
 def test_above_capacity_the_device_stays_busy_with_what_is_answered_in_time(case: Case) -> None:
     report = World(case).run()
     false, steady, onset = shares(report)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from selection import long_but
 
 from sie_adapter.device import Memory
 from sie_adapter.residency import DeviceMemory, Residency
@@ -345,8 +346,8 @@ def lru_loads(traffic: list[str], capacity: int) -> int:
 
 
 @pytest.mark.usefixtures("quick_collections")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", long_but(range(3), [0]))
+@pytest.mark.parametrize("known", long_but([True, False], [True]))
 def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, known: bool) -> None:
     """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work may go, the
     least recently used first.
