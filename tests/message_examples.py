@@ -173,6 +173,10 @@ EXAMPLES: dict[str, Any] = {
         inputs=(Input("é"),),
         endpoint="embeddings",
     ),
+    "work-1-images": _work(
+        operation="encode",
+        inputs=(Input("first", images=(b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\x00")), Input(images=(b"GIF89a",))),
+    ),
     "result-1-payload": _result(outcomes=(), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
     "work-1-traced": _work(

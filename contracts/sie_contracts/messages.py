@@ -52,14 +52,16 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `tokens`: ids of the model's own tokenizer, in place of a text. `pair`: the second text of a pair that is
     classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
-    set, the text is not read. A worker that does not know this field reads an empty text, so workers are upgraded
-    before gateways.
+    set, the text is not read. `images`: files of images, each as the client sent it: base64 is decoded, nothing else is
+    changed. A worker that does not know one of the last two fields reads an empty text, so workers are upgraded before
+    gateways.
     """
 
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     pair: str | None = None
     vectors: Vectors | None = None
+    images: tuple[bytes, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +71,8 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
             size += TOKEN_ID_BYTES * len(self.tokens)
         if self.pair:
             size += len(self.pair.encode())
+        if self.images:
+            size += sum(map(len, self.images))
         return size if self.vectors is None else size + len(self.vectors.data)
 
 
