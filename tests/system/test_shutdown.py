@@ -257,9 +257,10 @@ async def test_a_gateway_drains_as_long_as_a_request_may_take(
 def test_the_first_process_of_a_container_ends_by_a_signal_that_comes_during_its_imports(number: int) -> None:
     """The kernel drops what process 1 has no handler for: a pod would take its whole grace period to end."""
     script = """
-import sys, time, types
+import signal, sys, time, types
 from sie_cli.entry import main
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whoever started the tests may ignore, as nohup does
 sys.modules["sie_cli.main"] = types.SimpleNamespace(main=lambda: (print("importing", flush=True), time.sleep(600)))
 main()
 """
