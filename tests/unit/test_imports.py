@@ -59,6 +59,7 @@ CORE = {
     "sie_contracts.option_values",
     "sie_contracts.options",
     "sie_contracts.heartbeats",
+    "sie_contracts.images",
     "sie_contracts.ipc",
     "sie_contracts.records",
     "sie_contracts.topology",

@@ -1,0 +1,168 @@
+"""The bytes of an image file become the pixels that a model reads. Pure, on Pillow; only image workers import it, since
+decoders are C code that reads what a client sent.
+
+    magic ──► header ──► limits ──► decode ──► upright ──► white under alpha, 16 bits to 8 ──► resize, crop or pad
+
+What is read: FORMATS. Of a file with several images, the first. Colour profiles and gamma are ignored, as the image
+processors of transformers ignore them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from PIL import AvifImagePlugin, Image, ImageFile, UnidentifiedImageError, features
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Filter, Recipe, Size, check, fault, pixels_of, resizes
+
+AVIF = "AVIF"
+FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", *((AVIF,) if features.check("avif") else ()))
+_MAGIC: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
+    ("JPEG", lambda head: head.startswith(b"\xff\xd8\xff")),
+    ("PNG", lambda head: head.startswith(b"\x89PNG\r\n\x1a\n")),
+    ("WEBP", lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP"),
+    ("GIF", lambda head: head.startswith((b"GIF87a", b"GIF89a"))),
+    ("TIFF", lambda head: head.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"))),
+    ("BMP", lambda head: head.startswith(b"BM")),
+    (AVIF, lambda head: head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis", b"mif1", b"msf1")),
+)
+_ORIENTATION = 0x0112  # of EXIF
+_UPRIGHT: Mapping[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_FILTERS: Mapping[Filter, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST,
+    "lanczos": Image.Resampling.LANCZOS,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+_STRIP_PIXELS = 1 << 20  # composed at a time: whole images would be in memory five times
+_LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
+
+Image.MAX_IMAGE_PIXELS = None  # `check` has bounds of its own, before anything is decoded
+AvifImagePlugin.DEFAULT_MAX_THREADS = (
+    1  # the workers are what runs at once, and threads would count against their memory
+)
+
+
+class Pixels(NamedTuple):
+    """uint8 RGB, row by row. `upright`: of the file, as a person sees it. `animated`: the file has more images."""
+
+    pixels: bytes
+    size: Size
+    upright: Size
+    animated: bool
+
+    def digest(self) -> bytes:
+        """SHA-256 of the pixels and their size."""
+        found = hashlib.sha256(b"%d x %d\n" % self.size)
+        found.update(self.pixels)
+        return found.digest()
+
+
+def prepare(data: bytes, recipe: Recipe) -> Pixels:
+    """The pixels of a file. Raises InvalidInput, reason invalid_media, whose message begins with the cause: too_large,
+    undecodable or aspect.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of metadata that nobody reads
+            return _prepared(data, recipe)
+    except InvalidInput:
+        raise
+    except MemoryError as error:
+        raise fault("too_large", "decoding the image takes more memory than an image worker has") from error
+    except UnidentifiedImageError as error:
+        raise fault("undecodable", "the header of the image file is damaged") from error
+    except Exception as error:  # decoders raise whatever a damaged file makes of their state
+        raise fault("undecodable", "the image file is damaged or incomplete") from error
+
+
+def _prepared(data: bytes, recipe: Recipe) -> Pixels:
+    found, animated = _decoded(data, recipe)
+    upright = Size(found.height, found.width)
+    check(recipe, upright)
+    for step in resizes(recipe, upright):
+        found = found.resize((step.width, step.height), _FILTERS[recipe.resample])
+    size = pixels_of(recipe, upright)
+    return Pixels(_placed(found, recipe, size).tobytes(), size, upright, animated)
+
+
+def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
+    """Upright and RGB, and whether the file has more images."""
+    image = _opened(data)
+    check(recipe, Size(image.height, image.width))
+    # the further images of a camera's JPEG are previews
+    animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    image.load()
+    check(recipe, Size(image.height, image.width))  # a frame may enlarge it
+    return _rgb(_upright(image)), animated
+
+
+def _opened(data: bytes) -> ImageFile.ImageFile:
+    """After its header. Only the decoder of the format that the first bytes say is tried."""
+    if not data:
+        raise fault("undecodable", "the image file is empty")
+    kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
+    if kind is None:
+        raise fault("undecodable", f"the first bytes are of no image format that is read: {', '.join(FORMATS)}")
+    return Image.open(io.BytesIO(data), formats=[kind])
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF says. One that cannot be read says nothing, as in browsers."""
+    turn = None
+    with suppress(Exception):
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """8 bits a channel, composed on white where the file has alpha."""
+    if image.mode in ("F", "I"):
+        raise fault("undecodable", f"samples of mode {image.mode} have no range that is white: 8 and 16 bits are read")
+    if image.mode.startswith("I;16"):
+        return _of_16_bits(image)
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    found = Image.new("RGB", image.size)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        found.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return found
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    """Grey. Pillow's own conversion makes everything above 255 white."""
+    levels, clear = _LEVELS_16, image.info.get("transparency")
+    if isinstance(clear, int) and 0 <= clear < len(levels):
+        levels = [*levels[:clear], 255, *levels[clear + 1 :]]
+    return image.convert("I").point(levels, "L").convert("RGB")
+
+
+def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
+    """The middle of it, or it in the middle."""
+    if (image.height, image.width) == size:
+        return image
+    if recipe.kind == "page":
+        around = Image.new("RGB", (size.width, size.height), recipe.fill)
+        around.paste(image, ((size.width - image.width) // 2, (size.height - image.height) // 2))
+        return around
+    left, top = (image.width - size.width) // 2, (image.height - size.height) // 2
+    return image.crop((left, top, left + size.width, top + size.height))

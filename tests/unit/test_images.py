@@ -1,0 +1,377 @@
+"""Image files become pixels: what each odd file is, what is refused and how, and the sizes on the way."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from image_files import HEIGHT, WIDTH, bomb, encoded, mutated, picture, png, seeds, several, turned
+from PIL import Image
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.images import (
+    MAX_ASPECT,
+    MAX_DECODED_PIXELS,
+    MAX_RESIZED_PIXELS,
+    Normalisation,
+    Recipe,
+    Size,
+    UnknownProcessor,
+    cause_of,
+    check,
+    from_processor,
+    pixels_of,
+    resizes,
+)
+from sie_sidecar.images import FORMATS, Pixels, prepare
+
+ASIS = Recipe("squash", height=HEIGHT, width=WIDTH)
+SMALL = Recipe("crop", height=16, width=16, shorter=16)
+RECIPES = {
+    "squash": Recipe("squash", height=24, width=24),
+    "crop": Recipe("crop", height=20, width=24, shorter=24),
+    "blocks": Recipe("blocks", multiple=28, least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 60),
+    "rounded": Recipe("blocks", multiple=28, least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 60, raised="rounded"),
+    "floored": Recipe("blocks", multiple=28, least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 60, raised="floored"),
+    "fit": Recipe("fit", longest=154, multiple=14),
+    "bounded": Recipe("bounded", shorter=80, longest=133),
+    "page": Recipe("page", height=256, width=192),
+}
+
+
+def levels(made: Pixels) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(made.pixels, np.uint8).reshape(*made.size, 3)
+
+
+def means(data: bytes, recipe: Recipe = ASIS) -> list[int]:
+    return [round(each) for each in levels(prepare(data, recipe)).mean((0, 1)).tolist()]
+
+
+def refusal(data: bytes, recipe: Recipe = SMALL) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        prepare(data, recipe)
+    assert caught.value.reason == "invalid_media"
+    return caught.value.message
+
+
+def transparent_palette() -> Image.Image:
+    """The left half has the colour that is transparent, red; the right half is blue."""
+    image = Image.new("P", (WIDTH, HEIGHT))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.paste(1, (WIDTH // 2, 0, WIDTH, HEIGHT))
+    return image
+
+
+def sixteen_bits(most: int = 65535) -> Image.Image:
+    return Image.fromarray(np.linspace(0, most, WIDTH * HEIGHT).reshape(HEIGHT, WIDTH).astype(np.uint16))
+
+
+ODD: dict[str, tuple[bytes, list[int]]] = {
+    "rgba, half red": (encoded(Image.new("RGBA", (WIDTH, HEIGHT), (255, 0, 0, 128))), [255, 127, 127]),
+    "rgba webp": (encoded(Image.new("RGBA", (WIDTH, HEIGHT), (0, 0, 0, 0)), "WEBP", lossless=True), [255, 255, 255]),
+    "la, all clear": (encoded(Image.new("LA", (WIDTH, HEIGHT), (0, 0))), [255, 255, 255]),
+    "la, half black": (encoded(Image.new("LA", (WIDTH, HEIGHT), (0, 128))), [127, 127, 127]),
+    "palette with a clear colour": (encoded(transparent_palette(), transparency=0), [128, 128, 255]),
+    "palette without": (encoded(transparent_palette()), [128, 0, 128]),
+    "gif with a clear colour": (encoded(transparent_palette(), "GIF", transparency=0), [128, 128, 255]),
+    "grey with a clear level": (encoded(Image.new("L", (WIDTH, HEIGHT), 9), transparency=9), [255, 255, 255]),
+    "rgb with a clear colour": (
+        encoded(Image.new("RGB", (WIDTH, HEIGHT), (1, 2, 3)), transparency=(1, 2, 3)),
+        [255, 255, 255],
+    ),
+    "16 bit png": (encoded(sixteen_bits()), [128, 128, 128]),
+    "16 bit png, dark": (encoded(sixteen_bits(2570)), [5, 5, 5]),
+    "16 bit tiff": (encoded(sixteen_bits(), "TIFF"), [128, 128, 128]),
+    "16 bit png with a clear level": (
+        encoded(Image.fromarray(np.full((HEIGHT, WIDTH), 700, np.uint16)), transparency=700),
+        [255, 255, 255],
+    ),
+    "1 bit": (encoded(Image.new("1", (WIDTH, HEIGHT), 1)), [255, 255, 255]),
+    "grey": (encoded(Image.new("L", (WIDTH, HEIGHT), 77)), [77, 77, 77]),
+    "cmyk jpeg": (encoded(Image.new("CMYK", (WIDTH, HEIGHT), (0, 255, 255, 0)), "JPEG"), [254, 0, 0]),
+    "cmyk tiff": (encoded(Image.new("CMYK", (WIDTH, HEIGHT), (0, 255, 255, 0)), "TIFF"), [255, 0, 0]),
+    "animated gif": (several("GIF", "red", "blue"), [255, 0, 0]),
+    "animated webp": (several("WEBP", "red", "blue"), [254, 0, 0]),
+    "animated png": (several("PNG", "red", "blue"), [255, 0, 0]),
+    "tiff of two pages": (several("TIFF", "red", "blue"), [255, 0, 0]),
+    "bmp": (encoded(Image.new("RGB", (WIDTH, HEIGHT), (10, 20, 30)), "BMP"), [10, 20, 30]),
+    "lab tiff": (encoded(Image.new("LAB", (WIDTH, HEIGHT), (255, 128, 128)), "TIFF"), [255, 255, 255]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_has_the_colours_that_a_person_sees(name: str) -> None:
+    data, expected = ODD[name]
+    made = prepare(data, ASIS)
+    assert (made.size, made.upright) == ((HEIGHT, WIDTH), (HEIGHT, WIDTH))
+    assert means(data) == pytest.approx(expected, abs=2)
+    assert made.animated == (name.startswith("animated") or "pages" in name)
+
+
+# by the number of EXIF's Orientation: the sides of what a person sees that are the first row and column of the file
+FIRST_ROW_AND_COLUMN = {
+    1: ("top", "left"),
+    2: ("top", "right"),
+    3: ("bottom", "right"),
+    4: ("bottom", "left"),
+    5: ("left", "top"),
+    6: ("right", "top"),
+    7: ("right", "bottom"),
+    8: ("left", "bottom"),
+}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", *(["AVIF"] if "AVIF" in FORMATS else [])])
+@pytest.mark.parametrize("orientation", FIRST_ROW_AND_COLUMN)
+def test_an_image_is_turned_as_its_exif_says(kind: str, orientation: int) -> None:
+    """A person sees a red corner at the top left, wherever it is in the file."""
+    seen = np.zeros((64, 32, 3), np.uint8)
+    seen[:16, :16] = (255, 0, 0)
+    row, column = FIRST_ROW_AND_COLUMN[orientation]
+    stored = seen.swapaxes(0, 1) if row in ("left", "right") else seen
+    stored = stored[::-1] if row in ("right", "bottom") else stored
+    stored = stored[:, ::-1] if column in ("right", "bottom") else stored
+    made = prepare(turned(orientation, Image.fromarray(stored.copy()), kind), Recipe("squash", height=64, width=32))
+    assert made.upright == Size(64, 32)
+    corners = [int(levels(made)[down, right, 0]) for down, right in ((4, 4), (4, 28), (60, 4), (60, 28))]
+    assert [level > 128 for level in corners] == [True, False, False, False]
+
+
+def test_exif_that_cannot_be_read_turns_nothing() -> None:
+    damaged = turned(6, kind="JPEG").replace(b"Exif\0\0MM\0*", b"Exif\0\0??\0*").replace(b"Exif\0\0II*", b"Exif\0\0??*")
+    assert b"Exif\0\0??" in damaged
+    assert prepare(damaged, ASIS).upright == Size(HEIGHT, WIDTH)
+
+
+UNUSABLE = {
+    "empty": (b"", "undecodable: the image file is empty"),
+    "text": (b"hello", "undecodable: the first bytes"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg' width='4' height='4'/>", "undecodable: the first bytes"),
+    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "undecodable: the first bytes"),
+    "pdf": (b"%PDF-1.7\n", "undecodable: the first bytes"),
+    "icon": (encoded(picture(), "ICO"), "undecodable: the first bytes"),
+    "portable pixmap": (encoded(picture(), "PPM"), "undecodable: the first bytes"),
+    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "undecodable: the first bytes"),
+    "truncated jpeg": (encoded(picture(600, 400), "JPEG")[:9000], "undecodable: the image file is damaged"),
+    "truncated png": (encoded(picture(600, 400))[:9000], "undecodable: the image file is damaged"),
+    "truncated webp": (encoded(picture(600, 400), "WEBP")[:2000], "undecodable: the "),
+    "truncated tiff": (encoded(picture(600, 400), "TIFF")[:9000], "undecodable: the "),
+    "truncated bmp": (encoded(picture(600, 400), "BMP")[:9000], "undecodable: the image file is damaged"),
+    "header alone": (b"\x89PNG\r\n\x1a\n", "undecodable: the header"),
+    "jpeg that is none": (b"\xff\xd8\xff" + bytes(500), "undecodable: the header"),
+    "tiff that is none": (b"II*\0" + bytes(500), "undecodable: the "),
+    "float tiff": (encoded(Image.new("F", (WIDTH, HEIGHT), 0.5), "TIFF"), "undecodable: samples of mode F"),
+    "32 bit tiff": (encoded(Image.new("I", (WIDTH, HEIGHT), 500), "TIFF"), "undecodable: samples of mode I"),
+    "no pixels": (png(0, 5, body=b""), "undecodable: the "),
+    "strip": (png(10_000, 10), "aspect: the image is 10000 x 10 pixels, one edge may be at most 200 times"),
+    "long strip": (png(100_000, 1), "aspect: the image is 100000 x 1 pixels"),
+    "claim": (png(2_000_000_000, 2_000_000_000, body=b""), "too_large: the image has 4000000000000000000 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_an_unusable_file_is_refused_at_once_with_its_cause(name: str) -> None:
+    data, begins = UNUSABLE[name]
+    began = time.process_time()
+    message = refusal(data)
+    assert time.process_time() - began < 0.1
+    assert message.startswith(begins)
+    assert not re.search(r"/|0x|\\x|BytesIO|Error", message)
+    assert len(message) < 400
+
+
+def test_a_bomb_is_refused_by_its_header() -> None:
+    data = bomb()
+    assert len(data) < 60_000
+    began = time.process_time()
+    assert refusal(data) == "too_large: the image has 400000000 pixels (20000 x 20000), at most 100000000"
+    assert time.process_time() - began < 0.1
+
+
+def test_a_strip_that_would_grow_on_its_way_is_refused() -> None:
+    """The shorter edge of 20 becomes 1920, so the longer one becomes 192,000."""
+    message = refusal(png(2000, 20), Recipe("page", height=2560, width=1920))
+    assert message.startswith("too_large: the image of 2000 x 20 pixels becomes 192000 x 1920 on the way")
+    assert str(MAX_RESIZED_PIXELS) in message
+
+
+def test_an_image_of_which_nothing_would_be_left_is_refused() -> None:
+    assert refusal(png(1990, 10), Recipe("fit", longest=100, multiple=14)).startswith("aspect: ")
+
+
+def test_what_an_image_needs_more_memory_for_than_there_is_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "resize", without)
+    assert refusal(encoded(picture())).startswith("too_large: decoding the image takes more memory")
+
+
+def test_the_middle_is_cropped_and_the_page_is_centred() -> None:
+    stripes = Image.new("RGB", (60, 20), "red")
+    stripes.paste("blue", (20, 0, 40, 20))
+    middle = levels(prepare(encoded(stripes), Recipe("crop", height=20, width=20, shorter=20, resample="nearest")))
+    assert middle.reshape(-1, 3).tolist() == [[0, 0, 255]] * 400
+    page = Recipe("page", height=40, width=20, resample="nearest", fill=(9, 8, 7))
+    placed = levels(prepare(encoded(Image.new("RGB", (20, 20), "red")), page))
+    assert placed[:10].reshape(-1, 3).tolist() == placed[30:].reshape(-1, 3).tolist() == [[9, 8, 7]] * 200
+    assert placed[10:30].reshape(-1, 3).tolist() == [[255, 0, 0]] * 400
+
+
+def test_a_digest_is_of_the_pixels_and_their_size() -> None:
+    data = encoded(picture())
+    first = prepare(data, SMALL)
+    assert prepare(encoded(picture(), "BMP"), SMALL).digest() == first.digest()
+    assert prepare(data, Recipe("squash", height=16, width=16)).digest() != first.digest()
+    assert (
+        Pixels(b"abcabc", Size(1, 2), Size(1, 2), False).digest()
+        != Pixels(b"abcabc", Size(2, 1), Size(2, 1), False).digest()
+    )
+
+
+edges = st.integers(1, 20_000)
+
+
+@given(st.sampled_from(sorted(RECIPES)), edges, edges)
+def test_sizes_are_what_each_kind_promises(name: str, height: int, width: int) -> None:
+    recipe, size = RECIPES[name], Size(height, width)
+    beyond = height * width > MAX_DECODED_PIXELS or max(size) > MAX_ASPECT * min(size)
+    if beyond or any(not min(each) or each.height * each.width > MAX_RESIZED_PIXELS for each in resizes(recipe, size)):
+        with pytest.raises(InvalidInput, match=r"too_large|aspect"):
+            check(recipe, size)
+        return
+    check(recipe, size)
+    steps, made = resizes(recipe, size), pixels_of(recipe, size)
+    assert all(edge >= 1 for step in (*steps, made) for edge in step)
+    match recipe.kind:
+        case "squash" | "page" | "crop":
+            assert made == (recipe.height, recipe.width)
+        case "blocks":
+            assert made.height % recipe.multiple == made.width % recipe.multiple == 0
+            assert recipe.least_pixels <= made.height * made.width
+            # one edge may not go below a multiple, so a strip may pass the bound
+            assert made.height * made.width <= recipe.most_pixels or min(made) == recipe.multiple
+        case "fit":
+            assert made.height % recipe.multiple == made.width % recipe.multiple == 0
+            assert max(made) < recipe.longest + recipe.multiple
+        case "bounded":
+            assert min(made) <= recipe.shorter
+            assert max(made) <= recipe.longest + 1
+    if recipe.kind == "crop":
+        assert min(steps[0]) == recipe.shorter
+    if recipe.kind == "page":
+        assert steps[-1].height <= made.height
+        assert steps[-1].width <= made.width
+
+
+@given(st.sampled_from(sorted(RECIPES)), st.integers(1, 90), st.integers(1, 90), st.integers(0, 9))
+def test_every_small_image_gets_pixels_of_the_foretold_size(name: str, height: int, width: int, seed: int) -> None:
+    made = prepare(encoded(picture(width, height, seed), "BMP"), RECIPES[name])
+    assert made.upright == (height, width)
+    assert made.size == pixels_of(RECIPES[name], made.upright)
+    assert len(made.pixels) == 3 * made.size.height * made.size.width
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "squash", "height": 224},
+        {"kind": "crop", "height": 30, "width": 20, "shorter": 24},
+        {"kind": "blocks", "multiple": 28, "least_pixels": 0, "most_pixels": 9},
+        {"kind": "bounded", "shorter": 800, "longest": 600},
+        {"kind": "page", "height": 20, "width": 20, "fill": (0, 0, 256)},
+        {"kind": "squash", "height": 224, "width": 224, "tokens": 0},
+        {"kind": "stretch", "height": 224, "width": 224},
+        {"kind": "squash", "height": 224, "width": 224, "resample": "cubic"},
+    ],
+)
+def test_a_recipe_that_means_nothing_cannot_be_read(wrong: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, Recipe)
+
+
+def test_a_recipe_travels() -> None:
+    for recipe in RECIPES.values():
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(recipe), type=Recipe) == recipe
+
+
+CLIP = {"image_processor_type": "CLIPImageProcessor"}
+SIGLIP = {"image_processor_type": "SiglipImageProcessor"}
+OLD = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 224, "crop_size": 224, "resample": 3}
+READ: list[tuple[dict[str, Any], Recipe]] = [
+    (CLIP, Recipe("crop", height=224, width=224, shorter=224)),
+    (OLD, Recipe("crop", height=224, width=224, shorter=224)),
+    (
+        {**CLIP, "size": {"shortest_edge": 336}, "crop_size": {"height": 300, "width": 336}, "resample": 1},
+        Recipe("crop", height=300, width=336, shorter=336, resample="lanczos"),
+    ),
+    ({**CLIP, "size": {"height": 768, "width": 768}, "do_center_crop": False}, Recipe("squash", height=768, width=768)),
+    ({**CLIP, "size": {"height": 64, "width": 64}, "crop_size": 64}, Recipe("squash", height=64, width=64)),
+    ({"image_processor_type": "CLIPImageProcessorFast"}, Recipe("crop", height=224, width=224, shorter=224)),
+    (SIGLIP, Recipe("squash", height=224, width=224)),
+    (
+        {**SIGLIP, "size": {"height": 384, "width": 256}, "resample": 2},
+        Recipe("squash", height=384, width=256, resample="bilinear"),
+    ),
+    ({**SIGLIP, "resample": None, "do_convert_rgb": None}, Recipe("squash", height=224, width=224)),
+]
+
+
+@pytest.mark.parametrize(("config", "recipe"), READ)
+def test_the_file_of_a_checkpoint_is_read(config: dict[str, Any], recipe: Recipe) -> None:
+    assert from_processor(config) == recipe
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, "not named"),
+        ({"image_processor_type": "Owlv2ImageProcessor"}, "Owlv2ImageProcessor, known are CLIPImageProcessor"),
+        ({**CLIP, "do_resize": False}, "do_resize is false"),
+        ({**CLIP, "do_center_crop": False}, "shortest_edge, without do_center_crop"),
+        ({**CLIP, "crop_size": {"height": 240, "width": 240}}, "cannot be cropped from a shorter edge of 224"),
+        ({**CLIP, "size": {"height": 256, "width": 256}}, "and then cropped to"),
+        ({**CLIP, "size": {"longest_edge": 256}}, "longest_edge"),
+        ({**CLIP, "size": "large"}, "size is 'large'"),
+        ({**CLIP, "size": {"shortest_edge": 0}}, "at least 1"),
+        ({**CLIP, "resample": 9}, "resample is 9"),
+        ({**CLIP, "use_square_size": True}, "use_square_size"),
+        ({**SIGLIP, "size": 384}, "shortest_edge, without do_center_crop"),
+        ({**SIGLIP, "do_pad": True}, "do_pad"),
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, "bound the pixels"),
+    ],
+)
+def test_a_file_that_no_recipe_repeats_is_refused_with_what_is_in_the_way(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnknownProcessor, match=re.escape(says)):
+        from_processor(config)
+
+
+def test_the_arithmetic_of_a_checkpoint_is_read() -> None:
+    assert Normalisation.from_processor(SIGLIP) == Normalisation((0.5,) * 3, (0.5,) * 3)
+    assert Normalisation.from_processor({**SIGLIP, "do_rescale": False}).rescale == 1
+    assert Normalisation.from_processor({**SIGLIP, "do_normalize": False}) == Normalisation()
+    found = Normalisation.from_processor({**CLIP, "image_mean": 0.25, "image_std": [1, 2, 3], "rescale_factor": 0.5})
+    assert found == Normalisation((0.25,) * 3, (1, 2, 3), 0.5)
+    with pytest.raises(UnknownProcessor, match="4 channels"):
+        Normalisation.from_processor({**CLIP, "image_mean": [0.5] * 4})
+
+
+def test_a_mutated_file_is_refused_or_has_the_foretold_size() -> None:
+    """Few of them here, in this process; tests/unit/test_image_pool.py gives thousands to the workers."""
+    rng, files = random.Random(17), seeds()
+    refused: list[str] = []
+    for _ in range(300):
+        try:
+            made = prepare(mutated(rng.choice(files), rng), SMALL)
+        except InvalidInput as error:
+            refused.append(cause_of(error)[0])
+        else:
+            assert (made.size, len(made.pixels)) == ((16, 16), 768)
+    assert 30 < len(refused) < 290
