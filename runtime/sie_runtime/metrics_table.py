@@ -297,6 +297,13 @@ _WORKER = (
         12,
     ),
     Metric("sie_dead_letters", "counter", "Work given up, by whether its dead letter was stored", ("result",), 2),
+    Metric(
+        "sie_images",
+        "counter",
+        "Images by what became of them: `prepared`, a cause of `invalid_media`, or `failed` where it was not the file",
+        ("result",),
+        6,
+    ),
     Metric("sie_poisoned_inputs", "counter", "Inputs refused because they killed two adapters"),
     # batches
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, each=1),

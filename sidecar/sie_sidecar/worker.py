@@ -31,6 +31,7 @@ from sie_sidecar.device import DeviceQueue
 from sie_sidecar.dispatch import Dispatch
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.hosting import Hosting
+from sie_sidecar.image_pool import ImagePool
 from sie_sidecar.in_flight import InFlight
 from sie_sidecar.intake import Intake
 from sie_sidecar.inventory import Inventory
@@ -111,6 +112,7 @@ class Worker:
         self._loras = Loras(link, clock)
         self._marks = Marks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
+        self._images = ImagePool(settings.image_workers, metrics.count_image)
         self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
         self.inventory = Inventory(
             self.hosting,
@@ -236,7 +238,11 @@ class Worker:
             await self.leases.hand_back(lease)
         await self._loops.cancel()
         await asyncio.gather(
-            self.hosting.stop(), self._loras.stop(), self._marks.close(), *(each.stop() for each in self._cancels)
+            self.hosting.stop(),
+            self._loras.stop(),
+            self._marks.close(),
+            self._images.close(),
+            *(each.stop() for each in self._cancels),
         )
         if self._ledger:
             self._ledger.close()

@@ -92,7 +92,11 @@ class EngineSettings:
         "Number of threads that tokenise, shared by all models; in the adapter for families that tokenise themselves.",
     )
     image_workers: int = row(
-        4, "SIE_IMAGE_WORKERS", "adapter", whole(1), "Number of threads that prepare images.", waits_for="image models"
+        4,
+        "SIE_IMAGE_WORKERS",
+        "sidecar",
+        whole(1),
+        "Number of processes that turn image files into pixels, shared by all models. They start when the first images come.",
     )
     attention_backend: str = row(
         "auto",

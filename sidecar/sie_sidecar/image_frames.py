@@ -1,0 +1,90 @@
+"""Between the sidecar and its image workers, over a pair of sockets: frames of `u32 big-endian length + msgpack`, one
+`Job` and one answer at a time. A worker says `Hello` once it is ready. What it says is data of a process that may have
+been taken over by a file: it is checked, never executed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+from sie_contracts.images import MAX_RESULT_BYTES, Cause, Recipe, Size
+
+MAX_FILE_BYTES = 128 << 20
+MAX_JOB_BYTES = MAX_FILE_BYTES + 4096
+MAX_ANSWER_BYTES = MAX_RESULT_BYTES + 4096
+
+_Edge = Annotated[int, msgspec.Meta(ge=1)]
+_HEADER = struct.Struct(">I")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One file, as a client sent it."""
+
+    number: int
+    recipe: Recipe
+    data: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The worker has done its imports and has its limits."""
+
+    pid: int
+
+
+class Made(msgspec.Struct, frozen=True, tag=True):
+    """`pixels`: uint8 [height, width, 3]. `digest`: of them and their size."""
+
+    number: int
+    height: _Edge
+    width: _Edge
+    upright_height: _Edge
+    upright_width: _Edge
+    animated: bool
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    pixels: bytes
+
+    @property
+    def size(self) -> Size:
+        return Size(self.height, self.width)
+
+    @property
+    def upright(self) -> Size:
+        return Size(self.upright_height, self.upright_width)
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """`what` is for the client. `raised`: the type of the exception, for the log."""
+
+    number: int
+    cause: Cause
+    what: Annotated[str, msgspec.Meta(max_length=400)]
+    raised: Annotated[str, msgspec.Meta(max_length=100)]
+
+
+Answer = Hello | Made | Unusable
+
+_encode = msgspec.msgpack.Encoder().encode
+_jobs: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Job | Answer) -> tuple[bytes, bytes]:
+    """Header and body: together they would be one more copy of an image."""
+    body = _encode(message)
+    return _HEADER.pack(len(body)), body
+
+
+def job(body: bytes | bytearray) -> Job:
+    """Raises msgspec.DecodeError."""
+    return _jobs.decode(body)
+
+
+def answer(body: bytes | bytearray) -> Answer:
+    """Raises msgspec.DecodeError; a text that is not UTF-8 is one too."""
+    try:
+        return _answers.decode(body)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error

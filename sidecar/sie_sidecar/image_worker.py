@@ -1,0 +1,78 @@
+"""A process that turns image files into pixels, one after the other, for the sidecar at the other end of its standard
+input.
+
+    limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar is gone ──► end
+
+It holds no secrets: the sidecar starts it without its environment. It ends with the sidecar, however that ends: the
+kernel kills it (Linux), and a socket without a peer ends the wait for a job anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.images import cause_of
+from sie_contracts.ipc import FrameError, receive_frame
+from sie_sidecar import image_frames, images
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """The arguments: the process id of the sidecar, and bytes of memory."""
+    parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
+    _limit(memory_bytes)
+    _die_with(parent)
+    with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):  # the sidecar is gone
+        _send(sidecar, image_frames.frame(image_frames.Hello(os.getpid())))
+        _silence()
+        while True:
+            _send(sidecar, _answer(image_frames.job(receive_frame(sidecar, image_frames.MAX_JOB_BYTES))))
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core holds what clients sent
+    if sys.platform.startswith("linux"):  # elsewhere the limit is refused or ignored
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _die_with(parent: int) -> None:
+    """Before the first file: a decoder that hangs does not read the socket."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)
+
+
+def _silence() -> None:
+    """From now on this process reads what clients sent, and what a decoder prints might quote it."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+
+
+def _answer(job: image_frames.Job) -> tuple[bytes, bytes]:
+    try:
+        made = images.prepare(job.data, job.recipe)
+        found = image_frames.Made(job.number, *made.size, *made.upright, made.animated, made.digest(), made.pixels)
+        return image_frames.frame(found)
+    except InvalidInput as error:
+        raised = type(error.__cause__).__name__ if error.__cause__ else ""
+        return image_frames.frame(image_frames.Unusable(job.number, *cause_of(error), raised))
+
+
+def _send(sidecar: socket.socket, parts: tuple[bytes, bytes]) -> None:
+    for part in parts:
+        sidecar.sendall(part)
+
+
+if __name__ == "__main__":
+    main()

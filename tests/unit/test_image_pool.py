@@ -1,0 +1,356 @@
+"""The processes that decode: what one of them breaks is one image, and none outlives the sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from image_files import bomb, encoded, mutated, picture, png, seeds
+from inprocess import settings_of, until
+
+from sie_contracts.errors import InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
+from sie_contracts.images import Recipe, Size
+from sie_sidecar import image_frames, image_pool, images
+from sie_sidecar.image_pool import ImagePool
+
+SMALL = Recipe("crop", height=16, width=16, shorter=16)
+GOOD = encoded(picture())
+LARGE = png(9000, 9000, colour=2, bits=8, body=GOOD)  # 324 MB, before it turns out to be damaged
+MANY = 5000  # mutated files
+
+
+@contextlib.asynccontextmanager
+async def pool_of(workers: int = 1, *others: Any, **options: Any) -> AsyncIterator[ImagePool]:
+    pool = ImagePool(workers, *others, **options)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        assert pool.pids == ()
+
+
+async def refusal(pool: ImagePool, data: bytes) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        await pool.prepare(data, SMALL)
+    assert caught.value.reason == "invalid_media"
+    return caught.value.message
+
+
+async def frozen(pool: ImagePool) -> int:
+    """The only worker, which does not run until it is told to, and so has whatever it is given next."""
+    await pool.prepare(GOOD, SMALL)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+async def test_an_image_becomes_the_pixels_that_the_function_makes() -> None:
+    async with pool_of() as pool:
+        for data in (GOOD, encoded(picture(300, 200), "JPEG")):
+            expected, found = images.prepare(data, SMALL), await pool.prepare(data, SMALL)
+            assert (found.pixels, found.digest, found.upright) == (
+                expected.pixels,
+                expected.digest(),
+                expected.upright,
+            )
+            assert (found.height, found.width, found.animated) == (16, 16, False)
+
+
+async def test_no_worker_starts_before_an_image_comes_and_no_more_than_are_needed() -> None:
+    async with pool_of(4) as pool:
+        await asyncio.sleep(0)
+        assert pool.pids == ()
+        for _ in range(3):
+            await pool.prepare(GOOD, SMALL)
+        assert len(pool.pids) == 1
+
+
+@pytest.mark.parametrize(("variable", "workers"), [({}, 4), ({"SIE_IMAGE_WORKERS": "2"}, 2)])
+async def test_as_many_images_are_prepared_at_once_as_there_are_image_workers(
+    variable: dict[str, str], workers: int
+) -> None:
+    """SIE_IMAGE_WORKERS: so many processes have an image each while they are frozen, and the rest waits."""
+    async with pool_of(settings_of(**variable).image_workers) as pool:
+        await asyncio.gather(*(pool.prepare(GOOD, SMALL) for _ in range(4 * workers)))
+        assert len(pool.pids) == workers
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGSTOP)
+        waiting = [asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(workers + 3)]
+        await until(lambda: pool.waiting == 3, "the others wait")
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGCONT)
+        assert len({each.digest for each in await asyncio.gather(*waiting)}) == 1
+        assert len(pool.pids) == workers
+
+
+async def test_an_unusable_file_says_why_and_its_neighbours_are_prepared() -> None:
+    counted: list[str] = []
+    async with pool_of(2, counted.append) as pool:
+        found = await asyncio.gather(
+            *(pool.prepare(data, SMALL) for data in (GOOD, b"", GOOD, bomb(), GOOD[:200], GOOD)), return_exceptions=True
+        )
+        assert Counter(counted) == {"prepared": 3, "undecodable": 2, "too_large": 1}
+        causes = [each.message.partition(":")[0] if isinstance(each, SIEError) else "" for each in found]
+        assert causes == ["", "undecodable", "", "too_large", "undecodable", ""]
+
+
+async def test_a_decoder_that_crashes_costs_one_image() -> None:
+    """1. The worker has an image. 2. It dies of SIGSEGV. 3. That image fails, those behind it do not."""
+    async with pool_of() as pool:
+        pid = await frozen(pool)
+        first, *others = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))
+        await until(lambda: pool.waiting == 3, "the others wait")
+        os.kill(pid, signal.SIGSEGV)
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(InvalidInput, match="undecodable: the decoder of the image crashed"):
+            await first
+        assert {each.height for each in await asyncio.gather(*others)} == {16}
+        (other,) = pool.pids
+        assert other != pid
+
+
+async def test_a_worker_that_the_kernel_kills_does_not_make_the_file_a_bad_one() -> None:
+    async with pool_of() as pool:
+        pid = await frozen(pool)
+        task = asyncio.create_task(pool.prepare(GOOD, SMALL))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ResourceExhausted):
+            await task
+        assert (await pool.prepare(GOOD, SMALL)).height == 16
+
+
+async def test_a_worker_that_died_without_an_image_costs_none() -> None:
+    async with pool_of() as pool:
+        await pool.prepare(GOOD, SMALL)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not psutil.pid_exists(pid), "it is gone")
+        assert (await pool.prepare(GOOD, SMALL)).height == 16
+        assert pool.pids not in ((), (pid,))
+
+
+async def test_an_image_that_takes_too_long_is_given_up_and_its_worker_replaced() -> None:
+    async with pool_of(deadline_s=1.5) as pool:
+        pid = await frozen(pool)
+        assert await refusal(pool, GOOD) == "timeout: decoding the image took longer than 1.5 s"
+        assert (await pool.prepare(GOOD, SMALL)).height == 16
+        assert pid not in pool.pids
+        assert not psutil.pid_exists(pid)
+
+
+async def test_a_worker_has_so_much_memory_and_no_more() -> None:
+    async with pool_of(memory_bytes=250 << 20) as pool:
+        pid = (await pool.prepare(GOOD, SMALL), *pool.pids)[1]
+        assert (await refusal(pool, LARGE)).startswith("too_large: decoding the image takes more memory")
+        assert (await pool.prepare(GOOD, SMALL)).height == 16
+        assert pool.pids == (pid,)
+        assert psutil.Process(pid).rlimit(psutil.RLIMIT_CORE) == (0, 0)
+
+
+async def test_a_caller_that_leaves_costs_no_worker_and_mixes_up_no_answers() -> None:
+    """Images of ten colours, of which every other caller leaves while they wait or are at a worker."""
+    files = [encoded(picture(90, 60, seed)) for seed in range(10)]
+    expected = [images.prepare(data, SMALL).digest() for data in files]
+    async with pool_of(2) as pool:
+        for turn in range(4):
+            tasks = [asyncio.create_task(pool.prepare(data, SMALL)) for data in files]
+            for _ in range(turn):
+                await asyncio.sleep(0.001)
+            for task in tasks[turn % 2 :: 2]:
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(
+                isinstance(each, asyncio.CancelledError) or each.digest == digest  # type: ignore[union-attr]
+                for each, digest in zip(found, expected, strict=True)
+            )
+        pids = pool.pids
+        assert [
+            each.digest for each in await asyncio.gather(*(pool.prepare(data, SMALL) for data in files))
+        ] == expected
+        assert pool.pids == pids
+        assert pool.waiting == 0
+
+
+async def test_more_images_than_a_request_can_wait_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_pool, "MAX_WAITING", 3)
+    async with pool_of() as pool:
+        pid = await frozen(pool)
+        running = asyncio.create_task(pool.prepare(GOOD, SMALL))
+        await asyncio.sleep(0)
+        await until(lambda: pool.waiting == 0, "the worker has an image")
+        waiting = [asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(3)]
+        await until(lambda: pool.waiting == 3, "the others wait")
+        with pytest.raises(QueueFull):
+            await pool.prepare(GOOD, SMALL)
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.gather(running, *waiting)
+
+
+async def test_the_end_of_the_pool_ends_its_workers_and_answers_everybody() -> None:
+    async with pool_of(deadline_s=60) as pool:
+        pid = await frozen(pool)
+        tasks = [asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(3)]
+        await until(lambda: pool.waiting == 2, "the others wait")
+        await pool.close()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(each) for each in found] == [ShuttingDown] * 3
+        assert not psutil.pid_exists(pid)
+        with pytest.raises(ShuttingDown):
+            await pool.prepare(GOOD, SMALL)
+
+
+async def test_a_worker_that_cannot_start_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    async with pool_of() as pool:
+        with pytest.raises(ResourceExhausted, match="no image worker could be started"):
+            await pool.prepare(GOOD, SMALL)
+        monkeypatch.undo()
+        assert (await pool.prepare(GOOD, SMALL)).height == 16
+
+
+async def test_a_worker_gets_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIE_NATS_PASSWORD", "canary")
+    async with pool_of() as pool:
+        await pool.prepare(GOOD, SMALL)
+        worker = psutil.Process(pool.pids[0])
+        assert worker.environ().keys() <= {"PYTHONPATH", "LC_CTYPE"}
+        assert {Path(each.path).name for each in worker.open_files()} <= {"null"}
+
+
+LIES = {
+    "another image's answer": {"number": 999},
+    "too few pixels": {"pixels": bytes(5)},
+    "a size that the recipe does not give": {"height": 8, "width": 32},
+    "an image that is refused": {"upright_height": 1, "upright_width": 100_000},
+    "no digest": {"digest": b""},
+    "no edge": {"upright_height": 0},
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
+    """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
+    made = image_frames.Made(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
+    message = {"type": "Made", **msgspec.structs.asdict(made)}
+    answer = msgspec.msgpack.encode({**message, **LIES[name]})
+    hello = msgspec.msgpack.encode({"type": "Hello", "pid": 1})
+    frames = b"".join(len(each).to_bytes(4, "big") + each for each in (hello, answer))
+    script = tmp_path / "liar"
+    script.write_text(f"#!{sys.executable}\nimport os, time\nos.write(0, {frames!r})\ntime.sleep(60)\n")
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", str(script))
+        async with pool_of(deadline_s=20) as pool:
+            assert await refusal(pool, GOOD) == "undecodable: the decoder of the image crashed"
+
+
+def test_what_a_worker_says_is_data() -> None:
+    for body in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Other"}), b"\x81\xa4type\xa1\xff", bytes(50)):
+        with pytest.raises(msgspec.DecodeError):
+            image_frames.answer(body)
+
+
+OF_A_SIDECAR = """
+import asyncio, sys
+from image_files import encoded, picture
+from sie_contracts.images import Recipe
+from sie_sidecar.image_pool import ImagePool
+
+async def main():
+    pool = ImagePool(2)
+    recipe = Recipe("squash", height=8, width=8)
+    await asyncio.gather(*(pool.prepare(encoded(picture()), recipe) for _ in range(6)))
+    print(*pool.pids, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere only a worker that waits ends")
+@pytest.mark.parametrize("busy", [False, True])
+def test_no_worker_outlives_a_sidecar_that_is_killed(busy: bool) -> None:
+    """Also one that hangs in a decoder, and so does not see that its socket has no peer any more."""
+    sidecar = subprocess.Popen([sys.executable, "-c", OF_A_SIDECAR], stdout=subprocess.PIPE, text=True, env=paths())
+    with sidecar:
+        assert sidecar.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in sidecar.stdout.readline().split()]
+        assert len(workers) in (1, 2)
+        for worker in workers if busy else ():
+            worker.send_signal(signal.SIGSTOP)
+        sidecar.kill()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def paths() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
+
+
+def test_a_worker_imports_little() -> None:
+    """It starts while somebody waits, and there may be many of them."""
+    asked = "import sys, sie_sidecar.image_worker; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    assert {"sie_broker", "sie_runtime", "torch", "tokenizers", "obstore", "httpx"} & set(done.stdout.split()) == set()
+
+
+def test_the_sidecar_itself_imports_no_decoder() -> None:
+    asked = "import sys, sie_sidecar.process, sie_sidecar.image_pool; print('PIL' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False"]
+
+
+async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+    async with pool_of() as pool:
+        await pool.prepare(GOOD, SMALL)
+        worker = psutil.Process(pool.pids[0])
+        before, data = worker.cpu_times(), bomb()
+        assert len(data) < 60_000
+        assert (await refusal(pool, data)).startswith("too_large: ")
+        after = worker.cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_thousands_of_mutated_files_kill_nothing_and_leak_nothing() -> None:
+    rng, files = random.Random(0), seeds()
+    async with pool_of(2) as pool:
+        await asyncio.gather(*(pool.prepare(data, SMALL) for data in files))
+        before = pool.pids
+        memory: list[int] = []
+        refused = 0
+        began = time.monotonic()
+        for start in range(0, MANY, 100):
+            batch = [mutated(rng.choice(files), rng) for _ in range(start, start + 100)]
+            found = await asyncio.gather(*(pool.prepare(data, SMALL) for data in batch), return_exceptions=True)
+            assert all(isinstance(each, InvalidInput) or each.height == 16 for each in found)  # type: ignore[union-attr]
+            assert not [each for each in found if isinstance(each, SIEError) and "crashed" in each.message]
+            refused += sum(isinstance(each, InvalidInput) for each in found)
+            memory.append(max(psutil.Process(pid).memory_info().rss for pid in pool.pids))
+        print(
+            f"{MANY} files, {refused} refused, {time.monotonic() - began:.0f} s, MB: {[m >> 20 for m in memory[::10]]}"
+        )
+        assert pool.pids == before
+        assert MANY // 5 < refused < MANY
+        assert max(memory[25:]) < 1.2 * max(memory[:25])
+        assert await pool.prepare(GOOD, SMALL) is not None
+
+
+def test_a_size_is_told_as_height_and_width() -> None:
+    made = image_frames.Made(1, 2, 3, 4, 5, False, bytes(32), b"")
+    assert (made.size, made.upright) == (Size(2, 3), Size(4, 5))
