@@ -3,6 +3,7 @@
 from sie_contracts import __version__
 from sie_sdk.async_client import SIEAsyncClient
 from sie_sdk.client import SIEClient
+from sie_sdk.drawing import draw
 from sie_sdk.errors import (
     AllItemsFailedError,
     AuthenticationError,
@@ -103,5 +104,6 @@ __all__ = [
     "Usage",
     "ValidationFailedError",
     "__version__",
+    "draw",
     "maxsim",
 ]

@@ -273,6 +273,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "Usage",
         "ValidationFailedError",
         "__version__",
+        "draw",
         "maxsim",
     ]
     public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
@@ -281,6 +282,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "client",
         "cluster",
         "core",
+        "drawing",
         "errors",
         "late_interaction",
         "media",
