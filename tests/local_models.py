@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from oracle import model_folder
-from parity import heads_checkpoints
+from parity import dual_checkpoints, heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, add_modules, build, dense, pooling
 from parity.gliner_checkpoints import edit_weights, gliner_folder
 from parity.score_checkpoints import QWEN3_ENTRY, QWEN3_PIECES, build_head, build_reranker
@@ -114,6 +114,16 @@ def _tags(folder: Path) -> Entry:
     return {"family": "token-classifier", "outputs": {"entities": 0}, "max_tokens": MAX_TOKENS}
 
 
+def _clip(folder: Path) -> Entry:
+    dual_checkpoints.clip(folder)
+    return {
+        "family": "dual-encoder",
+        "inputs": ["text", "image"],
+        "outputs": {"dense": dual_checkpoints.WIDTH},
+        "max_tokens": dual_checkpoints.CLIP_TOKENS,
+    }
+
+
 KINDS: dict[str, Callable[[Path], Entry]] = {
     "mini": _mini,
     "dense": _dense,
@@ -126,6 +136,7 @@ KINDS: dict[str, Callable[[Path], Entry]] = {
     "zero-shot": _zero_shot,
     "tags": _tags,
     "classes": _classes,
+    "clip": _clip,
 }
 
 

@@ -27,7 +27,8 @@ from sie_contracts.heartbeats import (
     ServedPrecision,
     Turn,
 )
-from sie_contracts.ipc import Group, LoadedModel, Rows, Side
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import Group, ImageTokens, LoadedModel, Rows, Side
 from sie_contracts.messages import (
     ArraySlice,
     BatchNote,
@@ -105,6 +106,7 @@ _heartbeat = partial(
 _result = partial(WorkResult, request="01a1f797", chunk=0, worker="w1")
 
 # Every field of every message is set to something other than its default, in one example or another.
+_RECIPE = Recipe("crop", 4, 6, 8, 9, 2, 4, 64, "rounded", "bilinear", (1, 2, 3), 5)
 EXAMPLES: dict[str, Any] = {
     "work-1": WorkItem(
         request="01a1f797-9264-759d-abab-85f412890591",
@@ -318,6 +320,16 @@ EXAMPLES: dict[str, Any] = {
         traceparent="00-0a-b7-01",
         tracestate="a=1",
     ),
+    "ipc3-RunBatch-images": ipc.RunBatch(
+        "w1-11",
+        "org/model",
+        "encode",
+        bytes(4),
+        b"",
+        (Group(0, 1),),
+        images=b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0",
+        pixels=bytes(range(6)),
+    ),
     "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc3-Drain": ipc.Drain(),
     "ipc3-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
@@ -350,6 +362,9 @@ EXAMPLES: dict[str, Any] = {
         ("org/other",),
     ),
     "ipc3-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
+    "ipc3-Ready-images": ipc.Ready(
+        _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
+    ),
     "ipc3-Ready-precision": ipc.Ready(
         LoadedModel(
             "org/model",

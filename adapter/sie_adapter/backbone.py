@@ -21,7 +21,7 @@ from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.device import Compute, to_device, uses_varlen_kernel
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.linear import block_linears
-from sie_adapter.packing import Int64, Items, Packed, Positions, filled_up, pack
+from sie_adapter.packing import Features, Int64, Items, Packed, Positions, filled_up, pack
 from sie_contracts import costs
 from sie_contracts.load_errors import load_failed
 
@@ -95,7 +95,7 @@ class Backbone:
             rows.append(packed.types.astype(np.int64))
         tokens = to_device(np.stack(rows), device)
         return self._model(
-            input_ids=tokens[:1],
+            **self._inputs(tokens[:1], packed.ids, packed.features),
             position_ids=tokens[1:2],
             sie_bounds=to_device(packed.bounds, device),
             sie_layout=torch.from_numpy(attention.layout_of(kernel, packed)),
@@ -125,9 +125,19 @@ class Backbone:
             padded[real] = packed.types[tokens]
             types["token_type_ids"] = to_device(padded, device)
         mask = to_device(seen, device).long()
-        hidden = self._model(input_ids=to_device(ids, device), attention_mask=mask, **types)[0]
+        inputs = self._inputs(to_device(ids, device), ids, _of_part(packed.features, packed.ids, tokens))
+        hidden = self._model(**inputs, attention_mask=mask, **types)[0]
         # places, not a mask: counting that would wait for the device
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]
+
+    def _inputs(self, ids: Tensor, on_host: Int64, features: Features | None) -> dict[str, Tensor]:
+        """What the model reads: ids [.., tokens], or their embeddings with features in the places of their token."""
+        if features is None:
+            return {"input_ids": ids}
+        embeddings = self._model.get_input_embeddings()(ids)
+        places = to_device(np.flatnonzero(on_host == features.token), embeddings.device)
+        embeddings.flatten(0, 1)[places] = features.values.to(embeddings.dtype)
+        return {"inputs_embeds": embeddings}
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
@@ -208,6 +218,14 @@ class Backbone:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())
         return int(sum(storage.nbytes() for storage in storages.values()) + blocked)
+
+
+def _of_part(features: Features | None, ids: Int64, tokens: slice) -> Features | None:
+    """The features of some of the tokens of a pass; None if they have none."""
+    if features is None:
+        return None
+    before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))
+    return Features(features.token, features.values[before : before + within]) if within else None
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:

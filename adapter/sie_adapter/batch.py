@@ -24,7 +24,7 @@ from sie_adapter.failure import is_device_fatal
 from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
-from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
+from sie_adapter.packing import Images, Int64, Items, MalformedBatch, Packed, images, items
 from sie_adapter.passes import Passes
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
@@ -90,7 +90,7 @@ class BatchRun:
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
-            self._items = items(message.lengths, message.ids, message.types)
+            self._items = items(message.lengths, message.ids, message.types, _images(message, model))
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)
@@ -145,7 +145,7 @@ class BatchRun:
         self._prepared = self._model.prepare(self._items, self._queries)
         while len(chosen):
             part, chosen = split_off(
-                chosen, self._prepared.lengths, self._frontier.limit(self._key) if self._frontier else None
+                chosen, self._prepared.costs, self._frontier.limit(self._key) if self._frontier else None
             )
             self._shortage.run(self._recorded, part, self._refuse, halves=self._halves, learn=self._learn)
         if self._device.type == "cuda":
@@ -174,7 +174,7 @@ class BatchRun:
                 self._rows[head][row] = found = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
                 wanted[row] = found is None
                 needing[row] |= found is None
-        for row in np.flatnonzero(needing & (self._items.lengths < 1)).tolist():
+        for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
         return np.flatnonzero(needing)
@@ -183,19 +183,19 @@ class BatchRun:
         self._errors[item] = exhausted()
 
     def _halves(self, chosen: Int64) -> tuple[Int64, Int64]:
-        return _halves(chosen, self._prepared.lengths)
+        return _halves(chosen, self._prepared.costs)
 
     def _learn(self, chosen: Int64, fitted: bool) -> None:
         if self._frontier is not None:
             tell = self._frontier.fits if fitted else self._frontier.failed
-            tell(self._key, int(self._prepared.lengths[chosen].sum()))
+            tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
         """A pass that the next process knows of if this one does not survive it."""
         if self._passes is None or self._frontier is None:
             self._pass(chosen)
             return
-        tokens = int(self._prepared.lengths[chosen].sum())
+        tokens = int(self._prepared.costs[chosen].sum())
         with self._passes.during(self._key, tokens, self._frontier.fitted(self._key)):
             self._pass(chosen)
 
@@ -278,6 +278,14 @@ class BatchRun:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
         return found
+
+
+def _images(message: RunBatch, model: TextModel) -> Images | None:
+    """The images of a batch. Raises MalformedBatch, InternalFailure for a model that takes none."""
+    recipe = model.rows[message.operation].images
+    if message.images and recipe is None:
+        raise InternalFailure(f"images came for {message.model}, which takes none", reason="malformed_batch")
+    return images(message.images, message.pixels, recipe.tokens if recipe is not None else 0)
 
 
 def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:

@@ -2,6 +2,7 @@
 
     lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► Packed (sequences by length, no padding, positions,
     bounds)
+    images, pixels ──► Images, those of each item
 
 Sequences are ordered by length so that those of equal length lie side by side: a group of them is one view, without a
 copy. Pure numpy.
@@ -9,8 +10,10 @@ copy. Pure numpy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,18 +30,54 @@ class MalformedBatch(Exception):
     """The lengths and the ids of a batch do not belong together."""
 
 
+class Shown(NamedTuple):
+    """An image: `pixels` uint8 [height, width, 3] for the model; `height` and `width` of what the client submitted,
+    upright.
+    """
+
+    pixels: UInt8
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a batch, those of one item side by side. `rows`: the item of each, [images], ascending; `shown`:
+    each of them; `tokens`: what an image costs.
+    """
+
+    rows: Int64
+    shown: Sequence[Shown]
+    tokens: int
+
+    def of(self, items: Int64) -> list[list[Shown]]:
+        """The images of each of these items."""
+        starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
+        return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+    def costs(self, items: int) -> Int64:
+        """The cost of the images of each item in tokens, [items]."""
+        return np.bincount(self.rows, minlength=items).astype(np.int64) * self.tokens
+
+
 @dataclass(frozen=True)
 class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: how many tokens of each item, from its first
-    on, are attended to, [items], None for all of them.
+    on, are attended to, [items], None for all of them. `images`: None if no item has any.
     """
 
     lengths: Int64
     ids: Int32
     types: UInt8 | None = None
     visible: Int64 | None = None
+    images: Images | None = None
+
+    @cached_property
+    def costs(self) -> Int64:
+        """What each item costs on the device, in tokens, [items]."""
+        return self.lengths if self.images is None else self.lengths + self.images.costs(len(self.lengths))
 
     @cached_property
     def starts(self) -> Int64:
@@ -55,7 +94,7 @@ class Items:
         return low, high
 
 
-def items(lengths: bytes, ids: bytes, types: bytes = b"") -> Items:
+def items(lengths: bytes, ids: bytes, types: bytes = b"", images: Images | None = None) -> Items:
     """Decode a batch. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
         raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
@@ -67,7 +106,29 @@ def items(lengths: bytes, ids: bytes, types: bytes = b"") -> Items:
         raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(ids) // 4} ids came")
     if types and len(types) != tokens:
         raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
-    return Items(counts, np.frombuffer(ids, "<i4"), np.frombuffer(types, np.uint8) if types else None)
+    if images is not None and len(images.rows) and images.rows[-1] >= len(counts):
+        raise MalformedBatch(f"an image is of row {images.rows[-1]}, the batch has {len(counts)}")
+    return Items(counts, np.frombuffer(ids, "<i4"), np.frombuffer(types, np.uint8) if types else None, images=images)
+
+
+def images(places: bytes, pixels: bytes, tokens: int) -> Images | None:
+    """Decode the images of a batch, each of which costs `tokens`; None if it has none. Raises MalformedBatch."""
+    if len(places) % 20:
+        raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
+    if not places:
+        return None
+    found = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
+    rows, sizes = found[:, 0], found[:, 1] * found[:, 2] * 3
+    if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
+        raise MalformedBatch("the images are not in the order of their rows, or one is empty")
+    if int(sizes.sum()) != len(pixels):
+        raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
+    parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
+    shown = [
+        Shown(part.reshape(height, width, 3), *upright)
+        for part, (height, width, *upright) in zip(parts, found[:, 1:].tolist(), strict=True)
+    ]
+    return Images(rows, shown, tokens)
 
 
 def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
@@ -80,7 +141,8 @@ def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Ite
     ids = np.full(int(lengths.sum()), filler, np.int32)
     within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)
     ids[np.repeat(np.cumsum(lengths) - lengths, batch.lengths) + within] = batch.ids
-    return Items(lengths, ids, None, None if attended or np.array_equal(lengths, batch.lengths) else batch.lengths)
+    visible = None if attended or np.array_equal(lengths, batch.lengths) else batch.lengths
+    return Items(lengths, ids, None, visible, batch.images)
 
 
 @dataclass(frozen=True)
@@ -95,11 +157,21 @@ class Positions:
     pad: int | None = None
 
 
+class Features(NamedTuple):
+    """What stands in the place of each id `token`, in packed order: `values` [places, width], a tensor on the
+    device.
+    """
+
+    token: int
+    values: Any
+
+
 @dataclass
 class Packed:
     """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
 
-    `padding`: positions beside the tokens that their pass computed, where it had to fill up.
+    `padding`: positions beside the tokens that their pass computed, where it had to fill up. `features`: of images, in
+    the places of their tokens.
     """
 
     ids: Int64  # [tokens]
@@ -110,6 +182,7 @@ class Packed:
     types: UInt8 | None = None  # [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
     padding: int = 0
+    features: Features | None = None
 
     @property
     def lengths(self) -> Int64:

@@ -1,6 +1,7 @@
-"""Models that read texts by themselves: the extraction packages, and adapters of somebody else's.
+"""Models that read texts and images by themselves: extraction, and adapters of somebody else's.
 
-RunBatch with texts ──► encode | score | extract of the model, a list in and a list of the same length out ──► BatchDone
+RunBatch with texts and images ──► encode | score | extract of the model, a list in and a list of the same length out
+──► BatchDone
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sie_adapter import answers
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
-from sie_adapter.packing import Int64
+from sie_adapter.packing import Int64, MalformedBatch, Shown, images
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -34,6 +35,9 @@ class RawModel(Protocol):
     `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens,
     width], `sparse` a pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts,
     options)`: for each text the map that the client gets. A typed error may stand in the place of any result.
+
+    One whose `rows` of extract take images is given those of each text as well, as `extract(texts, options, images)`:
+    lists of `Shown`.
 
     One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane;
     `extract` is then given it as well.
@@ -88,7 +92,7 @@ def run_raw(
 
     is_extraction = message.operation == "extract"
     if is_extraction:
-        found = _extracted(run, message, fitting, preparation)
+        found = _extracted(run, message, fitting, preparation, _shown(model, message))
     else:
         found = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
@@ -111,14 +115,41 @@ Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with th
 Fitting = Callable[[Call, int], list[Any]]
 
 
-def _extracted(run: Any, message: RunBatch, fitting: Fitting, preparation: Preparation | None) -> list[Answers]:
+def _shown(model: Any, message: RunBatch) -> list[list[Shown]] | None:
+    """The images of each text; None for a model that takes none. Raises InternalFailure."""
+    rows = getattr(model, "rows", {}).get(message.operation)
+    recipe = rows.images if rows is not None else None
+    try:
+        found = images(message.images, message.pixels, recipe.tokens if recipe is not None else 0)
+    except MalformedBatch as error:
+        raise InternalFailure(str(error), reason="malformed_batch") from error
+    if recipe is None:
+        if found is not None:
+            raise InternalFailure(f"images came for {message.model}, which takes none", reason="malformed_batch")
+        return None
+    texts = np.arange(len(message.texts))
+    return found.of(texts) if found is not None else [[] for _ in texts]
+
+
+def _extracted(
+    run: Any,
+    message: RunBatch,
+    fitting: Fitting,
+    preparation: Preparation | None,
+    shown: Sequence[Sequence[Shown]] | None,
+) -> list[Answers]:
     """All groups in one call: the model puts together what has equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
-    found = fitting(
-        lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some], *own),
-        len(texts),
-    )
+
+    def call(some: Sequence[int]) -> Sequence[Any]:
+        seen = () if shown is None else ([shown[number] for number in some],)
+        found: Sequence[Any] = run(
+            tuple(texts[number] for number in some), [options[number] for number in some], *own, *seen
+        )
+        return found
+
+    found = fitting(call, len(texts))
     made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
     return [made[group.start : group.stop] for group in message.groups]
 

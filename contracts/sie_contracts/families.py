@@ -79,6 +79,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parameters=frozenset({"threshold"}),
             transformers_class="AutoModelForTokenClassification",
         ),
+        "dual-encoder": Family(
+            implementation="sie_adapter.families.dual_encoder:DualEncoder",
+            gives_vectors=True,
+        ),
+        "vision-language": Family(
+            implementation="sie_adapter.families.vision_language:VisionLanguage",
+            gives_vectors=True,
+        ),
         "gliner": Family(
             implementation="sie_adapter.families.gliner:GlinerModel",
             parameters=frozenset(

@@ -9,8 +9,8 @@ The sidecar decides which models may be unloaded, and in what order: `may_drop` 
 decides when, takes the first one first, and names in `dropped` of its reply those that were. It keeps neither list: a
 model that no request names stays loaded.
 
-Token ids, given vectors and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32,
-`types` is uint8.
+Token ids, given vectors, pixels and results travel as one block of bytes each. `lengths` and `ids` are little-endian
+int32, `types` and `pixels` are uint8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import Fetched
+from sie_contracts.images import Recipe
 from sie_contracts.messages import Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
@@ -99,6 +100,15 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
     special: bool = True
 
 
+class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The row of an input with one image: the ids `before`, `count` times the id `token`, the ids `after`."""
+
+    token: int
+    count: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the inputs of one operation become rows of token ids.
 
@@ -111,7 +121,9 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
         raw         the texts are sent as they are; the ids only count their cost
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
-    multivectors that an input may have in place of a text; 0: none may.
+    multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
+    pixels; None: an input may have none. `image_tokens`: the ids of such an input; None: its row has none, and an input
+    may have several images.
     """
 
     layout: Layout = "text"
@@ -120,6 +132,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: bool = False
     pairs: bool = False
     vectors: int = 0
+    images: Recipe | None = None
+    image_tokens: ImageTokens | None = None
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -148,7 +162,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     `texts` are set for the layouts raw and spans, one for each row. `offsets` are set for spans: int32 [sum of lengths,
     2], first and end code point of each token, -1 for special tokens. `given`: int32 [rows]; a row that brings its own
     vectors has no ids, and `given` is the number of its vectors in `vectors` (float32, all of one width); -1 for other
-    rows. Both are empty if no row brings vectors.
+    rows. Both are empty if no row brings vectors. `images`: int32 [images, 5], of each image its row, the height and
+    the width of its pixels, and those of the submitted image, upright; in the order of the rows. `pixels`: RGB, uint8
+    [height, width, 3], one image after the other.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
@@ -173,6 +189,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     fingerprint: str = ""
     tracestate: str = ""
     may_drop: tuple[str, ...] = ()
+    images: bytes = b""
+    pixels: bytes = b""
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -6,6 +6,7 @@ in here: `BatchNote` tells it.
 from __future__ import annotations
 
 VECTOR_BYTES = 512  # 128 numbers, the width of most token vectors
+IMAGE_BYTES = 7168  # a batch of 16,384 tokens has 112 MiB of pixels at most, of the 128 MiB that a frame holds
 
 
 def text(tokens: int, expanded: int = 0) -> int:
@@ -18,6 +19,8 @@ def vectors(size: int) -> int:
     return max(1, size // VECTOR_BYTES)
 
 
-def image(tiles: int = 0) -> int:
-    """An image: 1, or the number of tiles where the model cuts it up."""
-    return max(1, tiles)
+def images(tokens: int, size: int) -> int:
+    """Images that count as so many tokens and whose pixels have so many bytes: a batch of them is bounded by its frame
+    as well.
+    """
+    return max(tokens, size // IMAGE_BYTES)

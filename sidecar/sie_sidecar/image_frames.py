@@ -6,7 +6,7 @@ been taken over by a file: it is checked, never executed.
 from __future__ import annotations
 
 import struct
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -62,6 +62,19 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
     cause: Cause
     what: Annotated[str, msgspec.Meta(max_length=400)]
     raised: Annotated[str, msgspec.Meta(max_length=100)]
+
+
+class Prepared(NamedTuple):
+    """`pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a person sees it.
+    `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
+    """
+
+    pixels: bytes
+    height: int
+    width: int
+    upright: Size
+    digest: bytes
+    animated: bool = False
 
 
 Answer = Hello | Made | Unusable

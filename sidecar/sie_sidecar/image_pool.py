@@ -19,15 +19,15 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import msgspec
 
 from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
-from sie_contracts.images import Cause, Recipe, Size, cause_of, check, fault, pixels_of
+from sie_contracts.images import Cause, Recipe, cause_of, check, fault, pixels_of
 from sie_contracts.ipc import FrameError, read_frame
 from sie_sidecar import image_frames
-from sie_sidecar.image_frames import Hello, Job, Made, Unusable
+from sie_sidecar.image_frames import Hello, Job, Made, Prepared, Unusable
 
 DEADLINE_S = 10.0  # of one image, from the moment that a worker is given it
 MEMORY_BYTES = 2 << 30  # address space of a worker: 100 megapixels take 1.3 GB on their way
@@ -36,19 +36,6 @@ RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # of a worker, on a busy machine
 DIED_S = 1.0  # until a process whose socket ended has ended too
 _logger = logging.getLogger("sie.sidecar.images")
-
-
-class Prepared(NamedTuple):
-    """`pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a person sees it.
-    `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
-    """
-
-    pixels: bytes
-    height: int
-    width: int
-    upright: Size
-    digest: bytes
-    animated: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ inputs, query, options ──► pieces of text ──► contents (ids without 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
+from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar import cost
@@ -19,6 +21,7 @@ from sie_sidecar.rows import (
     HYPOTHESIS,
     Made,
     Row,
+    Seen,
     Work,
     checked_work,
     is_cut,
@@ -52,7 +55,16 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work]) -> list
             found.append(Made(each.rows, each.shared, each.error, unfit))
         else:
             found.append(next(made))
-    return found
+    return found if layout.image_tokens is None else [_unreserved(each, layout.image_tokens.token) for each in found]
+
+
+def _unreserved(made: Made, token: int) -> Made:
+    """With the inputs refused whose text holds the token that stands for a part of an image."""
+    error = InvalidInput("text: it holds a token that the model reserves for images", reason="reserved_token")
+    bad = [number for number, row in enumerate(made.rows) if not row.images and (row.ids == token).any()]
+    if any(number < made.shared for number in bad):
+        return Made([], error=error)
+    return replace(made, unfit={**made.unfit, **{number - made.shared: error for number in bad}}) if bad else made
 
 
 def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
@@ -61,7 +73,7 @@ def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trunca
     pairs = _pairs(tokenizer, paired, truncate, limit)
     contents: list[_Content] = []
     for item in items:
-        contents += _contents(tokenizer, item, pairs)
+        contents += _contents(tokenizer, layout, item, pairs)
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [Made([next(rows) for _ in item.inputs]) for item in items]
 
@@ -70,12 +82,14 @@ def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trunca
 _Content = str | Ids | Row
 
 
-def _contents(tokenizer: ModelTokenizer, item: Work, pairs: Iterator[Row]) -> list[_Content]:
+def _contents(tokenizer: ModelTokenizer, layout: Rows, item: Work, pairs: Iterator[Row]) -> list[_Content]:
     """What each input is made from, its prompt around it."""
     found: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
-    for given in item.inputs:
-        if given.vectors is not None:
+    for index, given in enumerate(item.inputs):
+        if given.images:
+            found.append(_seen(item.images[index], layout))
+        elif given.vectors is not None:
             found.append(_given(given.vectors))
         elif given.tokens is not None:
             prompt = prompt or tokenizer.around(item.options.prefix, item.options.suffix)
@@ -85,6 +99,17 @@ def _contents(tokenizer: ModelTokenizer, item: Work, pairs: Iterator[Row]) -> li
         else:
             found.append(prompted(given, item.options))
     return found
+
+
+def _seen(images: Seen | InvalidInput, layout: Rows) -> Row:
+    """The row of images: a text beside them is not read."""
+    assert layout.images is not None
+    assert not isinstance(images, InvalidInput)
+    ids, tokens = _NONE, layout.image_tokens
+    if tokens is not None:
+        ids = np.array([*tokens.before, *(tokens.token,) * tokens.count, *tokens.after], np.int32)
+    size = sum(len(image.pixels) for image in images)
+    return Row(ids, len(ids), expanded=cost.images(len(ids) + len(images) * layout.images.tokens, size), images=images)
 
 
 def _given(vectors: Vectors) -> Row:
@@ -115,7 +140,7 @@ def _sides(
         contents.append(
             options.query_prefix + query_of(item) + options.query_suffix if query is None else _given(query)
         )
-        contents += _contents(tokenizer, item, iter(()))
+        contents += _contents(tokenizer, layout, item, iter(()))
         sides += [layout.query, *(_document_side(tokenizer, layout.document, options) for _ in item.inputs)]
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [Made([next(rows) for _ in range(1 + len(item.inputs))], shared=1) for item in items]
@@ -311,16 +336,22 @@ def _spans(
 
 
 def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
-    """The model reads the texts; the ids are only counted, so nothing is cut here."""
+    """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text."""
     made = []
     for item in items:
         texts = texts_of(item)
         contents = tokenizer.contents(texts, 1 << 30, "NONE")
-        rows = [
-            Row(each.ids, len(each.ids), expanded=len(text) // COST_CHARACTERS)
-            for each, text in zip(contents, texts, strict=True)
-        ]
-        made.append(Made(rows, shared=int(item.query is not None)))
+        shared = int(item.query is not None)
+        rows = []
+        for number, (each, text) in enumerate(zip(contents, texts, strict=True)):
+            seen = _seen(item.images[number - shared], layout) if number - shared in item.images else None
+            beside = len(text) // COST_CHARACTERS
+            rows.append(
+                Row(each.ids, len(each.ids), expanded=beside)
+                if seen is None
+                else Row(each.ids, len(each.ids), expanded=seen.cost + beside + len(each.ids), images=seen.images)
+            )
+        made.append(Made(rows, shared=shared))
     return made
 
 

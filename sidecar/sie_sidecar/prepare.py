@@ -1,7 +1,7 @@
 """The second stage: from a delivered work item to one that can run. Its inputs are fetched, its model is loaded, its
 texts are tokenised.
 
-    group ──► entry as the gateway knew it? ──► model loaded ──► tokenised ──► returned, to be dispatched
+    group ──► entry as the gateway knew it? ──► model loaded ──► images to pixels ──► tokenised ──► returned
                  │  └──► older here: wait for it, then leave it to others  └──► tokenize, decode: answered
                  └──► newer here: its gateway asks anew
 """
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sie_contracts.errors import InvalidInput, NotReady, SIEError
+from sie_contracts.images import Recipe
 from sie_sidecar import layouts, tokenise
 from sie_sidecar.fetching import Fetching
+from sie_sidecar.image_frames import Prepared
+from sie_sidecar.image_pool import ImagePool
 from sie_sidecar.in_flight import InFlight, changed
 from sie_sidecar.inventory import Inventory
 from sie_sidecar.loading import Loading
 from sie_sidecar.models import Hosted
-from sie_sidecar.rows import Work, effort_of
+from sie_sidecar.rows import Seen, Work, effort_of
 from sie_sidecar.settle import Settle
 from sie_sidecar.source import Source
 from sie_sidecar.tokens import TokenizerPool
@@ -40,6 +43,7 @@ class Prepare:
         settle: Settle,
         fetching: Fetching | None,
         tokenizers: TokenizerPool,
+        images: ImagePool,
         clock: Callable[[], float],
     ) -> None:
         """`fetching`: None where this worker has no payload store."""
@@ -49,6 +53,7 @@ class Prepare:
         self._settle = settle
         self._fetching = fetching
         self._tokenizers = tokenizers
+        self._images = images
         self._clock = clock
         self.tokenising = 0  # groups
 
@@ -136,7 +141,11 @@ class Prepare:
         layout = hosted.ready.rows.get(operation)
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
-        work = [Work(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
+        seen = await asyncio.gather(*(self._seen(flight, layout.images) for flight in group))
+        work = [
+            Work(flight.item.inputs, flight.item.query, flight.item.options, images)
+            for flight, images in zip(group, seen, strict=True)
+        ]
         effort = sum(effort_of(layout, each) for each in work)
         made = await self._tokenizers.run(
             effort, functools.partial(layouts.make, hosted.tokenizer, layout, work), together
@@ -149,6 +158,24 @@ class Prepare:
                 each.error,
             )
             flight.unfit = each.unfit
+
+    async def _seen(self, flight: InFlight, recipe: Recipe | None) -> Mapping[int, Seen | InvalidInput]:
+        """The pixels of the inputs that have images, by their index, or why they have none."""
+        if recipe is None:
+            return {}
+        shown = {index: given.images for index, given in enumerate(flight.item.inputs) if given.images}
+        found = await asyncio.gather(*(self._pixels(images, recipe) for images in shown.values()))
+        return dict(zip(shown, found, strict=True))
+
+    async def _pixels(self, images: Sequence[bytes], recipe: Recipe) -> Seen | InvalidInput:
+        found = await asyncio.gather(*(self._images.prepare(image, recipe) for image in images), return_exceptions=True)
+        for place, each in enumerate(found):
+            if isinstance(each, InvalidInput):
+                each.message, each.param = f"images[{place}]: {each.message}", f"images[{place}]"
+                return each
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in found if isinstance(each, Prepared)]
 
     async def _answer_by_tokenizer(
         self, group: Sequence[InFlight], hosted: Hosted, loaded_s: float, together: int

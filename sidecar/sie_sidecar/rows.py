@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,11 @@ from sie_contracts.ipc import Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Input, Operation, RunOptions, Vectors
 from sie_contracts.trace_context import NONE, Context
 from sie_sidecar import cost
+from sie_sidecar.image_frames import Prepared
 from sie_sidecar.tokens import Ids, ModelTokenizer
+
+# The images of an input as pixels.
+Seen = Sequence[Prepared]
 
 HYPOTHESIS = "This text is about {}."
 # Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is
@@ -35,7 +40,7 @@ class Row:
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans`. `expanded`:
     its length on the device, or the cost of what goes beside its ids, if that is more. `vectors` stand in the place of
-    ids.
+    ids. So do `images`.
     """
 
     ids: Ids
@@ -44,6 +49,7 @@ class Row:
     offsets: Ids | None = None
     expanded: int = 0
     vectors: Vectors | None = None
+    images: Seen = ()
 
     @property
     def truncated(self) -> bool:
@@ -56,11 +62,14 @@ class Row:
 
 
 class Work(NamedTuple):
-    """What the rows of one work item are made from."""
+    """What the rows of one work item are made from. `images`: those of each input that has any, by its index, or why
+    they are none.
+    """
 
     inputs: Sequence[Input]
     query: Input | None
     options: RunOptions
+    images: Mapping[int, Seen | InvalidInput] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -87,23 +96,38 @@ def checked_work(
     if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
         return item, error, unfit
     if item.query is not None:
-        error = _unfit(tokenizer, layout, item.query, item.options)
+        query = item.query
+        error = (
+            _unsupported("images", "takes none in a query")
+            if query.images
+            else _unfit(tokenizer, layout, query, item.options)
+        )
     for index, given in enumerate(item.inputs):
-        if (why := _unfit(tokenizer, layout, given, item.options)) is not None:
+        seen = item.images.get(index)
+        why = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, given, item.options)
+        if why is not None:
             unfit[index] = why
     if unfit:
-        item = item._replace(inputs=[Input("") if index in unfit else given for index, given in enumerate(item.inputs)])
+        item = item._replace(
+            inputs=[Input("") if index in unfit else given for index, given in enumerate(item.inputs)],
+            images={index: seen for index, seen in item.images.items() if index not in unfit},
+        )
     return item, error, unfit
 
 
 def _is_text(given: Input) -> bool:
-    return given.tokens is None and given.pair is None and given.vectors is None
+    return given.tokens is None and given.pair is None and given.vectors is None and not given.images
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOptions) -> InvalidInput | None:
     """Why an input does not suit the model or what is asked of it."""
     if _is_text(given):
         return None
+    if given.images:
+        if layout.images is None:
+            return _unsupported("images", "takes none")
+        several = layout.image_tokens is not None and len(given.images) > 1
+        return _unsupported("images", "takes one for each input, no more,") if several else None
     if given.vectors is not None:
         return _unfit_vectors(layout, given.vectors, options)
     if given.pair is not None and not (layout.pairs and given.text is not None):
@@ -270,6 +294,7 @@ def to_batch(
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
     given = [row.vectors for row in rows if row.vectors is not None]
+    seen = [(number, image) for number, row in enumerate(rows) for image in row.images]
     counts = (
         np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes()
         if given
@@ -292,6 +317,10 @@ def to_batch(
         b"".join(vectors.data for vectors in given),
         fingerprint,
         context.tracestate,
+        images=np.array(
+            [(number, image.height, image.width, *image.upright) for number, image in seen], np.int32
+        ).tobytes(),
+        pixels=b"".join(image.pixels for _, image in seen),
     )
 
 

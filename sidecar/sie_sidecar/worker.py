@@ -143,7 +143,7 @@ class Worker:
             broker, lane, worker_id, broker_s, self.device, self.loading, self.inventory, self.intake.take
         )
         self._prepare = Prepare(
-            self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, clock
+            self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._images, clock
         )
         broker.on_reconnect(lambda: self.source.pulling.look())
         link.listeners.append(self._on_link)

@@ -29,6 +29,8 @@ ORACLES = {
     "zero-shot": "transformers, pipeline",
     "text-classifier": "transformers, pipeline",
     "token-classifier": "transformers, pipeline",
+    "dual-encoder": "transformers, CLIPModel and SiglipModel with their image processors",
+    "vision-language": "transformers, ColPaliForRetrieval with its processor",
     "gliner": "gliner, GLiNER",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",
     "lora": "peft, PeftModel",

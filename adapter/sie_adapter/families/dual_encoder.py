@@ -1,0 +1,312 @@
+"""Dual encoders: texts and images become vectors of one space. CLIP (arXiv 2103.00020), SigLIP (arXiv 2303.15343).
+
+    token ids ──► packed text tower ──► the state that the model reads ──┐
+                                                                         ├──► projection ──► one vector for each row
+    uint8 pixels ──► normalised ──► image tower, equal sizes stacked ────┘
+
+A row has either token ids or images. The vector of a row with several images is the mean of their unit vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, normalizers
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from sie_adapter import answers
+from sie_adapter.answers import Answers
+from sie_adapter.backbone import Backbone
+from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.device import Compute, to_device
+from sie_adapter.families.extraction import bytes_of
+from sie_adapter.heads import Head, Reduced, Row, States
+from sie_adapter.images import Tower, processor_of
+from sie_adapter.linear import block_linears
+from sie_adapter.lora import Loras
+from sie_adapter.packing import Int64, Items, Packed, Shown, expanded
+from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import Group, Rows, RunBatch, Side
+from sie_contracts.load_errors import load_failed
+from sie_contracts.messages import Operation, RunOptions
+
+_ARGMAX_EOS = 2  # configurations of that end token are read at the largest id instead (transformers, CLIPTextModel)
+
+
+@dataclass
+class _Pass(Packed):
+    """Rows of texts and rows of images: each is one state. `texts` are the rows of token ids, packed, which come first;
+    `images` those of each row behind them.
+    """
+
+    texts: Packed | None = None
+    images: Sequence[Sequence[Shown]] = ()
+
+
+class _Towers(Protocol):
+    """What differs between the kinds of dual encoders.
+
+    `filled`: the tokens that each text is filled up to with the id `filler`; 0: none. `width`: of a vector.
+    """
+
+    filled: int
+    filler: int
+    width: int
+
+    def adjust(self, tokenizer: Tokenizer) -> None:
+        """Have the tokenizer read texts as the model was trained on them."""
+
+    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
+
+    def image(self, pixels: Tensor) -> Tensor:
+        """The vector of each image, float32 [images, width], from normalised pixels [images, 3, height, width]."""
+
+
+class _Clip:
+    """Reads a text at its end token. Source: transformers, CLIPModel."""
+
+    filled = filler = 0
+
+    def __init__(self, model: Any) -> None:
+        self._vision = model.vision_model
+        self._of_text = model.text_projection.float()
+        self._of_image = model.visual_projection.float()
+        self._eos = model.config.text_config.eos_token_id
+        self.width: int = model.config.projection_dim
+
+    def adjust(self, tokenizer: Tokenizer) -> None:
+        """Its tokenizer does all by itself."""
+
+    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+        ends = to_device(self._ends(packed), hidden.device)
+        return self._of_text(hidden[ends].float())
+
+    def _ends(self, packed: Packed) -> Int64:
+        """The place that each sequence is read at, [sequences]: its first end token; its first token without one."""
+        starts = packed.bounds[: len(packed.order)].astype(np.int64)
+        lengths = packed.lengths[: len(packed.order)]
+        ids = packed.ids[: int(lengths.sum())]
+        if self._eos == _ARGMAX_EOS:
+            is_end = ids == np.repeat(np.maximum.reduceat(ids, starts), lengths)
+        else:
+            is_end = ids == self._eos
+        places = np.where(is_end, np.arange(len(ids)), len(ids))
+        first = np.minimum.reduceat(places, starts)
+        return np.where(first < len(ids), first, starts)
+
+    def image(self, pixels: Tensor) -> Tensor:
+        return self._of_image(self._vision(pixel_values=pixels).pooler_output.float())
+
+
+class _Siglip:
+    """Fills texts up to the length that it was trained with, and reads their last token. Source: transformers,
+    SiglipModel.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._vision = model.vision_model
+        self._head = model.text_model.head.float()
+        config = model.config.text_config
+        self.filled: int = config.max_position_embeddings
+        self.filler: int = config.pad_token_id
+        self.width: int = config.projection_size
+
+    def adjust(self, tokenizer: Tokenizer) -> None:
+        """Texts were in lower case, which the tokenizer of SigLIP 2 leaves to its caller. Source: transformers,
+        Siglip2Tokenizer.
+        """
+        own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+
+    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+        last = packed.bounds[1 : len(packed.order) + 1].astype(np.int64) - 1
+        return self._head(hidden[to_device(last, hidden.device)].float())
+
+    def image(self, pixels: Tensor) -> Tensor:
+        return self._vision(pixel_values=pixels).pooler_output.float()
+
+
+_TOWERS: Mapping[str, type[_Clip] | type[_Siglip]] = {"clip": _Clip, "siglip": _Siglip}
+MODEL_TYPES = frozenset(_TOWERS)
+
+
+class _VectorHead:
+    """The vector of each row of a pass. States of the text tower alone, which a certificate compares, are read here."""
+
+    def __init__(self, towers: _Towers) -> None:
+        self._towers = towers
+
+    def reduce(self, states: States, sequences: Int64) -> Reduced:
+        """Vectors, float32 [width] each. Raises InvalidInput for a pooling: these models have none to choose."""
+        if states.pooling:
+            raise InvalidInput(
+                "pooling: a dual encoder has one way to read a text", reason="unknown_option", param="pooling"
+            )
+        packed = states.packed
+        vectors = states.hidden if isinstance(packed, _Pass) else self._towers.text(states.hidden, packed)
+        vectors = vectors[to_device(sequences, vectors.device)]
+        return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
+
+
+class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """Those of a text tower without its bound on the tokens of a pass: packed texts are longer together than one may
+    be.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.token_embedding, self.position_embedding = source.token_embedding, source.position_embedding
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[.., tokens, width]"""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
+        found: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
+        return found
+
+
+class DualEncoder:
+    """A loaded model. `forward` may run on several threads at once.
+
+    Every attribute means what it means in `TextEncoder`; `backbone` is the text tower.
+    """
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        _model_type(folder, entry)
+        processor_of(folder, entry)
+        model: Any = empty_model(AutoModel, folder, entry.load)
+        table = model.text_model.get_input_embeddings().num_embeddings
+        return fault(fitted(load_tokenizer(folder, entry.load), table)[0], table, Needs())
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
+        entry.
+        """
+        kind = _model_type(folder, entry)
+        self.max_tokens = entry.max_tokens
+        self.precision = compute.precision
+        self.needs = Needs()
+        self._compute = compute
+        recipe, normalisation = processor_of(folder, entry)
+        with torch.inference_mode():
+            model: Any = load_model(AutoModel, folder, load, compute)
+            self.memory_bytes = bytes_of(model)
+            self._towers: _Towers = _TOWERS[kind](model)
+            if compute.device.type == "cpu":
+                block_linears(model.vision_model)
+            self._check_positions(entry, model.config.text_config.max_position_embeddings)
+            model.text_model.embeddings = _Embeddings(model.text_model.embeddings)
+            self.backbone = Backbone(model.text_model, compute, entry.max_tokens)
+        self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
+        self.width = self._towers.width
+        self._check_width(entry)
+        tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
+        self._towers.adjust(tokenizer)
+        self.tokenizer = tokenizer.to_str().encode()
+        patch = model.config.vision_config.patch_size
+        patches = (recipe.height // patch) * (recipe.width // patch)
+        side = Side(expanded=self._towers.filled)
+        images = msgspec.structs.replace(recipe, tokens=patches)
+        self.rows = {"encode": Rows("text", side, side, tokens=True, images=images)}
+        self.heads: dict[str, Head] = {"dense": _VectorHead(self._towers)}
+        self._tower = Tower(self._towers.image, normalisation, compute)
+        self.loras = Loras(model.text_model, compute, lambda: self.backbone.forward(self.backbone.sample((8,))))
+
+    @staticmethod
+    def _check_positions(entry: ModelEntry, limit: int) -> None:
+        if entry.max_tokens > limit:
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions"
+            )
+
+    def _check_width(self, entry: ModelEntry) -> None:
+        found = entry.outputs.get("dense")
+        if found != self.width:
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs.dense is {found}, the model's is {self.width} wide")
+
+    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """Texts filled up to the length that the model was trained with."""
+        if not self._towers.filled:
+            return batch
+        wanted = np.where(batch.lengths > 0, self._towers.filled, 0)
+        return expanded(batch, wanted, self._towers.filler, attended=True)
+
+    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """Every row needs a pass."""
+        return None
+
+    def pack(self, batch: Items, chosen: Int64) -> Packed:
+        """The chosen rows of texts, packed, then those of images."""
+        seen = np.zeros(len(chosen), bool) if batch.images is None else np.isin(chosen, batch.images.rows)
+        texts = self.backbone.pack(batch, chosen[~seen]) if not seen.all() else None
+        order = np.concatenate([texts.order if texts is not None else np.zeros(0, np.int64), chosen[seen]])
+        rows = len(order)
+        return _Pass(
+            ids=np.zeros(rows, np.int64),
+            positions=np.zeros(rows, np.int64),
+            bounds=np.arange(rows + 1, dtype=np.int32),
+            groups=np.array([[0, rows, 1, 1]], np.int64),
+            order=order,
+            texts=texts,
+            images=batch.images.of(chosen[seen]) if batch.images is not None else (),
+        )
+
+    def forward(self, packed: Packed) -> Tensor:
+        """The vector of each row, float32 [rows, width]. Under inference mode only."""
+        assert isinstance(packed, _Pass)
+        found = []
+        if packed.texts is not None:
+            found.append(self._towers.text(self.backbone.forward(packed.texts), packed.texts))
+            packed.filled(packed.texts.padding)
+        if packed.images:
+            found.append(self._of_images(packed.images))
+        return torch.cat(found)
+
+    def _of_images(self, rows: Sequence[Sequence[Shown]]) -> Tensor:
+        """[rows, width]"""
+        vectors = self._tower.forward([image for row in rows for image in row])
+        counts = [len(row) for row in rows]
+        if len(vectors) == len(rows):
+            return vectors
+        unit = F.normalize(vectors, dim=1).split(counts)
+        return torch.stack(
+            [own[0] if len(own) == 1 else each.mean(0) for own, each in zip(vectors.split(counts), unit, strict=True)]
+        )
+
+    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """The heads whose rows the answers are made from."""
+        return options.outputs or ("dense",)
+
+    def answer(
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
+    ) -> Answers:
+        """One answer per input of `group`."""
+        return answers.vectors(group.options, rows)
+
+
+def _model_type(folder: Path, entry: ModelEntry) -> str:
+    found = str(read_json(folder / "config.json").get("model_type"))
+    if found not in _TOWERS:
+        known = ", ".join(_TOWERS)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a dual-encoder is one of {known}")
+    return found

@@ -1,0 +1,207 @@
+"""Small random models of images and texts, laid out on disk as a hub repository is, and images to show them.
+
+What a default initialisation leaves neutral is random: biases, norm weights, the projections. Images have structure,
+since a flat colour would hide an error of the resize.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parity.tokenizer_recipes import corpus
+from PIL import Image
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPTokenizer,
+    ColPaliConfig,
+    ColPaliForRetrieval,
+    ColPaliProcessor,
+    GemmaConfig,
+    GemmaTokenizer,
+    PaliGemmaConfig,
+    PreTrainedModel,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+    SiglipVisionConfig,
+)
+
+SIZE, PATCH = 48, 16
+PAGE = 64
+WIDTH = 24
+CLIP_TOKENS, SIGLIP_TOKENS = 77, 64
+_TOWER: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_END = "<|endoftext|>"
+# what published folders say, which is not what the classes of transformers default to
+_CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+def clip(folder: Path, *, activation: str = "quick_gelu", eos: int | None = None) -> Path:
+    """CLIP, as openai (quick_gelu) and laion (gelu) have it. `eos` 2: what old configurations say of the end token."""
+    tokenizer = _clip_tokenizer()
+    text = {
+        **_TOWER,
+        "hidden_size": 32,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": CLIP_TOKENS,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id if eos is None else eos,
+        "pad_token_id": tokenizer.pad_token_id,
+        "hidden_act": activation,
+    }
+    vision = {**_TOWER, "hidden_size": 48, "image_size": SIZE, "patch_size": PATCH, "hidden_act": activation}
+    _save(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH)), folder)
+    tokenizer.save_pretrained(folder)
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": SIZE},
+        crop_size={"height": SIZE, "width": SIZE},
+        image_mean=_CLIP_MEAN,
+        image_std=_CLIP_STD,
+    )
+    return _with_processor(folder, processor, "CLIPImageProcessor")
+
+
+def siglip(folder: Path) -> Path:
+    """SigLIP 2 of a fixed size, whose tokenizer is Gemma's: it does not change the case of a text."""
+    tokenizer = _gemma_tokenizer()
+    text = {
+        **_TOWER,
+        "hidden_size": WIDTH,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": SIGLIP_TOKENS,
+        "pad_token_id": tokenizer.pad_token_id,
+        "projection_size": WIDTH,
+    }
+    vision = {**_TOWER, "hidden_size": WIDTH, "image_size": SIZE, "patch_size": PATCH}
+    _save(SiglipModel(SiglipConfig(text_config=text, vision_config=vision)), folder)
+    tokenizer.save_pretrained(folder)
+    return _with_processor(
+        folder, SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}), "SiglipImageProcessor"
+    )
+
+
+def colpali(folder: Path) -> Path:
+    """ColPali over PaliGemma, whose language model is Gemma."""
+    tokenizer = _gemma_tokenizer(bos=True)
+    processor_images = SiglipImageProcessorPil(
+        size={"height": PAGE, "width": PAGE}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    patches = (PAGE // PATCH) ** 2
+    processor_images.image_seq_length = patches
+    processor = ColPaliProcessor(processor_images, tokenizer)
+    text = GemmaConfig(
+        **_TOWER,
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        num_key_value_heads=1,
+        head_dim=16,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+    )
+    vision = SiglipVisionConfig(**_TOWER, hidden_size=32, image_size=PAGE, patch_size=PATCH, vision_use_head=False)
+    both = PaliGemmaConfig(
+        vision_config=vision,
+        text_config=text,
+        projection_dim=48,
+        hidden_size=48,
+        image_token_index=processor.image_token_id,
+        vocab_size=len(tokenizer),
+    )
+    _save(ColPaliForRetrieval(ColPaliConfig(vlm_config=both, embedding_dim=WIDTH)), folder)
+    processor.save_pretrained(folder)
+    path = folder / "preprocessor_config.json"
+    if not path.is_file():  # as folders have it that were made before the file of the whole processor
+        processor_images.save_pretrained(folder)
+    return folder
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:  # biases, norms, the class token
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            else:
+                scale = max(1, parameter[0].numel()) ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.save_pretrained(folder)
+
+
+def _with_processor(folder: Path, processor: Any, published: str) -> Path:
+    """`published`: the name of its class in folders that were made before there were two backends."""
+    processor.save_pretrained(folder)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": published}))
+    return folder
+
+
+def _clip_tokenizer() -> CLIPTokenizer:
+    learnt = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    learnt.normalizer = normalizers.Lowercase()
+    learnt.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False
+    )
+    learnt.train_from_iterator(corpus(), trainer)
+    state = json.loads(learnt.to_str())["model"]
+    known = [*alphabet, *(f"{each}</w>" for each in alphabet)]
+    pieces = [*known, *(piece for piece in sorted(state["vocab"], key=state["vocab"].get) if piece not in known)]
+    vocabulary = {piece: number for number, piece in enumerate([*pieces, "<|startoftext|>", _END])}
+    return CLIPTokenizer(
+        vocab=vocabulary, merges=[tuple(pair) for pair in state["merges"]], model_max_length=CLIP_TOKENS
+    )
+
+
+def _gemma_tokenizer(*, bos: bool = False) -> GemmaTokenizer:
+    """`bos`: it puts one before each text, as Gemma's own does; else an end token behind it, as that of SigLIP 2."""
+    learnt = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    learnt.normalizer = normalizers.Replace(" ", "▁")
+    learnt.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    learnt.train_from_iterator(
+        corpus(), trainers.BpeTrainer(vocab_size=900, special_tokens=specials, show_progress=False)
+    )
+    state = json.loads(learnt.to_str())["model"]
+    vocabulary = dict(state["vocab"])
+    vocabulary.setdefault("\n", len(vocabulary))
+    made = GemmaTokenizer(
+        vocab=vocabulary,
+        merges=[tuple(pair) for pair in state["merges"]],
+        model_max_length=1024 if bos else SIGLIP_TOKENS,
+        padding_side="right",
+    )
+    around = {"single": "<bos> $A", "pair": "<bos> $A $B"} if bos else {"single": "$A <eos>", "pair": "$A $B <eos>"}
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        **around, special_tokens=[("<eos>", 1), ("<bos>", 2)]
+    )
+    return made
+
+
+def image(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Waves of three colours with a little noise."""
+    rng = np.random.default_rng(seed)
+    down, across = np.mgrid[0:height, 0:width].astype(np.float64)
+    waves = [
+        127 + 90 * np.sin(across / rng.uniform(2, 30) + down / rng.uniform(2, 30) + rng.uniform(0, 6)) for _ in range(3)
+    ]
+    noisy = np.stack(waves, -1) + rng.normal(0, 12, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def png(picture: Image.Image) -> bytes:
+    """The file of an image, without loss."""
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()

@@ -1,0 +1,297 @@
+"""Vectors of texts and images equal those of transformers' own model and image processor: CLIP and SigLIP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity import dual_checkpoints
+from parity.dual_checkpoints import CLIP_TOKENS, SIGLIP_TOKENS, SIZE, WIDTH, image, png
+from parity.heads_checkpoints import texts
+from parity.table import Agreement, ParityTable
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.dual_encoder import DualEncoder
+from sie_contracts.entries import parse_entry
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import Failed, Input, Ok, RunOptions
+from sie_contracts.settings import Settings
+from sie_sidecar import images, layouts
+from sie_sidecar import rows as rowing
+from sie_sidecar.image_frames import Prepared
+from sie_sidecar.rows import Part, Work
+from sie_sidecar.tokens import ModelTokenizer
+
+MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 3e-2}
+Vectors = NDArray[np.float32]
+Given = str | Sequence[Image.Image]
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "clip": dual_checkpoints.clip,
+    "clip gelu": lambda folder: dual_checkpoints.clip(folder, activation="gelu"),
+    "clip eos 2": lambda folder: dual_checkpoints.clip(folder, eos=2),
+    "siglip": dual_checkpoints.siglip,
+}
+# ragged: square, wide, tall, smaller than the model's size, an odd number of pixels, a strip
+PICTURES = [
+    image(width, height, seed)
+    for seed, (width, height) in enumerate(
+        [(SIZE, SIZE), (200, 90), (33, 171), (20, 31), (97, 101), (301, 7), (640, 480)]
+    )
+]
+
+
+def _prepared(file: bytes, recipe: Recipe) -> Prepared:
+    """As a worker process makes it."""
+    made = images.prepare(file, recipe)
+    return Prepared(made.pixels, *made.size, made.upright, made.digest())
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model in the engine of this process, asked as the sidecar asks."""
+
+    engine: Engine
+    name: str
+    weights: DualEncoder
+    tokenizer: ModelTokenizer
+
+    def encode(self, given: Sequence[Given], **options: Any) -> list[Any]:
+        """The vector of each input, or its error: all of them one batch."""
+        layout = self.weights.rows["encode"]
+        assert layout.images is not None
+        inputs = [Input(each) if isinstance(each, str) else Input(images=tuple(map(png, each))) for each in given]
+        seen = {
+            index: [_prepared(file, layout.images) for file in each.images]
+            for index, each in enumerate(inputs)
+            if each.images
+        }
+        work = Work(inputs, None, RunOptions(("dense",), **options), seen)
+        (made,) = layouts.make(self.tokenizer, layout, [work])
+        batch = rowing.to_batch("b", self.name, "encode", layout.layout, [Part(made.rows, work)])
+        with torch.inference_mode():
+            reply = self.engine.execute(batch)
+        assert isinstance(reply, BatchDone), reply
+        return [self._value(reply, outcome) for outcome in reply.outcomes]
+
+    @staticmethod
+    def _value(reply: BatchDone, outcome: object) -> Any:
+        if isinstance(outcome, Failed):
+            return outcome.error
+        assert isinstance(outcome, Ok)
+        part = outcome.outputs["dense"]
+        return np.frombuffer(reply.block, part.dtype, part.shape[0], part.offset)
+
+
+class Oracle:
+    """transformers' model with its own image processor, one input at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._is_siglip = self._model.config.model_type == "siglip"
+
+    def __call__(self, given: Given) -> Vectors:
+        """Not normalised, [width]."""
+        with torch.inference_mode():
+            if isinstance(given, str):
+                # SigLIP was trained on texts in lower case that are filled up, and attends to what fills them
+                text = given.lower() if self._is_siglip else given
+                ids = self._tokenizer(
+                    text,
+                    padding="max_length" if self._is_siglip else False,
+                    truncation=True,
+                    max_length=SIGLIP_TOKENS if self._is_siglip else CLIP_TOKENS,
+                    return_tensors="pt",
+                ).input_ids
+                found = self._model.get_text_features(input_ids=ids).pooler_output
+            else:
+                pixels = self._processor(images=list(given), return_tensors="pt").pixel_values
+                found = self._model.get_image_features(pixel_values=pixels).pooler_output
+                if len(given) > 1:
+                    found = torch.nn.functional.normalize(found, dim=1).mean(0, keepdim=True)
+        return found[0].numpy()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Pair:
+    served: Served
+    oracle: Oracle
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
+
+
+@pytest.fixture(scope="module")
+def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    root = tmp_path_factory.mktemp("dual")
+
+    @cache
+    def folder(kind: str) -> Path:
+        return FOLDERS[kind](root / kind.replace(" ", "-"))
+
+    @cache
+    def loaded(kind: str, precision: str = "float32") -> Pair:
+        entry = {
+            "id": f"dual/{kind.replace(' ', '-')}-{precision}",
+            "weights": {"path": str(folder(kind))},
+            "family": "dual-encoder",
+            "inputs": ["text", "image"],
+            "outputs": {"dense": WIDTH},
+            "max_tokens": SIGLIP_TOKENS if kind == "siglip" else CLIP_TOKENS,
+            "load": {"precision": precision},
+        }
+        resident = engine.residency.ensure(entry["id"], parse_entry(entry))
+        weights = resident.weights
+        assert isinstance(weights, DualEncoder)
+        if weights.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        served = Served(engine, resident.model, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+        return Pair(served, Oracle(folder(kind)))
+
+    return loaded
+
+
+def _mixed() -> list[Given]:
+    """Texts and images in turns, one of no characters, one far over the limit, one with several images."""
+    said = [*texts(6), "", "Ärger ÜBER 2026 " * 60, "two words"]
+    seen: list[Given] = [[each] for each in PICTURES]
+    seen.append(PICTURES[1:4])
+    mixed: list[Given] = []
+    for index in range(max(len(said), len(seen))):
+        mixed += said[index : index + 1]
+        mixed += seen[index : index + 1]
+    return mixed
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_vectors_equal_the_oracle(kind: str, precision: str, load: Callable[..., Pair], table: ParityTable) -> None:
+    """A batch of texts and images of many sizes, not normalised, against the model's own classes one by one."""
+    pair = load(kind, precision)
+    given = _mixed()
+    found = np.stack(pair.served.encode(given, normalize=False))
+    expected = np.stack([pair.oracle(each) for each in given])
+    agreement = Agreement.of(found, expected)
+    path = "padded" if "padded" in pair.served.weights.attention else "packed"
+    table.record(f"dual-encoder {kind}", path, precision, agreement)
+    assert agreement.difference <= MAX_DIFFERENCE[precision]
+    # SigLIP's classes hand no bounds to attention; its texts are filled up to one length, so nothing is padded
+    assert path == ("padded" if kind == "siglip" else "packed")
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_normalised_vectors_have_the_length_one(kind: str, load: Callable[..., Pair]) -> None:
+    pair = load(kind)
+    for vector, given in zip(pair.served.encode(_mixed()), _mixed(), strict=True):
+        expected = pair.oracle(given)
+        assert np.abs(vector - expected / np.linalg.norm(expected)).max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Callable[..., Pair]) -> None:
+    pair = load(kind)
+    given = _mixed()
+    together = pair.served.encode(given, normalize=False)
+    for each, vector in zip(given, together, strict=True):
+        (alone,) = pair.served.encode([each], normalize=False)
+        assert np.abs(alone - vector).max() <= 2e-6 * max(1.0, np.abs(alone).max())
+
+
+def test_two_threads_give_the_same_vectors(load: Callable[..., Pair]) -> None:
+    pair = load("clip")
+    given = _mixed()
+    expected = np.stack(pair.served.encode(given))
+    found: list[Vectors] = []
+
+    def run() -> None:
+        found.extend(np.stack(pair.served.encode(given)) for _ in range(5))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 10
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+def test_a_text_that_is_cut_keeps_its_end_token(load: Callable[..., Pair]) -> None:
+    served = load("clip").served
+    layout = served.weights.rows["encode"]
+    work = Work([Input("word " * 200)], None, RunOptions(("dense",)))
+    (made,) = layouts.make(served.tokenizer, layout, [work])
+    (row,) = made.rows
+    assert len(row.ids) == CLIP_TOKENS
+    assert row.ids[-1] == served.tokenizer.last[-1]
+    assert row.truncated
+
+
+def test_case_does_not_matter_to_siglip(load: Callable[..., Pair]) -> None:
+    upper, lower = load("siglip").served.encode(["A CAT And A Dog", "a cat and a dog"])
+    assert np.array_equal(upper, lower)
+
+
+def test_a_pooling_is_refused(load: Callable[..., Pair]) -> None:
+    served = load("clip").served
+    layout = served.weights.rows["encode"]
+    work = Work([Input("a cat")], None, RunOptions(("dense",)))
+    (made,) = layouts.make(served.tokenizer, layout, [work])
+    batch = rowing.to_batch("b", served.name, "encode", layout.layout, [Part(made.rows, work)], pooling="mean")
+    with torch.inference_mode():
+        reply = served.engine.execute(batch)
+    assert not isinstance(reply, BatchDone)
+    assert reply.error.reason == "unknown_option"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the model's is 24 wide"),
+        ({"max_tokens": CLIP_TOKENS + 1}, "max_tokens is 78, the text tower has 77 positions"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, engine: Engine, tmp_path: Path
+) -> None:
+    entry = {
+        "id": "dual/wrong",
+        "weights": {"path": str(dual_checkpoints.clip(tmp_path / "clip"))},
+        "family": "dual-encoder",
+        "outputs": {"dense": WIDTH},
+        "max_tokens": CLIP_TOKENS,
+        **change,
+    }
+    with pytest.raises(ModelLoadFailed, match=message):
+        engine.residency.ensure("dual/wrong", parse_entry(entry))
+
+
+def test_a_folder_without_an_image_processor_is_refused(engine: Engine, tmp_path: Path) -> None:
+    folder = dual_checkpoints.clip(tmp_path / "clip")
+    (folder / "preprocessor_config.json").unlink()
+    entry = {
+        "id": "dual/blind",
+        "weights": {"path": str(folder)},
+        "family": "dual-encoder",
+        "outputs": {"dense": WIDTH},
+        "max_tokens": CLIP_TOKENS,
+    }
+    with pytest.raises(ModelLoadFailed, match="says how images become pixels"):
+        engine.residency.ensure("dual/blind", parse_entry(entry))

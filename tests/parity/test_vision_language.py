@@ -1,0 +1,259 @@
+"""Token vectors of questions and of pages equal those of transformers' own ColPali and processor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity import dual_checkpoints
+from parity.dual_checkpoints import PAGE, PATCH, WIDTH, image, png
+from parity.table import Agreement, ParityTable
+from PIL import Image
+from transformers import AutoProcessor, ColPaliForRetrieval
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.vision_language import VisionLanguage
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import Failed, Input, Ok, Operation
+from sie_contracts.options import run_options
+from sie_contracts.settings import Settings
+from sie_sidecar import images, layouts
+from sie_sidecar import rows as rowing
+from sie_sidecar.image_frames import Prepared
+from sie_sidecar.rows import Part, Work
+from sie_sidecar.tokens import ModelTokenizer
+
+MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
+MAX_TOKENS = 200
+QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
+TEXTS = ["what is the total price", "river", "a {brace} and 東京, naïve 2026", ""]
+PAGES = [
+    image(width, height, seed) for seed, (width, height) in enumerate([(100, 140), (300, 40), (PAGE, PAGE), (33, 31)])
+]
+Given = str | Image.Image
+Vectors = NDArray[np.float32]
+
+
+def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": name,
+            "weights": {"path": str(folder)},
+            "family": "vision-language",
+            "inputs": ["text", "image"],
+            "outputs": {"multivector": WIDTH},
+            "max_tokens": MAX_TOKENS,
+            "prompts": {"query": QUESTION, "document": QUESTION},
+            **changed,
+        }
+    )
+
+
+def _prepared(file: bytes, recipe: Recipe) -> Prepared:
+    """As a worker process makes it."""
+    made = images.prepare(file, recipe)
+    return Prepared(made.pixels, *made.size, made.upright, made.digest())
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model in the engine of this process, asked as gateway and sidecar ask."""
+
+    engine: Engine
+    entry: ModelEntry
+    weights: VisionLanguage
+    tokenizer: ModelTokenizer
+
+    def run(self, operation: Operation, given: Sequence[Given], query: str | None = None, **options: Any) -> list[Any]:
+        """Of each input its token vectors, its score, or its error: all of them one batch."""
+        resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
+        _, asked = run_options(resolved, options, operation)
+        layout = self.weights.rows[operation]
+        assert layout.images is not None
+        inputs = [Input(each) if isinstance(each, str) else Input(images=(png(each),)) for each in given]
+        seen = {
+            index: [_prepared(file, layout.images) for file in each.images]
+            for index, each in enumerate(inputs)
+            if each.images
+        }
+        work = Work(inputs, None if query is None else Input(query), asked.run, seen)
+        (made,) = layouts.make(self.tokenizer, layout, [work])
+        assert made.error is None, made.error
+        assert not made.unfit, made.unfit
+        batch = rowing.to_batch("b", self.entry.id, operation, layout.layout, [Part(made.rows, work)])
+        with torch.inference_mode():
+            reply = self.engine.execute(batch)
+        assert isinstance(reply, BatchDone), reply
+        return [self._value(reply, outcome) for outcome in reply.outcomes]
+
+    @staticmethod
+    def _value(reply: BatchDone, outcome: object) -> Any:
+        if isinstance(outcome, Failed):
+            return outcome.error
+        assert isinstance(outcome, Ok)
+        if outcome.score is not None:
+            return outcome.score
+        part = outcome.outputs["multivector"]
+        return np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
+
+
+class Oracle:
+    """The library's model and processor, one input at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = ColPaliForRetrieval.from_pretrained(folder, attn_implementation="eager").eval()
+        self.processor = AutoProcessor.from_pretrained(folder, backend="pil")
+
+    def __call__(self, given: Given) -> Vectors:
+        """[tokens, width], each row of the length one."""
+        asked = (
+            self.processor.process_queries([given])
+            if isinstance(given, str)
+            else self.processor.process_images([given])
+        )
+        asked.pop("labels", None)
+        with torch.inference_mode():
+            return self._model(**asked).embeddings[0].numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dual_checkpoints.colpali(tmp_path_factory.mktemp("pages") / "colpali")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def load(engine: Engine, folder: Path) -> Callable[..., Served]:
+    @cache
+    def loaded(precision: str = "float32") -> Served:
+        entry = entry_of(folder, f"pages/colpali-{precision}", load={"precision": precision})
+        weights = engine.residency.ensure(entry.id, entry).weights
+        assert isinstance(weights, VisionLanguage)
+        if weights.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+
+    return loaded
+
+
+def _mixed() -> list[Given]:
+    return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_token_vectors_equal_the_oracle(
+    precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
+) -> None:
+    """Questions and pages of many sizes in one batch, against the library one by one."""
+    served = load(precision)
+    found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
+    path = "padded" if "padded" in served.weights.attention else "packed"
+    table.record("vision-language colpali", path, precision, agreement)
+    assert agreement.difference <= MAX_DIFFERENCE[precision]
+    assert path == "packed"
+
+
+def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
+    """MaxSim between a question and pages."""
+    found = load().run("score", PAGES, TEXTS[0])
+    expected = oracle.processor.score_retrieval(
+        [torch.from_numpy(oracle(TEXTS[0]))], [torch.from_numpy(oracle(page)) for page in PAGES]
+    )[0]
+    assert np.abs(np.array(found) - expected.numpy()).max() <= 1e-4
+
+
+def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
+    served = load()
+    for each, beside in zip(_mixed(), served.run("encode", _mixed()), strict=True):
+        (alone,) = served.run("encode", [each])
+        assert np.abs(alone - beside).max() <= 5e-6
+
+
+def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+    """That of an architecture whose packed states would be wrong."""
+    entry = entry_of(folder, "pages/padded")
+    weights = engine.residency.ensure(entry.id, entry).weights
+    weights.backbone.run_padded()
+    padded = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    for one, other in zip(padded.run("encode", _mixed()), load().run("encode", _mixed()), strict=True):
+        assert np.abs(one - other).max() <= 5e-6
+
+
+def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
+    served = load()
+    expected = np.concatenate(served.run("encode", _mixed()))
+    found: list[Vectors] = []
+
+    def run() -> None:
+        found.extend(np.concatenate(served.run("encode", _mixed())) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 6
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Served]) -> None:
+    served = load()
+    layout = served.weights.rows["encode"]
+    resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
+    _, asked = run_options(resolved, {}, "encode")
+    work = Work([Input("a <image> of a river"), Input("a river")], None, asked.run)
+    (made,) = layouts.make(served.tokenizer, layout, [work])
+    assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
+
+
+def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle: Oracle) -> None:
+    """And costs more than its tokens: the tower reads its pixels."""
+    served = load()
+    layout = served.weights.rows["encode"]
+    assert layout.images is not None
+    resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
+    _, asked = run_options(resolved, {}, "encode")
+    work = Work([Input(images=(png(PAGES[0]),))], None, asked.run, {0: [_prepared(png(PAGES[0]), layout.images)]})
+    (made,) = layouts.make(served.tokenizer, layout, [work])
+    expected = oracle.processor.process_images([PAGES[0]]).input_ids[0].tolist()
+    assert made.rows[0].ids.tolist() == expected
+    assert made.rows[0].cost == len(expected) + (PAGE // PATCH) ** 2 // 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the model's is 24 wide"),
+        ({"max_tokens": 12}, "max_tokens is 12, the row of an image has"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, engine: Engine, folder: Path
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=message):
+        engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

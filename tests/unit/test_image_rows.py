@@ -1,0 +1,119 @@
+"""Rows of images: what they cost, how they travel to the adapter, and which inputs are refused."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sie_adapter.packing import MalformedBatch, images, items
+from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Recipe, Size
+from sie_contracts.ipc import Rows
+from sie_contracts.messages import Input, RunOptions
+from sie_sidecar import cost, layouts
+from sie_sidecar.image_frames import Prepared
+from sie_sidecar.rows import Part, Work, to_batch
+from sie_sidecar.tokens import ModelTokenizer
+
+RECIPE = Recipe("squash", height=4, width=6, tokens=9)
+LAYOUT = Rows(images=RECIPE)
+FILE = b"a file"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "river": 1, "x": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return ModelTokenizer(words.to_str().encode(), 16)
+
+
+def prepared(seed: int, height: int = 4, width: int = 6) -> Prepared:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8).tobytes()
+    return Prepared(pixels, height, width, Size(100 + seed, 50), hashlib.sha256(pixels).digest())
+
+
+def work(*inputs: Input, **seen: list[Prepared] | InvalidInput) -> Work:
+    return Work(inputs, None, RunOptions(), {int(name[1:]): each for name, each in seen.items()})
+
+
+def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_cost(tokenizer: ModelTokenizer) -> None:
+    """A text beside them is not read."""
+    asked = work(Input("river river", images=(FILE, FILE)), Input("river"), _0=[prepared(0), prepared(1)])
+    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
+    seen, said = made.rows
+    assert (len(seen.ids), seen.cost, len(seen.images), seen.truncated) == (0, 18, 2, False)
+    assert (said.ids.tolist(), said.cost, said.images) == ([1], 1, ())
+
+
+def test_many_pixels_cost_more_than_the_tokens_of_an_image(tokenizer: ModelTokenizer) -> None:
+    """A frame to the adapter is bounded in bytes."""
+    large = prepared(0, 640, 480)
+    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE,)), _0=[large])])
+    assert made.rows[0].cost == len(large.pixels) // cost.IMAGE_BYTES > RECIPE.tokens
+
+
+def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their_input_alone(
+    tokenizer: ModelTokenizer,
+) -> None:
+    broken = InvalidInput("images[0]: undecodable: the image file is empty", reason="invalid_media")
+    asked = work(Input(images=(FILE,)), Input("river"), Input(images=(FILE,)), _0=broken, _2=[prepared(0)])
+    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
+    assert dict(made.unfit) == {0: broken}
+    assert [len(row.images) for row in made.rows] == [0, 0, 1]
+    (blind,) = layouts.make(tokenizer, Rows(), [work(Input(images=(FILE,)), Input("river"))])
+    assert blind.unfit[0].reason == "unsupported_modality"
+    assert set(blind.unfit) == {0}
+
+
+def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelTokenizer) -> None:
+    """Of two work items in one batch."""
+    first = work(Input(images=(FILE,)), Input("river"), _0=[prepared(0)])
+    second = work(Input(images=(FILE, FILE)), _0=[prepared(1), prepared(2, 2, 3)])
+    parts = [Part(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
+    batch = to_batch("b", "m", "encode", "text", parts)
+    found = images(batch.images, batch.pixels, 9)
+    assert found is not None
+    decoded = items(batch.lengths, batch.ids, batch.types, found)
+    assert decoded.lengths.tolist() == [0, 1, 0]
+    assert decoded.costs.tolist() == [9, 1, 18]
+    shown = [image for row in found.of(np.arange(3)) for image in row]
+    assert [(image.height, image.width) for image in shown] == [(100, 50), (101, 50), (102, 50)]
+    for image, given in zip(shown, (prepared(0), prepared(1), prepared(2, 2, 3)), strict=True):
+        assert image.pixels.shape == (given.height, given.width, 3)
+        assert image.pixels.tobytes() == given.pixels
+    assert [len(row) for row in found.of(np.array([2, 0]))] == [2, 1]
+
+
+def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) -> None:
+    asked = work(Input("river"))
+    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
+    batch = to_batch("b", "m", "encode", "text", [Part(made.rows, asked)])
+    assert (batch.images, batch.pixels) == (b"", b"")
+    assert images(batch.images, batch.pixels, 9) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "pixels", "message"),
+    [
+        ([(0, 2, 2, 5)], 12, "do not divide by 20"),
+        ([(0, 2, 2, 5, 5)], 11, "have 12 bytes, 11 came"),
+        ([(0, 0, 2, 5, 5)], 0, "one is empty"),
+        ([(0, 2, 2, 0, 5)], 12, "one is empty"),
+        ([(-1, 1, 1, 5, 5)], 3, "not in the order"),
+        ([(1, 1, 1, 5, 5), (0, 1, 1, 5, 5)], 6, "not in the order"),
+    ],
+)
+def test_images_that_do_not_belong_to_their_batch_are_refused(
+    places: list[tuple[int, ...]], pixels: int, message: str
+) -> None:
+    with pytest.raises(MalformedBatch, match=message):
+        images(np.array(places, np.int32).tobytes(), bytes(pixels), 9)
+
+
+def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
+    found = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), 9)
+    with pytest.raises(MalformedBatch, match="row 3"):
+        items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", found)
