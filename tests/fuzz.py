@@ -75,7 +75,11 @@ NO_TEXT: tuple[bytes, ...] = (
 )
 VALID: dict[str, Any] = {
     f"/v1/encode/{MODEL}": {
-        "items": [{"id": "a", "text": "b", "metadata": {"c": [1, 2.5, None]}}, "plain"],
+        "items": [
+            {"id": "a", "text": "b", "metadata": {"c": [1, 2.5, None]}},
+            "plain",
+            {"images": ["aGVsbG8=", {"data": "aGVsbG8", "format": "png"}]},
+        ],
         "params": {
             "output_types": ["dense"],
             "output_dtype": "float32",
@@ -109,6 +113,17 @@ VALID: dict[str, Any] = {
         "input_type": "search_query",
         "texts": ["a"],
         "embedding_types": ["float", "int8", "base64"],
+    },
+    "/v1/embed": {
+        "model": MODEL,
+        "inputs": [
+            {
+                "content": [
+                    {"type": "text", "text": "a"},
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                ]
+            }
+        ],
     },
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
     "/embed": {"inputs": ["a", [1, 2]], "normalize": True, "truncate": None},

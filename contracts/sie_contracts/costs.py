@@ -1,4 +1,4 @@
-"""What a text costs of a device's time, in tokens of short texts. Pure.
+"""What an input costs of a device's time, in tokens of short texts. Pure.
 
 Everything in a transformer but attention takes the same time for each token, whatever text it is in. Attention takes
 time in proportion to the square of a text's length. So a text of n tokens takes n + n²/c times as long as a token of a
@@ -9,11 +9,15 @@ for Neural Language Models", section 2.1). On a CPU an operation of attention ta
 matrix product, so that c is CROSSOVER_WIDTHS (`bench/rulings.py lengths`).
 
 Waits are predicted from these costs. Budgets that settings give in tokens, those of batches and of keys, count tokens.
+
+Before a worker has seen an image, it counts as IMAGE_TOKENS for every model: about the patches of 14 pixels in a square
+of 224. The models differ by a factor of 100, and only the worker knows its own.
 """
 
 from __future__ import annotations
 
 CROSSOVER_WIDTHS = 3
+IMAGE_TOKENS = 256  # of one image, in estimates that split and admit requests
 
 
 def crossover_tokens(width: int, layers: int, full_layers: int) -> int:

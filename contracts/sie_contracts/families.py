@@ -29,6 +29,7 @@ class Family:
     config_file: str = "config.json"
     transformers_class: str = "AutoModel"
     gives_vectors: bool = False  # dense, sparse or multivector, from which scores are computed as well
+    ignores_text_beside_images: bool = False  # of an input that has both, the vectors are those of its images
     reads_answer: bool = False  # the score is the probability of the next token: a decoder
     takes_lora: bool = False
     needs_labels: bool = False  # in each request

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sie_contracts import arrays, plain
-from sie_contracts.errors import InvalidInput, PayloadTooLarge
+from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
 from sie_contracts.names import did_you_mean
 from sie_contracts.option_values import describe
 from sie_contracts.options import FIELDS
+from sie_gateway.images import Images
+from sie_gateway.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
 MAX_KEYS, MAX_KEY = 20, 64  # unknown ones that are looked at, and characters that are shown of one
@@ -27,10 +29,10 @@ ID_BYTES = 4  # of a token id, about as many as of the text of one
 @dataclass(frozen=True)
 class Item:
     """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32
-    [tokens, width].
+    [tokens, width], or files of images.
 
-    `pair` is the second text of a pair. Without any of them the item holds nothing that a model of texts can use;
-    `instead` says then what field it has in their place. `unknown`: its fields that mean nothing.
+    `pair` is the second text of a pair. Without any of them the item holds nothing that a model can use; `instead` says
+    then what field it has in their place. `unfit`: why no model can run it. `unknown`: its fields that mean nothing.
     """
 
     text: str | None
@@ -40,12 +42,19 @@ class Item:
     tokens: tuple[int, ...] | None = None
     pair: str | None = None
     vectors: arrays.Array | None = None
+    images: tuple[bytes, ...] = ()
+    unfit: ErrorInfo | None = None
     instead: str = ""
     unknown: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return self.text is None and self.tokens is None and self.vectors is None
+        return self.text is None and self.tokens is None and self.vectors is None and not self.images
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of its images, which are part of its size."""
+        return sum(map(len, self.images)) if self.images else 0
 
     @property
     def size(self) -> int:
@@ -56,6 +65,8 @@ class Item:
         )
         if self.tokens is not None:
             size += ID_BYTES * len(self.tokens)
+        if self.images:
+            size += self.image_bytes
         return size if self.vectors is None else size + self.vectors.nbytes
 
 
@@ -158,10 +169,19 @@ def _item(value: Any, path: str) -> Item:
         if (given := value.get(key)) is not None and not _is_unset(given)
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
+    images, unfit = read_images(value["images"], f"{path}.images") if "image" in used else Images()
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return Item(
-        text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead, unknown=unknown
+        text,
+        _optional_text(value, "id", path),
+        metadata,
+        used,
+        vectors=vectors,
+        images=images,
+        unfit=unfit,
+        instead=instead,
+        unknown=unknown,
     )
 
 
@@ -179,6 +199,14 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
                 meant = did_you_mean(name, _ITEM)
                 found[name] = f"{path}.{name}: ignored, an item has no such field{meant}" if meant else ""
     return tuple(filter(None, found.values()))
+
+
+def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
+    """What is told of the texts of inputs that have images too, for a model that reads only the images of these."""
+    count = sum(1 for item in items if item.text and item.images)
+    if not count:
+        return ()
+    return (f"text: ignored in {count} of {len(items)} inputs; {model} encodes the images of an input that has both",)
 
 
 def _is_unset(value: Any) -> bool:

@@ -7,10 +7,13 @@ its result.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sie_contracts import families, messages
+from sie_contracts.costs import IMAGE_TOKENS
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PayloadTooLarge
 from sie_contracts.messages import Operation, RunOptions
@@ -39,6 +42,18 @@ class Chunk:
     stop: int
     cost: int
     squares: int = 0
+
+
+class Files(NamedTuple):
+    """The images that an input is run with, and how many bytes of its own size are images."""
+
+    images: int = 0
+    own_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """An estimate: the worker knows what an image costs its model."""
+        return self.images * IMAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -77,11 +92,18 @@ def plan(
             raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
         payload_bytes = STORED_CHUNK_BYTES
     item_sizes = sizes(items, limit=MAX_BODY_BYTES if limits.any_size else payload_bytes)
+    files = _files(items, query)
     max_tokens = entry.max_tokens
     item_bytes, token_bytes = result_bytes(operation, entry, run)
     _check_reply(
-        item_bytes * len(item_sizes) + token_bytes * sum(estimated_tokens(size, max_tokens) for size in item_sizes)
+        item_bytes * len(item_sizes)
+        + token_bytes
+        * sum(
+            estimated_tokens(size - own.own_bytes, max_tokens) + own.tokens
+            for size, own in zip(item_sizes, files or itertools.repeat(Files()), strict=False)
+        )
     )
+    shared_text_bytes = shared_bytes - (query.image_bytes if query else 0)
     chunks = split(
         item_sizes,
         max_tokens=max_tokens,
@@ -91,7 +113,8 @@ def plan(
         # a model with a row per label reads its hypothesis in each row; any other model reads what is shared with
         # each input
         rows=len(run.labels) if families.row(entry.family).has_row_per_label else 1,
-        each_tokens=estimated_tokens(shared_bytes, max_tokens) if shared_bytes else 0,
+        each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
+        files=files,
     )
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
         name = "query" if is_query else "instruction"
@@ -103,6 +126,14 @@ def plan(
     if operation in ("tokenize", "decode"):  # these take nothing of the device
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
+
+
+def _files(items: Sequence[Item], query: Item | None) -> list[Files]:
+    """The images of each input; empty if there are none. Those of the query are read with each of them."""
+    shared = len(query.images) if query else 0
+    if not shared and not any(item.images for item in items):
+        return []
+    return [Files(len(item.images) + shared, item.image_bytes) for item in items]
 
 
 def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
@@ -150,19 +181,24 @@ def split(
     token_result_bytes: int = 0,
     each_tokens: int = 0,
     rows: int = 1,
+    files: Sequence[Files] = (),
 ) -> list[Chunk]:
     """Cut inputs of these sizes into chunks. Each chunk holds at least one input, and is within the limits unless it
     holds just one.
 
     The result of an input has at most `item_result_bytes`, and `token_result_bytes` for each token, where a byte may be
     a token. `each_tokens` are added to every input, such as those of a query. Each input is run as `rows` rows.
+    `files`: the images of each input, if there are any.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0
     for index, size in enumerate(sizes_bytes):
-        length = min(max_tokens, size // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
-        tokens = rows * length
-        expected = item_result_bytes + token_result_bytes * min(max_tokens, size + SPECIAL_TOKENS + each_tokens)
+        text, shown = (size - files[index].own_bytes, files[index].tokens) if files else (size, 0)
+        length = min(max_tokens, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        tokens = rows * length + shown
+        expected = item_result_bytes + token_result_bytes * (
+            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + shown
+        )
         full = (
             cost + tokens > limits.cost
             or payload + size > limits.payload_bytes
@@ -172,7 +208,7 @@ def split(
             chunks.append(Chunk(start, index, cost, squares))
             start, cost, squares, payload, result = index, 0, 0, 0, 0
         cost += tokens
-        squares += tokens * length
+        squares += rows * length * length + shown * IMAGE_TOKENS
         payload += size
         result += expected
     if start < len(sizes_bytes):

@@ -152,6 +152,8 @@ class Finished:
         place = f"{name or 'items'}[{listed[0]['index']}]" + (
             f".{error.param}" if is_input and error.param == "text" else ""
         )
+        if is_input and error.param.startswith(place):  # it was told with its path
+            raise FailedRequest(error, listed)
         if name or is_input:
             error.param = place
         if is_input:

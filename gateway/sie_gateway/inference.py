@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sie_contracts import topology
+from sie_contracts import families, topology
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import (
@@ -32,6 +33,7 @@ from sie_contracts.messages import Operation, Priority
 from sie_contracts.options import RequestOptions, run_options
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
+from sie_gateway import body as bodies
 from sie_gateway.admission import Admission
 from sie_gateway.attach import Attachments, ClientGone
 from sie_gateway.call import Answer, Asked, Call, EntryChanged, route_key
@@ -221,6 +223,10 @@ class Inference:
                 lane = self._lane(headers, resolved)
         else:
             options = RequestOptions(asked.run)
+        if families.row(resolved.entry.family).ignores_text_beside_images and (
+            told := bodies.unread_texts(asked.items, resolved.entry.id)
+        ):
+            options = replace(options, warnings=(*options.warnings, *told))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
         return Understood(
             asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority)

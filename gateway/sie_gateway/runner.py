@@ -8,13 +8,14 @@ published, their results are collected.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
-from sie_contracts.messages import Failed, Input, Vectors, WorkItem, WorkResult
+from sie_contracts.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
 from sie_contracts.option_values import describe
 from sie_gateway import chunk, telemetry
 from sie_gateway.admission import Admission, Permits
@@ -30,6 +31,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
 CHECK_AGAIN_S = 1.0
+MAX_TAKERS = 3  # models that are named in an error
 _logger = logging.getLogger("sie.gateway.runner")
 
 
@@ -59,12 +61,16 @@ class Runner:
 
         Raises SIEError, and EntryChanged where gateway and workers do not know the same entry of the model.
         """
-        if request.query is not None and (failed := _unusable(request.query, request)) is not None:
-            raise InvalidInput(f"query: {failed.error.message}", reason=failed.error.reason, param="query")
+        takers = _Takers(self._feed, request.operation)
+        if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
+            error = failed.error
+            if error.param.startswith("query"):  # it was told with its path
+                raise InvalidInput(error.message, reason=error.reason, param=error.param)
+            raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
         refused = {
             index: failure
             for index, item in enumerate(request.items)
-            if (failure := _unusable(item, request)) is not None
+            if (failure := _unusable(item, request, takers)) is not None
         }
         runnable = [index for index in range(len(request.items)) if index not in refused]
         finished = Finished(request, refused)
@@ -263,7 +269,34 @@ def _taken(permits: Permits, collector: Collector, entry: ModelEntry) -> Callabl
     return taken
 
 
-def _unusable(item: Item, request: Understood) -> Failed | None:
+class _Takers:
+    """Which models of the catalogue take a modality, for the messages of one request. Computed when a message needs
+    it.
+    """
+
+    def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
+        self._feed = feed
+        self._operation = operation
+        self._told: dict[str, str] = {}
+
+    def of(self, modality: str) -> str:
+        """What a message ends with: the first few of them."""
+        if modality not in self._told:
+            able = (
+                entry.id
+                for entry in self._feed.catalogue.entries.values()
+                if modality in entry.inputs and self._operation in entry.tasks
+            )
+            found = heapq.nsmallest(MAX_TAKERS, able)
+            self._told[modality] = (
+                f"; models that take it: {', '.join(found)}"
+                if found
+                else f"; no model here takes it for {self._operation}"
+            )
+        return self._told[modality]
+
+
+def _unusable(item: Item, request: Understood, takers: _Takers) -> Failed | None:
     """Why this model cannot run the item, as far as the gateway can tell; None if it can."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
@@ -272,7 +305,11 @@ def _unusable(item: Item, request: Understood) -> Failed | None:
     foreign = [modality for modality in item.modalities if modality not in accepted]
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
+        if foreign[0] != "multivector":  # which is no input of a model, but what one gives
+            message += takers.of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
+    if item.unfit is not None:
+        return Failed(item.unfit)
     if item.is_empty:
         message = f"text: expected a string, got {describe(None)}{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
@@ -281,11 +318,12 @@ def _unusable(item: Item, request: Understood) -> Failed | None:
 
 def _input(item: Item) -> Input:
     """The part of an item that a worker needs."""
-    if item.tokens is None and item.pair is None and item.vectors is None:
+    if item.tokens is None and item.pair is None and item.vectors is None and not item.images:
         return Input(item.text)
     return Input(
         item.text,
         tokens=item.tokens,
         pair=item.pair,
         vectors=None if item.vectors is None else Vectors.of(item.vectors),
+        images=item.images,
     )

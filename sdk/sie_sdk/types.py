@@ -19,9 +19,10 @@ class Picture(Protocol):
     def save(self, fp: Any, format: str) -> None: ...
 
 
-# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, or
-# an image of PIL
-Media: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Mapping[str, Any] | Picture"
+# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, an
+# image of PIL, or pixels: uint8 [height, width] or [height, width, 3]
+_File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
+Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
 
 
 class Item(TypedDict, total=False):

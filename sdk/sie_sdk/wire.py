@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts import arrays
+from sie_contracts.costs import IMAGE_TOKENS
 from sie_sdk.errors import InvalidInputError
 from sie_sdk.media import media
 from sie_sdk.types import Item, ItemUsage, Usage
@@ -69,9 +70,10 @@ def weight(sent: Any) -> tuple[int, int]:
     matrix = sent.get("multivector")
     if isinstance(matrix, np.ndarray):
         tokens, size = tokens + len(matrix), size + matrix.nbytes
-    files = [*(sent.get("images") or ()), *(sent[name] for name in FILES if sent.get(name) is not None)]
-    return tokens + _FILE_TOKENS * len(files), size + sum(
-        len(file if isinstance(file, str) else file["data"]) for file in files
+    images = sent.get("images") or ()
+    files = [sent[name] for name in FILES if sent.get(name) is not None]
+    return tokens + IMAGE_TOKENS * len(images) + _FILE_TOKENS * len(files), size + sum(
+        len(file if isinstance(file, str) else file["data"]) for file in (*images, *files)
     )
 
 

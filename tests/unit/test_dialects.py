@@ -85,7 +85,10 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": [{"text": "a"}, [3]]}, "schema", "input[1]"),
     ({"model": ONE, "input": [{"text": ""}]}, "empty_item", "input[0].text"),
     ({"model": ONE, "input": [{"image": "data:image/png;base64,aGk="}]}, "unsupported_modality", "input[0]"),
-    ({"model": ONE, "input": [{"url": "http://host/a.png"}]}, "unsupported_modality", "input[0]"),
+    ({"model": ONE, "input": [{"url": "http://host/a.png"}]}, "invalid_media", "input[0].url"),
+    ({"model": ONE, "input": [{"image": 3}]}, "schema", "input[0].image"),
+    ({"model": ONE, "input": [{"content": [{"type": "video"}]}]}, "schema", "input[0].content[0].type"),
+    ({"model": ONE, "input": [{"type": "image_url", "image_url": {}}]}, "schema", "input[0].image_url.url"),
     ({"model": ONE, "input": "a", "embedding_type": "int4"}, "unsupported_dtype", "embedding_type"),
     ({"model": ONE, "input": "a", "embedding_type": ["float", "binary"]}, "unsupported_dtype", "embedding_type"),
     ({"model": ONE, "input": "a", "output_dtype": "float16"}, "unsupported_dtype", "output_dtype"),
@@ -132,6 +135,12 @@ RERANK: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "query": "q", "documents": ["a"], "priority": 1000}, "schema", "priority"),
     ({"model": "toy/score", "query": "q", "documents": ["a"], "return_documents": "yes"}, "schema", "return_documents"),
     ({"model": "toy/score", "query": "q", "documents": [{"image": "aGk="}]}, "unsupported_modality", "documents[0]"),
+    ({"model": "toy/score", "query": "q", "documents": [{"image": []}]}, "schema", "documents[0].image"),
+    (
+        {"model": "toy/score", "query": "q", "documents": [{"image": "ftp://h/a"}]},
+        "invalid_media",
+        "documents[0].image",
+    ),
     ({"model": ONE, "query": "q", "documents": ["a"]}, "unsupported_task", "model"),
 ]
 COHERE: list[tuple[Any, str, str]] = [
@@ -145,6 +154,8 @@ COHERE: list[tuple[Any, str, str]] = [
         "unsupported_modality",
         "images[0]",
     ),
+    ({"model": ONE, "input_type": "image", "images": ["https://h/a.png"]}, "invalid_media", "images[0]"),
+    ({"model": ONE, "input_type": "image", "images": [["aGk="]]}, "schema", "images[0]"),
     ({"model": ONE, "input_type": "search_query", "inputs": [{"content": []}]}, "schema", "inputs[0].content"),
     (
         {"model": ONE, "input_type": "search_query", "inputs": [{"content": [{"type": "x"}]}]},

@@ -460,7 +460,7 @@ def test_a_result_is_estimated_from_what_was_asked_for() -> None:
 def test_a_query_is_an_item() -> None:
     assert body.query({"query": "who"}) == Item("who")
     assert body.query({"query": {"id": "q", "text": "who"}}) == Item("who", "q")
-    assert body.query({"query": {"images": ["aa"]}}) == Item(None, modalities=("image",))
+    assert body.query({"query": {"images": ["aGk"]}}) == Item(None, modalities=("image",), images=(b"hi",))
 
 
 @pytest.mark.parametrize(

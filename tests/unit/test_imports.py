@@ -86,6 +86,8 @@ CORE = {
     "sie_contracts.placement",
     "sie_gateway.chunk",
     "sie_gateway.body",
+    "sie_gateway.images",
+    "sie_gateway.image_headers",
     "sie_gateway.window",
     "sie_gateway.drain",
     "sie_gateway.turns",

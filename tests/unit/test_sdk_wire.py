@@ -109,6 +109,18 @@ def test_an_image_of_pil_loses_nothing(mode: str) -> None:
     assert np.array_equal(np.asarray(again), np.asarray(picture))
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (5, 7, 3), (5, 7, 4), (1, 1)], ids=str)
+def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
+    for given in (pixels, np.asfortranarray(pixels), {"data": pixels}):
+        (sent,) = wire.item({"images": given}, "i")["images"]
+        again = Image.open(io.BytesIO(sent["data"]))
+        again.verify()
+        again = Image.open(io.BytesIO(sent["data"]))
+        assert (again.mode, sent["format"]) == ({1: "L", 3: "RGB", 4: "RGBA"}[(*shape, 1)[2]], "png")
+        assert np.array_equal(np.asarray(again), pixels.reshape(again.height, again.width, -1).squeeze())
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -119,7 +131,11 @@ def test_an_image_of_pil_loses_nothing(mode: str) -> None:
         (5, "got int"),
         ({"format": "png"}, "got NoneType"),
         ("bad\x00name", "ValueError"),
-        (np.zeros((2, 2)), "got ndarray"),
+        (np.zeros((2, 2)), r"got float64 \[2, 2\]"),
+        (np.zeros((2, 2, 2), np.uint8), r"got uint8 \[2, 2, 2\]"),
+        (np.zeros((3, 2, 2, 3), np.uint8), r"got uint8 \[3, 2, 2, 3\]"),
+        (np.zeros((0, 2), np.uint8), r"got uint8 \[0, 2\]"),
+        (np.uint8(3), "got uint8"),
     ],
 )
 def test_a_file_that_cannot_be_sent_is_named_by_its_place(given: Any, why: str) -> None:

@@ -38,11 +38,29 @@ RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 # OpenAI, Jina, Voyage
 
 
+class ImageAddress(Struct, kw_only=True):
+    """An image: a data URI, or base64."""
+
+    url: str
+
+
+class Part(Struct, kw_only=True):
+    """A text or an image, as one part of an input."""
+
+    type: Literal["text", "image_url"]
+    text: Text = UNSET
+    image_url: ImageAddress | str | UnsetType = UNSET
+
+
+Parts = Annotated[list[Part], Meta(min_length=1)]
+
+
 class JinaInput(Struct, kw_only=True):
-    """A text or an image."""
+    """A text, an image (base64 or a data URI), or a list of parts."""
 
     text: Text = UNSET
     image: Text = UNSET
+    content: Parts | UnsetType = UNSET
 
 
 Input = Annotated[
@@ -113,9 +131,10 @@ class EmbeddingsReply(Reply, kw_only=True):
 
 
 class Document(Struct, kw_only=True):
-    """A document that is a map. With `rank_fields` it has those fields."""
+    """A document that is a map: a text, or an image (base64 or a data URI). With `rank_fields` it has those fields."""
 
-    text: str
+    text: Text = UNSET
+    image: Text = UNSET
 
 
 class Rerank(Struct, kw_only=True):
@@ -172,6 +191,12 @@ class Ranked(Reply, kw_only=True):
     data: list[Relevance] | UnsetType = UNSET
 
 
+class CohereInput(Struct, kw_only=True):
+    """An input of several parts: its texts, one per line, and its images."""
+
+    content: Parts
+
+
 class EmbedV1(Struct, kw_only=True):
     """Texts, images or inputs of several parts, as Cohere's first version has them."""
 
@@ -184,8 +209,8 @@ class EmbedV1(Struct, kw_only=True):
 
     model: Text = UNSET
     texts: ManyTexts | UnsetType = UNSET
-    images: ManyTexts | UnsetType = UNSET
-    inputs: Annotated[list[dict[str, Any]], Meta(min_length=1)] | UnsetType = UNSET
+    images: Annotated[list[str], Meta(min_length=1, description="Data URIs, or base64.")] | UnsetType = UNSET
+    inputs: Annotated[list[CohereInput], Meta(min_length=1)] | UnsetType = UNSET
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | UnsetType = UNSET
     embedding_types: list[VectorType] | UnsetType = UNSET
     output_dimension: Whole = UNSET
@@ -208,6 +233,15 @@ EmbedV1Body = Annotated[EmbedV1, _needs_inputs]
 EmbedV2Body = Annotated[EmbedV2, _needs_inputs]
 
 
+class ShownImage(Struct, kw_only=True):
+    """What the first bytes of an image file say of it."""
+
+    width: Whole = UNSET
+    height: Whole = UNSET
+    format: Text = UNSET
+    bit_depth: Whole = UNSET
+
+
 class Embedded(Struct, kw_only=True):
     """Vectors by type; without a type in the request bare lists, in the first version."""
 
@@ -226,6 +260,7 @@ class Embedded(Struct, kw_only=True):
     embeddings: dict[str, Any] | Embeddings | UnsetType = UNSET
     embeddings_scale: Map = UNSET
     texts: list[str | None] | UnsetType = UNSET
+    images: list[ShownImage] | UnsetType = UNSET
     meta: Map = UNSET
     usage: Usage | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET

@@ -27,11 +27,11 @@ Medium = str | Media | UnsetType
 
 
 class Item(Struct, kw_only=True):
-    """One input. `id` and `metadata` come back with the result; media are base64 or data URIs."""
+    """One input. `id` and `metadata` come back with the result; media are base64 or data URIs (msgpack: or bytes)."""
 
     id: str | UnsetType | None = UNSET
     text: str | UnsetType | None = UNSET
-    images: list[str | Media] | UnsetType = UNSET
+    images: Annotated[list[str | Media], Meta(max_length=64)] | str | Media | UnsetType = UNSET
     document: Medium = UNSET
     audio: Medium = UNSET
     video: Medium = UNSET

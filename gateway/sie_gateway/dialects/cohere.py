@@ -19,9 +19,10 @@ from sie_gateway import body as bodies
 from sie_gateway import reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.dialects import embedding_types, fields
+from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
+from sie_gateway.image_headers import header
 from sie_runtime.http import Body
 
 if TYPE_CHECKING:
@@ -88,28 +89,15 @@ def _items(body: fields.Body, limit: int) -> tuple[str, tuple[Item, ...]]:
     name = names[0]
     if name == "inputs":
         given = fields.inputs(body[name], name, limit)
-        return name, tuple(_content(each, f"inputs[{index}]") for index, each in enumerate(given))
-    items = fields.items(body[name], name, limit)
-    return name, items if name == "texts" else tuple(Item(None, modalities=("image",)) for _ in items)
+        return name, tuple(_parts(each, f"inputs[{index}]") for index, each in enumerate(given))
+    if name == "texts":
+        return name, fields.items(body[name], name, limit)
+    given = fields.inputs(body[name], name, limit)
+    return name, tuple(multimodal.image(each, f"images[{index}]") for index, each in enumerate(given))
 
 
-def _content(value: Any, path: str) -> Item:
-    """One input of several parts: its texts, one per line."""
-    content = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(content, list) or not content:
-        raise fields.refused(f"{path}.content", content, "a list of parts")
-    texts: list[str] = []
-    modalities: tuple[str, ...] = ()
-    for index, part in enumerate(content):
-        where = f"{path}.content[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text":
-            texts.append(fields.text({f"{where}.text": part.get("text")}, f"{where}.text"))
-        elif kind == "image_url":
-            modalities = ("image",)
-        else:
-            raise fields.refused(f"{where}.type", kind, "text or image_url")
-    return Item("\n".join(texts) if texts else None, modalities=modalities)
+def _parts(value: Any, path: str) -> Item:
+    return multimodal.parts(value.get("content") if isinstance(value, dict) else None, f"{path}.content")
 
 
 # what goes out
@@ -128,13 +116,14 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
         before = b"[" if bare else f'"{kind}":['.encode()
         start = b'{"embeddings":' if bare else b'{"embeddings":{'
         parts += [b"," if parts else start, reply.listed(rows, len(rows) * vectors[0].size, before)]
-    tokens = finished.usage["total_tokens"]
+    items = finished.request.items
     timing = finished.timing(call, time.perf_counter() - began_s)
     rest: dict[str, Any] = {
         "id": str(uuid4()),
         "response_type": "embeddings_floats" if bare else "embeddings_by_type",
-        "texts": [item.text for item in finished.request.items],
-        "meta": {"api_version": {"version": str(version)}, "billed_units": {"input_tokens": tokens}},
+        "texts": [] if name == "images" else [item.text for item in items],
+        **_shown(items),
+        "meta": {"api_version": {"version": str(version)}, "billed_units": _billed(finished)},
         **finished.shared(call),
         "timing": timing,
     }
@@ -142,6 +131,24 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
         rest["embeddings_scale"] = scales
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:])
     return Answer(_Chain(parts), "application/json", finished.headers(timing))
+
+
+def _shown(items: Sequence[Item]) -> dict[str, Any]:
+    """What the files say of all images, in order; nothing where one of them is of a format that is not known here."""
+    found = [header(file) for item in items for file in item.images]
+    if not found or None in found:
+        return {}
+    return {"images": [each._asdict() for each in found if each is not None]}
+
+
+def _billed(finished: Finished) -> dict[str, int]:
+    items = finished.request.items
+    count = sum(len(item.images) for item in items)
+    has_text = any(item.text is not None for item in items)
+    return {
+        **({"input_tokens": finished.usage["total_tokens"]} if has_text else {}),
+        **({"images": count} if count else {}),
+    }
 
 
 class _Chain:

@@ -2,7 +2,7 @@
 out, often base64.
 
 Jina and Voyage have the same route with more fields: inputs that are objects, types of the vectors, the side of a
-search, truncation.
+search, truncation. Infinity has `modality`, which says that the inputs are images.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_gateway import body as bodies
 from sie_gateway import reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.dialects import embedding_types, fields, native, vocabulary, voyage
+from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.grant import Charge
@@ -114,7 +114,7 @@ def _type(body: fields.Body) -> tuple[str, bool]:
 async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Item, ...]:
     """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts.
 
-    Jina has objects: `{"text": ...}` beside plain texts, and images, which no model here takes.
+    Jina has objects beside plain texts: `{"text": ...}` and `{"image": ...}`. Others have lists of parts.
     """
     given = body.get("input")
     if isinstance(given, dict):
@@ -122,11 +122,14 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
     is_image = fields.choice(body, "modality", ("text", "image"), "text") == "image"
     encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
     if isinstance(given, str):
-        _check_text(given, "input")
+        if not is_image:
+            _check_text(given, "input")
         given = [given]
     elif isinstance(given, list) and given and type(given[0]) is int:
         given = [given]
     inputs = fields.inputs(given, "input", limit)
+    if is_image:
+        return tuple(_image(each, f"input[{index}]") for index, each in enumerate(inputs))
     if any(type(each) is dict for each in inputs):
         return tuple(_object(each, f"input[{index}]") for index, each in enumerate(inputs))
     first = inputs[0]
@@ -140,10 +143,6 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
             )
         if isinstance(each, str):
             _check_text(each, path)
-    if is_image:
-        if not isinstance(first, str):
-            raise fields.refused("input[0]", first, "a data URI")
-        return tuple(Item(None, modalities=("image",)) for _ in inputs)
     if isinstance(first, str):
         return tuple(map(Item, inputs))
     total = sum(map(len, inputs))
@@ -157,17 +156,25 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
 
 
 def _object(value: Any, path: str) -> Item:
-    """An input of a request that has objects: a text or an image, under the names that Jina has for them."""
+    """An input of a request that has objects: a text or an image, under the names that Jina has for them, or parts."""
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, dict):
         raise fields.refused(path, value, "a string, or an object with text, as others of this request are")
-    if isinstance(text := value.get("text"), str):
-        _check_text(text, f"{path}.text")
-        return Item(text)
-    if text is None and any(value.get(name) is not None for name in ("image", "bytes", "url")):
-        return Item(None, modalities=("image",))
-    raise fields.refused(f"{path}.text", text, "a string")
+    if value.get("content") is not None and value.get("text") is None:
+        return multimodal.parts(value["content"], f"{path}.content")
+    if value.get("type") == "image_url":
+        return multimodal.pictured(None, [multimodal.address(value, path)], path)
+    if value.get("text") == "":
+        _check_text("", f"{path}.text")
+    return multimodal.item(value, path, "image", "bytes", "url")
+
+
+def _image(value: Any, path: str) -> Item:
+    """An input of a request whose inputs are images."""
+    if not isinstance(value, str | dict):
+        raise fields.refused(path, value, "a data URI")
+    return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
 
 
 def _check_text(text: str, path: str) -> None:

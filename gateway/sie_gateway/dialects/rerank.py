@@ -15,7 +15,7 @@ from sie_contracts.errors import InvalidInput
 from sie_gateway import body as bodies
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.dialects import fields, tei, voyage
+from sie_gateway.dialects import fields, multimodal, tei, voyage
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
@@ -51,7 +51,7 @@ async def _rerank(inference: Inference, call: Call, body: fields.Body, *, versio
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
     query = Item(fields.text(body, "query"))
-    items = _documents(body, inference.max_items(call))
+    items = _documents(body, inference.max_items(call), reads_images="image" in resolved.entry.inputs)
     count = fields.whole(body, "top_n" if body.get("top_n") is not None else "top_k", 1)
     with_documents = fields.flag(body, "return_documents", default=version == 1)
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
@@ -67,16 +67,20 @@ async def _rerank(inference: Inference, call: Call, body: fields.Body, *, versio
     )
 
 
-def _documents(body: fields.Body, limit: int) -> tuple[Item, ...]:
+def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Item, ...]:
     given = fields.inputs(body.get("documents"), "documents", limit)
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise fields.refused("rank_fields", names, "a list of names of fields")
-    return tuple(_document(each, f"documents[{index}]", names) for index, each in enumerate(given))
+    return tuple(
+        _document(each, f"documents[{index}]", names, reads_images=reads_images) for index, each in enumerate(given)
+    )
 
 
-def _document(value: Any, path: str, names: list[str] | None) -> Item:
-    """A text, or a map: its `rank_fields`, one per line, else its `text`, else its `image`."""
+def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> Item:
+    """A text, or a map: its `rank_fields`, one per line, else its `text` and its `image`. Beside a text the image
+    counts only for a model that `reads_images`: a map may have any fields.
+    """
     if isinstance(value, str):
         return Item(bodies.utf8(value, path))
     if not isinstance(value, dict):
@@ -91,12 +95,9 @@ def _document(value: Any, path: str, names: list[str] | None) -> Item:
             if not isinstance(each, str | int | float) or isinstance(each, bool):
                 raise fields.refused(path, each, "strings or numbers in its rank_fields")
         return Item(bodies.utf8("\n".join(map(str, found)), path))
-    text, image = value.get("text"), value.get("image")
-    if isinstance(text, str):
-        return Item(bodies.utf8(text, f"{path}.text"))
-    if text is None and isinstance(image, str):
-        return Item(None, modalities=("image",))
-    raise fields.refused(f"{path}.text", text, "a string")
+    if isinstance(value.get("text"), str) and not reads_images:
+        return multimodal.item(value, path)
+    return multimodal.item(value, path, "image")
 
 
 def _answer(
@@ -114,10 +115,11 @@ def _answer(
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
     ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
     results: list[dict[str, Any]] = ranked
-    if with_documents:
+    if with_documents:  # an image is not repeated
         texts = (items[index].text for index in order)
         results = [
-            {**each, "document": text if root else {"text": text}} for each, text in zip(ranked, texts, strict=True)
+            each if text is None else {**each, "document": text if root else {"text": text}}
+            for each, text in zip(ranked, texts, strict=True)
         ]
     timing = finished.timing(call)
     shared = {**finished.shared(call), "timing": timing}

@@ -1,0 +1,60 @@
+"""Inputs that are more than a text, as other makers write them: an object with a text or an image, and a list of parts,
+which are texts and images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sie_gateway import body as bodies
+from sie_gateway import images
+from sie_gateway.body import Item
+from sie_gateway.dialects import fields
+
+
+def pictured(text: str | None, given: Sequence[tuple[str, Any]], path: str) -> Item:
+    """An input with the images at these places of it, each with its path. Raises InvalidInput."""
+    files, fault = images.gather(given, path)
+    return Item(text, modalities=("image",), images=files, unfit=fault)
+
+
+def image(value: Any, path: str) -> Item:
+    """An input that is one image."""
+    return pictured(None, [(path, value)], path)
+
+
+def parts(value: Any, path: str) -> Item:
+    """One input of several parts: its texts, one per line, and its images. Raises InvalidInput."""
+    if not isinstance(value, list) or not value:
+        raise fields.refused(path, value, "a list of parts")
+    texts: list[str] = []
+    found: list[tuple[str, Any]] = []
+    for index, part in enumerate(value):
+        where = f"{path}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            texts.append(fields.text({f"{where}.text": part.get("text")}, f"{where}.text"))
+        elif kind == "image_url":
+            found.append(address(part, where))
+        else:
+            raise fields.refused(f"{where}.type", kind, "text or image_url")
+    text = "\n".join(texts) if texts else None
+    return pictured(text, found, path) if found else Item(text)
+
+
+def address(part: fields.Body, path: str) -> tuple[str, Any]:
+    """What stands for the address of an image, as the part of a list has it, with its path."""
+    given = part.get("image_url")
+    return (f"{path}.image_url.url", given.get("url")) if isinstance(given, dict) else (f"{path}.image_url", given)
+
+
+def item(value: fields.Body, path: str, *names: str) -> Item:
+    """An input that is a map: a text, an image below one of these names, or both. Raises InvalidInput."""
+    text = value.get("text")
+    found = [(f"{path}.{name}", value[name]) for name in names if value.get(name) is not None]
+    if not isinstance(text, str) and not (text is None and found):
+        raise fields.refused(f"{path}.text", text, "a string")
+    if text is not None:
+        bodies.utf8(text, f"{path}.text")
+    return pictured(text, found, path) if found else Item(text)

@@ -1,0 +1,95 @@
+"""Images of a request: what a client sent becomes the bytes of a file, unchanged. Nothing is fetched, and no file is
+opened here.
+
+    base64, data URI, bytes, or a map with `data` ──read, gather──► Images: the files, or what is wrong with one
+
+A value of another type, and a URL, fail the request. A text that is no base64 fails its input alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.option_values import bad
+
+MAX_IMAGES = 64  # of one input
+EXPECTED = "the bytes of an image file, as base64 or in a data URI"
+_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # no base64 has a colon
+_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
+_SPACE = b" \t\r\n"  # between the lines that some tools cut base64 into
+
+
+class Images(NamedTuple):
+    """The files of one input, in order. None of them where `fault` says why the input cannot be run."""
+
+    files: tuple[bytes, ...] = ()
+    fault: ErrorInfo | None = None
+
+
+class _Undecodable(Exception):
+    """Why a text gives no bytes."""
+
+
+def read(value: Any, path: str) -> Images:
+    """A list of images, or a single one. Raises InvalidInput: schema, invalid_media."""
+    given = [(f"{path}[{index}]", each) for index, each in enumerate(value)] if isinstance(value, list) else None
+    return gather(given if given is not None else [(path, value)], path)
+
+
+def gather(given: Sequence[tuple[str, Any]], path: str) -> Images:
+    """The images of an input that are at these places of it, each with its path. Raises as `read`."""
+    if len(given) > MAX_IMAGES:
+        message = f"{path}: got {len(given)} images, at most {MAX_IMAGES} are allowed in one input"
+        return _fault(message, path, limit=MAX_IMAGES)
+    files, fault = [], None
+    for where, each in given:  # all of them: a later one may fail the request
+        try:
+            files.append(_file(each, where))
+        except _Undecodable as error:
+            fault = fault or _fault(f"{where}: {error}", where)
+    return fault or Images(tuple(files))
+
+
+def _fault(message: str, path: str, **extras: int) -> Images:
+    return Images((), ErrorInfo("INVALID_INPUT", message, "invalid_media", path, extras=extras))
+
+
+def _file(value: Any, path: str) -> bytes:
+    """Raises _Undecodable, InvalidInput."""
+    if isinstance(value, dict):
+        if "nd" in value:
+            message = f"{path}: expected {EXPECTED}, got an array: send the image as a PNG file"
+            raise InvalidInput(message, reason="schema", param=path)
+        if not isinstance(value.get("format"), str | None):
+            raise bad(f"{path}.format", value["format"], "a string or null")
+        value, path = value.get("data"), f"{path}.data"
+    if isinstance(value, str):
+        value = _decoded(value, path)
+    if not isinstance(value, bytes):
+        raise bad(path, value, EXPECTED)
+    if not value:
+        raise _Undecodable(f"expected {EXPECTED}, got nothing")
+    return value
+
+
+def _decoded(text: str, path: str) -> bytes:
+    """Raises _Undecodable, InvalidInput."""
+    if text[:5].lower() == "data:":
+        head, _, text = text.partition(",")
+        if not head.lower().endswith(";base64"):
+            raise _Undecodable("expected a data URI of the form data:TYPE;base64,DATA")
+    elif _URL.match(text):
+        message = f"{path}: got a URL, which is not fetched: send {EXPECTED}"
+        raise InvalidInput(message, reason="invalid_media", param=path)
+    try:
+        data = text.encode("ascii").translate(_TO_STANDARD, _SPACE)
+        if len(data) % 4:  # padding may be left out
+            data += b"=" * (-len(data) % 4)
+        return base64.b64decode(data, validate=True)
+    except (UnicodeEncodeError, binascii.Error):
+        raise _Undecodable("expected base64 or a data URI, got a string that is neither") from None

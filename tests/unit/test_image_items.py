@@ -1,0 +1,627 @@
+"""Images of a request on their way into a work item: forms, limits, refusals, routes, both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from fake_adapter import WIDTH, toy_entry
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import GatewayProcess, InProcess
+from PIL import Image
+
+from sie_contracts import arrays, families, messages
+from sie_contracts.costs import IMAGE_TOKENS
+from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
+from sie_gateway import body as bodies
+from sie_gateway import image_headers, images
+from sie_gateway.body import Item
+from sie_gateway.chunk import Chunk, Files, Limits, split
+from sie_sdk import SIEAsyncClient, SIEClient
+
+STREAM = "WORK__default"
+SEEN = "toy/seen"
+CANARY = "c4n4ry"
+
+
+def file(form: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (5, 3), **options: Any) -> bytes:
+    written = io.BytesIO()
+    Image.new(mode, size, 1).save(written, format=form, **options)
+    return written.getvalue()
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{b64(data)}"
+
+
+# forms
+
+
+DATA = bytes(range(250, 256)) + b"\x00\xfb\xef\xbe"  # its base64 has + and /, and padding
+FORMS: list[Any] = [
+    DATA,
+    b64(DATA),
+    b64(DATA).rstrip("="),
+    base64.urlsafe_b64encode(DATA).decode(),
+    base64.urlsafe_b64encode(DATA).decode().rstrip("="),
+    "\n".join((b64(DATA)[:8], b64(DATA)[8:])) + "\r\n",
+    f"data:image/png;base64,{b64(DATA)}",
+    f"DATA:;BASE64,{b64(DATA)}",
+    f"data:image/svg+xml;charset=utf-8;base64,{b64(DATA)}",
+    {"data": DATA},
+    {"data": b64(DATA), "format": "png"},
+    {"data": uri(DATA), "format": None, "more": 3},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
+def test_every_form_gives_the_same_bytes(form: Any) -> None:
+    """E16."""
+    assert images.read(form, "p") == images.read([form], "p") == ((DATA,), None)
+    assert images.read([form, b"x", form], "p").files == (DATA, b"x", DATA)
+
+
+@given(st.binary(min_size=1), st.booleans(), st.booleans())
+def test_any_bytes_come_back_from_base64(data: bytes, safe: bool, padded: bool) -> None:
+    text = (base64.urlsafe_b64encode if safe else base64.b64encode)(data).decode()
+    assert images.read(text if padded else text.rstrip("="), "p").files == (data,)
+
+
+UNDECODABLE = [
+    f"{CANARY}!",
+    f"data:image/png,{CANARY}",
+    f"data:image/png;base64,{CANARY}*",
+    "data:",
+    f"data:{CANARY}",
+    "a",
+    "aGk=aGk=",
+    "aG=k",
+    "====",
+    "aGk====",
+    "aGkä",
+    "",
+    b"",
+    "data:image/png;base64,",
+    "/etc/passwd.png",
+    "\ud7ff",
+]
+
+
+@pytest.mark.parametrize("text", UNDECODABLE, ids=repr)
+def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
+    for value, path in (([b"x", text], "items[2].images[1]"), (text, "items[2].images")):
+        found, fault = images.read(value, "items[2].images")
+        assert found == ()
+        assert fault is not None
+        assert (fault.code, fault.reason, fault.param) == ("INVALID_INPUT", "invalid_media", path)
+        assert fault.message.startswith(f"{path}: expected ")
+        assert CANARY not in fault.message
+    inner = images.read({"data": text}, "p").fault
+    assert inner is not None
+    assert inner.param == "p"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "HTTPS://host/a.png",
+        "file:///etc/passwd",
+        "s3://bucket/key",
+        " https://host/a",
+        "gopher:x",
+    ],
+)
+def test_an_address_fails_the_request_and_says_what_to_send(address: str) -> None:
+    """X9: nothing is fetched."""
+    for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
+        with pytest.raises(InvalidInput, match="not fetched: send the bytes") as caught:
+            images.read(value, "p")
+        assert caught.value.reason == "invalid_media"
+        assert address not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (3, "p"),
+        (True, "p"),
+        ([None], "p[0]"),
+        ([1.5], "p[0]"),
+        ([["aGk="]], "p[0]"),
+        ([b"x", {}], "p[1].data"),
+        ({"data": None}, "p.data"),
+        ({"data": 3}, "p.data"),
+        ({"data": {"data": b"x"}}, "p.data"),
+        ({"data": b"x", "format": 3}, "p.format"),
+        ({"format": "png"}, "p.data"),
+        (arrays.pack(np.zeros((2, 2, 3), np.uint8)), "p"),
+    ],
+    ids=str,
+)
+def test_what_is_no_image_by_its_type_fails_the_request(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        value = {key.decode() if isinstance(key, bytes) else key: each for key, each in value.items()}
+    with pytest.raises(InvalidInput) as caught:
+        images.read(value, "p")
+    assert (caught.value.reason, caught.value.param) == ("schema", path)
+    assert caught.value.message.startswith(f"{path}: expected ")
+
+
+def test_an_input_has_at_most_64_images() -> None:
+    assert len(images.read([b"x"] * 64, "p").files) == 64
+    found, fault = images.read([b"x"] * 65, "items[0].images")
+    assert (found, fault) != ((), None)
+    assert fault is not None
+    assert (fault.reason, fault.param, fault.extras) == ("invalid_media", "items[0].images", {"limit": 64})
+    assert "got 65 images, at most 64" in fault.message
+
+
+LEAVES: list[Any] = [
+    *(None, True, 0, -1, 1 << 70, 2.5, float("nan"), "", "a", "aGk=", "aGk", "?", "\x00", "é", "\ud7ff", b"", b"\xff"),
+    *("data:", "data:,", "data:;base64,aGk=", "http://h", "x:", ":", "=" * 9, "aGk=" * 5000, [], {}, {"nd": True}),
+]
+
+
+def odd(chance: random.Random, depth: int = 0) -> Any:
+    kind = chance.random() if depth < 4 else 0
+    if kind < 0.6:
+        return chance.choice(LEAVES)
+    if kind < 0.8:
+        return [odd(chance, depth + 1) for _ in range(chance.choice((0, 1, 2, 3, 65)))]
+    return {chance.choice(("data", "format", "nd", "x")): odd(chance, depth + 1) for _ in range(2)}
+
+
+def read(value: Any) -> tuple[images.Images, ErrorInfo | None]:
+    """What is read, and what is wrong with it, be it with one input or with the request."""
+    try:
+        found = images.read(value, "items[0].images")
+    except InvalidInput as error:
+        return images.Images(), error.info()
+    return found, found.fault
+
+
+def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None:
+    chance = random.Random(17)
+    kinds = set()
+    for _ in range(1000):
+        value = odd(chance)
+        found, fault = read(value)
+        assert all(isinstance(each, bytes) and each for each in found.files)
+        kinds.add(fault.reason if fault else "")
+        if fault is not None:
+            assert fault.param.startswith("items[0].images"), value
+            assert found.files == ()
+    assert kinds == {"", "schema", "invalid_media"}
+
+
+# sizes and costs
+
+
+def test_bytes_of_images_count_in_the_size_and_not_as_text() -> None:
+    (item,) = bodies.items({"items": [{"text": "four", "images": [b"x" * 1000, b"y"]}]}, limit=1)
+    assert (item.size, item.image_bytes, item.is_empty) == (1005, 1001, False)
+    assert not Item(None, images=(b"x",)).is_empty
+    assert Input("four", images=(b"x" * 1000, b"y")).nbytes == 1005
+
+
+def pieces(sizes: list[int], files: list[Files], **limits: int) -> list[Chunk]:
+    bounds = Limits(limits.pop("cost", 1 << 30), limits.pop("payload", 1 << 30), limits.pop("result", 1 << 30))
+    return split(sizes, max_tokens=100, item_result_bytes=0, limits=bounds, files=files, **limits)
+
+
+def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
+    """A file of 40 kB is not 10,000 tokens, nor the limit of the model's texts."""
+    (one,) = pieces([40_008], [Files(1, 40_000)])
+    assert (one.cost, one.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
+    (several,) = pieces([40_000, 8], [Files(3, 40_000), Files()])
+    assert several.cost == 2 + 3 * IMAGE_TOKENS + 4
+    assert [piece.stop for piece in pieces([1000] * 6, [Files(1, 1000)] * 6, cost=2 * IMAGE_TOKENS + 4)] == [2, 4, 6]
+    assert [piece.stop for piece in pieces([1000] * 6, [Files(1, 1000)] * 6, payload=3500)] == [3, 6]
+    vectors = {"token_result_bytes": 512, "result": 512 * (IMAGE_TOKENS + 2)}
+    assert [piece.stop for piece in pieces([1000] * 3, [Files(1, 1000)] * 3, **vectors)] == [1, 2, 3]
+
+
+# what files say of themselves
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (file("PNG"), (5, 3, "png", 24)),
+        (file("PNG", "RGBA"), (5, 3, "png", 32)),
+        (file("PNG", "L"), (5, 3, "png", 8)),
+        (file("JPEG"), (5, 3, "jpeg", 24)),
+        (file("JPEG", "L", exif=b"Exif\0\0" + bytes(300)), (5, 3, "jpeg", 8)),
+        (file("JPEG", "RGB", progressive=True, size=(300, 200)), (300, 200, "jpeg", 24)),
+        (file("GIF", "P"), (5, 3, "gif", 1)),
+        (file("BMP"), (5, 3, "bmp", 24)),
+        (file("WEBP"), (5, 3, "webp", 24)),
+        (file("WEBP", lossless=True), (5, 3, "webp", 24)),
+        (file("WEBP", "RGBA", lossless=True), (5, 3, "webp", 32)),
+        (file("WEBP", "RGB", exif=b"Exif\0\0" + bytes(30)), (5, 3, "webp", 24)),
+        (file("TIFF"), None),
+        (b"", None),
+        (b"BM", None),
+        (b"\xff\xd8\xff\xe0\xff\xff", None),
+        (b"\xff\xd8\xff\xe0\x00\x00" * 9, None),
+        (b"\x89PNG\r\n\x1a\n" + bytes(17), None),
+    ],
+)
+def test_the_first_bytes_of_a_file_tell_its_size(data: bytes, expected: tuple[Any, ...] | None) -> None:
+    assert image_headers.header(data) == expected
+
+
+@given(
+    st.sampled_from([file(form) for form in ("PNG", "JPEG", "GIF", "BMP", "WEBP")]),
+    st.integers(0, 400),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=8),
+)
+def test_a_damaged_file_tells_something_or_nothing(data: bytes, cut: int, changes: list[tuple[int, int]]) -> None:
+    bent = bytearray(data)
+    for place, value in changes:
+        bent[place % len(bent)] = value
+    found = image_headers.header(bytes(bent[:cut]))
+    assert found is None or all(isinstance(number, int) for number in (found.width, found.height, found.bit_depth))
+
+
+# through a gateway, to the work item
+
+
+class Worker:
+    """Reads what lies in the stream, answers it, and keeps what it read. A vector is made of the bytes of its input."""
+
+    def __init__(self, cluster: InProcess, store: Path) -> None:
+        self._cluster = cluster
+        self._store = store
+        self._done = 0
+        self.items: list[WorkItem] = []
+
+    @property
+    def inputs(self) -> list[Input]:
+        """Those of all chunks, in the order of their requests."""
+        return [each for item in sorted(self.items, key=lambda item: item.first) for each in item.inputs]
+
+    async def run(self) -> None:
+        while True:
+            stream = self._cluster.server.streams.get(STREAM)
+            for sequence, message in sorted(stream.messages.items()) if stream else ():
+                if sequence > self._done:
+                    self._done = sequence
+                    await self._answer(messages.decode_work(message.data))
+            await asyncio.sleep(0.002)
+
+    async def _answer(self, item: WorkItem) -> None:
+        if item.payload:
+            payload = messages.decode_payload((self._store / item.payload).read_bytes())
+            item = msgspec.structs.replace(item, inputs=payload.inputs, query=payload.query)
+        self.items.append(item)
+        outcomes = tuple(
+            Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, 3, score=float(number))
+            for number, _ in enumerate(item.inputs)
+        )
+        block = b"".join(vector_of(each).tobytes() for each in item.inputs)
+        result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
+        await self._cluster.send(item.reply, messages.encode(result))
+
+
+def vector_of(given: Input) -> np.ndarray:
+    digest = hashlib.sha256((given.text or "").encode() + b"|".join(given.images)).digest()
+    return np.frombuffer(digest, np.uint8)[:WIDTH].astype(np.float32) + 1
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
+    both = {"inputs": ["text", "image"]}
+    entries = (
+        toy_entry(SEEN, **both),
+        toy_entry("toy/one"),
+        toy_entry("toy/shown", outputs={"score": 0}, **both),
+        *(toy_entry(f"toy/eye-{number}", **both) for number in range(3)),
+    )
+    async with InProcess(folder, *entries) as cluster:
+        store = folder / "payloads"
+        gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(store))
+        worker = Worker(cluster, store)
+        task = asyncio.create_task(worker.run())
+        try:
+            yield gateway, worker
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
+    async with running(tmp_path) as found:
+        yield found
+
+
+async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool = False) -> httpx.Response:
+    if not msgpack:
+        return await gateway.client.post(path, json=body)
+    headers = {"content-type": "application/msgpack", "accept": "application/json"}
+    return await gateway.client.post(path, content=msgspec.msgpack.encode(body), headers=headers)
+
+
+async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProcess, Worker]) -> None:
+    """E16: digest at the client is digest at the worker, in both transports, in a message and through the payload
+    store.
+    """
+    gateway, worker = place
+    large = np.random.default_rng(1).bytes(3 << 20)
+    files = [file("JPEG"), file("PNG"), b"no image at all", large]
+    given = [{"id": str(number), "images": [each]} for number, each in enumerate(files)]
+    given += [{"text": "both", "images": files[:2]}, {"text": "a text"}]
+    expected = [Input(each.get("text"), images=tuple(each.get("images", ()))) for each in given]
+    as_json = [
+        {**each, "images": [b64(file) for file in each["images"]]} if "images" in each else each for each in given
+    ]
+    answers = []
+    for body, msgpack in ((given, True), (as_json, False)):
+        worker.items.clear()
+        answer = await post(gateway, f"/v1/encode/{SEEN}", {"items": body}, msgpack=msgpack)
+        assert answer.status_code == 200, answer.text
+        found = worker.inputs
+        assert [list(map(digest, each.images)) for each in found] == [
+            list(map(digest, each.images)) for each in expected
+        ]
+        assert [each.text for each in found] == [each.text for each in expected]
+        answers.append([slot["dense"]["values"] for slot in answer.json()["items"]])
+        assert all(not item.inputs or item.cost < 10 * IMAGE_TOKENS for item in worker.items)
+    assert answers[0] == answers[1] == [vector_of(each).tolist() for each in expected]
+    assert await gateway.metric("sie_gateway_queue_payload_offloads_total") == 2
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+async def test_a_query_may_be_an_image(place: tuple[GatewayProcess, Worker]) -> None:
+    gateway, worker = place
+    body = {"query": {"images": uri(DATA)}, "items": ["a", {"images": [b64(b"x")]}]}
+    answer = await post(gateway, "/v1/score/toy/shown", body)
+    assert answer.status_code == 200, answer.text
+    assert worker.items[0].query == Input(None, images=(DATA,))
+    assert worker.inputs == [Input("a"), Input(None, images=(b"x",))]
+    wrong = (await post(gateway, "/v1/score/toy/shown", {**body, "query": {"images": ["?"]}})).json()["error"]
+    assert (wrong["reason"], wrong["param"]) == ("invalid_media", "query.images[0]")
+    assert wrong["message"].startswith("query.images[0]: expected")
+    foreign = (await post(gateway, "/v1/encode/toy/one", {"items": [{"images": [DATA.hex()]}]})).json()["error"]
+    assert foreign["reason"] == "unsupported_modality"
+
+
+async def test_one_bad_image_costs_its_own_input_alone(
+    place: tuple[GatewayProcess, Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """L14."""
+    caplog.set_level(logging.DEBUG)
+    gateway, worker = place
+    items: list[Any] = [{"images": [b64(DATA)]} for _ in range(64)]
+    items[5] = {"id": "x", "images": [b64(DATA), f"{CANARY}!"]}
+    items[7] = {"images": [b64(DATA)] * 65}
+    for msgpack in (True, False):
+        worker.items.clear()
+        answer = await post(gateway, f"/v1/encode/{SEEN}", {"items": items}, msgpack=msgpack)
+        slots = answer.json()["items"]
+        assert [index for index, slot in enumerate(slots) if "error" in slot] == [5, 7]
+        assert len(worker.inputs) == 62
+        error = slots[5]["error"]
+        assert (slots[5]["id"], error["code"], error["reason"]) == ("x", "INVALID_INPUT", "invalid_media")
+        assert error["message"] == "items[5].images[1]: expected base64 or a data URI, got a string that is neither"
+        assert (slots[7]["error"]["reason"], slots[7]["error"]["limit"]) == ("invalid_media", 64)
+        alone = await post(gateway, f"/v1/encode/{SEEN}", {"items": [items[5]]}, msgpack=msgpack)
+        told = alone.json()["error"]
+        assert (alone.status_code, told["param"], told["message"]) == (
+            400,
+            "items[0].images[1]",
+            "items[0].images[1]: expected base64 or a data URI, got a string that is neither",
+        )
+        assert CANARY not in answer.text + alone.text
+    assert CANARY not in caplog.text
+    assert b64(DATA) not in caplog.text
+
+
+async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
+    place: tuple[GatewayProcess, Worker],
+) -> None:
+    gateway, worker = place
+    answer = await post(gateway, "/v1/encode/toy/one", {"items": ["a", {"text": "b", "images": [b64(DATA)]}]})
+    good, failed = answer.json()["items"]
+    assert ("dense" in good, failed["error"]["reason"]) == (True, "unsupported_modality")
+    assert failed["error"]["message"] == (
+        "toy/one takes text, not image; models that take it: toy/eye-0, toy/eye-1, toy/eye-2"
+    )
+    audio = await post(gateway, "/v1/encode/toy/one", {"items": [{"audio": b64(DATA)}]})
+    assert (
+        audio.json()["error"]["message"] == "items[0]: toy/one takes text, not audio; no model here takes it for encode"
+    )
+    assert [each.images for each in worker.inputs] == [()]
+
+
+async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
+    place: tuple[GatewayProcess, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract 4: dual encoders encode the images."""
+    gateway, worker = place
+    body = {
+        "items": [{"text": "a", "images": [b64(DATA)]}, {"images": [b64(DATA)]}, "c", {"text": "", "images": b64(DATA)}]
+    }
+    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", body)).json()
+    one_tower = families.Family(implementation="", ignores_text_beside_images=True)
+    monkeypatch.setattr(families, "row", lambda name: one_tower)
+    told = (await post(gateway, f"/v1/encode/{SEEN}", body)).json()["warnings"]
+    assert told == [f"text: ignored in 1 of 4 inputs; {SEEN} encodes the images of an input that has both"]
+    assert [each.text for each in worker.items[-1].inputs] == ["a", None, "c", ""]
+    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": body["items"][1:]})).json()
+
+
+# the routes of other makers
+
+
+A, B = file("PNG"), file("JPEG", size=(8, 2))
+PARTS = [
+    {"type": "text", "text": "one"},
+    {"type": "image_url", "image_url": {"url": uri(A)}},
+    {"type": "text", "text": "two"},
+    {"type": "image_url", "image_url": b64(B)},
+]
+OF_PARTS = Input("one\ntwo", images=(A, B))
+OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
+    ("/v1/embeddings", {"input": uri(A), "modality": "image"}, [Input(images=(A,))]),
+    ("/v1/embeddings", {"input": [uri(A), b64(B)], "modality": "image"}, [Input(images=(A,)), Input(images=(B,))]),
+    (
+        "/embeddings",
+        {"input": ["a", {"text": "b"}, {"image": uri(A)}, {"bytes": b64(A)}, {"url": uri(B)}]},
+        [Input("a"), Input("b"), Input(images=(A,)), Input(images=(A,)), Input(images=(B,))],
+    ),
+    ("/v1/embeddings", {"input": [{"text": "a", "image": uri(A)}]}, [Input("a", images=(A,))]),
+    ("/v1/embeddings", {"input": [{"content": PARTS}]}, [OF_PARTS]),
+    ("/v1/embeddings", {"input": PARTS[:2]}, [Input("one"), Input(images=(A,))]),
+    ("/v2/embed", {"images": [uri(A), b64(B)], "input_type": "image"}, [Input(images=(A,)), Input(images=(B,))]),
+    ("/v1/embed", {"images": [uri(A)]}, [Input(images=(A,))]),
+    (
+        "/v2/embed",
+        {"inputs": [{"content": PARTS}, {"content": PARTS[:1]}], "input_type": "search_document"},
+        [OF_PARTS, Input("one")],
+    ),
+    *(
+        (
+            path,
+            {"query": "q", "documents": ["a", {"text": "b"}, {"image": b64(A)}, {"text": "c", "image": uri(B)}]},
+            [Input("a"), Input("b"), Input(images=(A,)), Input("c", images=(B,))],
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+]
+
+
+async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess, Worker]) -> None:
+    gateway, worker = place
+    for path, body, expected in OTHERS:
+        worker.items.clear()
+        answer = await post(gateway, path, {"model": "toy/shown" if "rerank" in path else SEEN, **body})
+        assert answer.status_code == 200, (path, answer.text)
+        assert worker.inputs == expected, path
+        for data in (A, B):
+            assert b64(data)[:40] not in answer.text
+
+
+async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:
+    gateway, _ = place
+    body = {"model": SEEN, "input_type": "image", "images": [uri(A), uri(B)]}
+    told = (await post(gateway, "/v2/embed", body)).json()
+    assert told["images"] == [
+        {"width": 5, "height": 3, "format": "png", "bit_depth": 24},
+        {"width": 8, "height": 2, "format": "jpeg", "bit_depth": 24},
+    ]
+    assert (told["texts"], told["meta"]["billed_units"]) == ([], {"images": 2})
+    assert told["embeddings"]["float"] == [vector_of(Input(images=(data,))).tolist() for data in (A, B)]
+    unknown = (await post(gateway, "/v2/embed", {**body, "images": [uri(A), uri(b"?")]})).json()
+    assert "images" not in unknown
+    parts = {"model": SEEN, "input_type": "search_document", "inputs": [{"content": PARTS}]}
+    mixed = (await post(gateway, "/v2/embed", parts)).json()
+    assert (mixed["texts"], set(mixed["meta"]["billed_units"])) == (["one\ntwo"], {"images", "input_tokens"})
+    assert len(mixed["images"]) == 2
+
+
+async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Worker]) -> None:
+    gateway, _ = place
+    body = {"model": "toy/shown", "query": "q", "documents": ["a", {"image": b64(A)}], "return_documents": True}
+    found = {each["index"]: each for each in (await post(gateway, "/v2/rerank", body)).json()["results"]}
+    assert (found[0]["document"], "document" in found[1]) == ({"text": "a"}, False)
+
+
+FAULTY: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/embeddings", {"input": ["aGk=", "?"], "modality": "image"}, "input[1]"),
+    ("/v1/embeddings", {"input": "", "modality": "image"}, "input[0]"),
+    ("/v1/embeddings", {"input": ["a", {"image": "?"}]}, "input[1].image"),
+    ("/v1/embeddings", {"input": [{"content": [*PARTS, *PARTS[1:2] * 63]}]}, "input[0].content"),
+    ("/v2/embed", {"images": ["?"], "input_type": "image"}, "images[0]"),
+    (
+        "/v2/embed",
+        {"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "?"}}]}], "input_type": "image"},
+        "inputs[0].content[0].image_url.url",
+    ),
+    ("/v1/rerank", {"query": "q", "documents": ["a", {"image": "?"}]}, "documents[1].image"),
+]
+
+
+async def test_a_route_without_slots_fails_and_names_the_field(place: tuple[GatewayProcess, Worker]) -> None:
+    gateway, _ = place
+    for path, body, param in FAULTY:
+        answer = await post(gateway, path, {"model": "toy/shown" if "rerank" in path else SEEN, **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["reason"], error["param"]) == (400, "invalid_media", param), (path, body)
+        assert error["message"].startswith(f"{param}: ")
+        if "errors" in answer.json():
+            assert answer.json()["errors"][0]["message"] == error["message"]
+
+
+async def test_a_text_with_a_field_that_is_called_image_is_ranked_as_a_text_by_a_model_of_texts(
+    tmp_path: Path,
+) -> None:
+    """Documents are maps with any fields of their owner, such as the address of a picture."""
+    async with InProcess(tmp_path, toy_entry("toy/score", outputs={"score": 0})) as cluster:
+        gateway = await cluster.gateway()
+        worker = Worker(cluster, tmp_path)
+        task = asyncio.create_task(worker.run())
+        body = {"model": "toy/score", "query": "q", "documents": [{"text": "a", "image": "https://host/a.png"}]}
+        answer = await post(gateway, "/v1/rerank", body)
+        task.cancel()
+        assert (answer.status_code, worker.inputs) == (200, [Input("a")])
+
+
+# both clients
+
+
+async def test_clients_send_every_kind_of_image(place: tuple[GatewayProcess, Worker], tmp_path: Path) -> None:
+    gateway, worker = place
+    data = file("PNG")
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    pixels = np.arange(30, dtype=np.uint8).reshape(2, 5, 3)
+    given: list[Any] = [path, str(path), data, bytearray(data), uri(data), io.BytesIO(data), {"data": data}]
+    made: list[Any] = [Image.fromarray(pixels), pixels, pixels[:, :, 0]]
+
+    def items() -> list[Any]:
+        for each in given:
+            if isinstance(each, io.BytesIO):
+                each.seek(0)
+        return [*({"images": [each]} for each in given), *({"images": each} for each in made), {"images": given[:5]}]
+
+    async with SIEAsyncClient(gateway.url) as client:
+        found = [await client.encode(SEEN, items())]
+    with SIEClient(gateway.url) as sync:
+        found.append(await asyncio.to_thread(sync.encode, SEEN, items()))
+    for results in found:
+        assert len(results) == len(given) + len(made) + 1
+        for result, sent in zip(results, items(), strict=True):
+            assert "error" not in result, (result, sent)
+    by_request: dict[str, list[WorkItem]] = {}
+    for item in worker.items:
+        by_request.setdefault(item.request, []).append(item)
+    for request in by_request.values():
+        inputs = [each for item in sorted(request, key=lambda item: item.first) for each in item.inputs]
+        assert [each.images for each in inputs[: len(given)]] == [(data,)] * len(given)
+        shown = [np.asarray(Image.open(io.BytesIO(each.images[0]))) for each in inputs[len(given) : -1]]
+        assert [each.tolist() for each in shown] == [pixels.tolist(), pixels.tolist(), pixels[:, :, 0].tolist()]
+        assert inputs[-1].images == (data,) * 5
