@@ -83,10 +83,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "dual-encoder": Family(
             implementation="sie_adapter.families.dual_encoder:DualEncoder",
             gives_vectors=True,
+            ignores_text_beside_images=True,
         ),
         "vision-language": Family(
             implementation="sie_adapter.families.vision_language:VisionLanguage",
             gives_vectors=True,
+            ignores_text_beside_images=True,
         ),
         "gliner": Family(
             implementation="sie_adapter.families.gliner:GlinerModel",

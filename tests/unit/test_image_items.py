@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
-from sie_contracts import arrays, families, messages
+from sie_contracts import arrays, messages
 from sie_contracts.costs import IMAGE_TOKENS
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
@@ -333,6 +333,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
     both = {"inputs": ["text", "image"]}
     entries = (
         toy_entry(SEEN, **both),
+        toy_entry("toy/dual", family="dual-encoder", **both),
         toy_entry("toy/one"),
         toy_entry("toy/shown", outputs={"score": 0}, **both),
         *(toy_entry(f"toy/eye-{number}", **both) for number in range(3)),
@@ -448,7 +449,7 @@ async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
     good, failed = answer.json()["items"]
     assert ("dense" in good, failed["error"]["reason"]) == (True, "unsupported_modality")
     assert failed["error"]["message"] == (
-        "toy/one takes text, not image; models that take it: toy/eye-0, toy/eye-1, toy/eye-2"
+        "toy/one takes text, not image; models that take it: toy/dual, toy/eye-0, toy/eye-1"
     )
     audio = await post(gateway, "/v1/encode/toy/one", {"items": [{"audio": b64(DATA)}]})
     assert (
@@ -458,20 +459,17 @@ async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
 
 
 async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
-    place: tuple[GatewayProcess, Worker], monkeypatch: pytest.MonkeyPatch
+    place: tuple[GatewayProcess, Worker],
 ) -> None:
     """Contract 4: dual encoders encode the images."""
     gateway, worker = place
-    body = {
-        "items": [{"text": "a", "images": [b64(DATA)]}, {"images": [b64(DATA)]}, "c", {"text": "", "images": b64(DATA)}]
-    }
-    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", body)).json()
-    one_tower = families.Family(implementation="", ignores_text_beside_images=True)
-    monkeypatch.setattr(families, "row", lambda name: one_tower)
-    told = (await post(gateway, f"/v1/encode/{SEEN}", body)).json()["warnings"]
-    assert told == [f"text: ignored in 1 of 4 inputs; {SEEN} encodes the images of an input that has both"]
+    image = b64(DATA)
+    items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
+    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
+    told = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
+    assert told == ["text: ignored in 1 of 4 inputs; toy/dual encodes the images of an input that has both"]
     assert [each.text for each in worker.items[-1].inputs] == ["a", None, "c", ""]
-    assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": body["items"][1:]})).json()
+    assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 
 
 # the routes of other makers
