@@ -51,7 +51,8 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a batch: tokens, work items, seconds that the oldest may wait, and overtakes of bulk work.
+    """Bounds of a batch: tokens, work items, seconds that the oldest may wait, overtakes of bulk work, and bytes of
+    pixels.
 
     `reorder_s`: in a model that pads, no job is overtaken by one of its key that arrived more than so much later.
     """
@@ -61,6 +62,7 @@ class Limits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
+    pixel_bytes: int = 96 << 20  # of the 128 MiB that a frame to the adapter may have
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Device:
 class Job(Generic[T]):
     """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same).
     `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
-    `budget_s` seconds when it was published.
+    `budget_s` seconds when it was published. `pixel_bytes`: of its images.
     """
 
     key: BatchKey
@@ -94,6 +96,7 @@ class Job(Generic[T]):
     deadline_s: float = math.inf
     budget_s: float = math.inf
     time_cost: float = 0.0
+    pixel_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,11 +175,12 @@ class _Queue(Generic[T]):
         self.alone -= job.alone
 
     def _first(self, limits: Limits) -> list[int]:
-        cost = number = 0
+        cost = number = size = 0
         for job in self.jobs:
-            if number and (job.alone or number >= limits.requests or cost + job.cost > limits.cost):
+            cost, size = cost + job.cost, size + job.pixel_bytes
+            is_over = number >= limits.requests or cost > limits.cost or size > limits.pixel_bytes
+            if number and (job.alone or is_over):
                 break
-            cost += job.cost
             number += 1
         return list(range(number))
 
@@ -189,14 +193,14 @@ class _Queue(Generic[T]):
         for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
             if job.alone or job.arrived_s > head.arrived_s + limits.reorder_s:
                 break
-            near.append((abs(job.cost - head.cost), place, job.cost))
-        places, cost = [0], head.cost
-        for _, place, job_cost in sorted(near):
+            near.append((abs(job.cost - head.cost), place, job.cost, job.pixel_bytes))
+        places, cost, size = [0], head.cost, head.pixel_bytes
+        for _, place, job_cost, job_bytes in sorted(near):
             if len(places) >= limits.requests:
                 break
-            if cost + job_cost <= limits.cost:
+            if cost + job_cost <= limits.cost and size + job_bytes <= limits.pixel_bytes:
                 places.append(place)
-                cost += job_cost
+                cost, size = cost + job_cost, size + job_bytes
         return places
 
 

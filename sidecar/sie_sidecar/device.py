@@ -102,7 +102,8 @@ class DeviceQueue:
         crossover = ready.loaded.crossover_tokens if ready is not None else 0
         time_cost = costs.text_cost(cost, sum(row.cost**2 for row in own), crossover)
         budget_s = item.budget_ms / 1000
-        return Job(key, cost, arrived_s, flight, item.priority == "bulk", alone, flight.due_s, budget_s, time_cost)
+        bulk, size = item.priority == "bulk", sum(row.pixel_bytes for row in own)
+        return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, size)
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
         """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of

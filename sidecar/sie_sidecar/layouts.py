@@ -108,8 +108,7 @@ def _seen(images: Seen | InvalidInput, layout: Rows) -> Row:
     ids, tokens = _NONE, layout.image_tokens
     if tokens is not None:
         ids = np.array([*tokens.before, *(tokens.token,) * tokens.count, *tokens.after], np.int32)
-    size = sum(len(image.pixels) for image in images)
-    return Row(ids, len(ids), expanded=cost.images(len(ids) + len(images) * layout.images.tokens, size), images=images)
+    return Row(ids, len(ids), expanded=len(ids) + len(images) * layout.images.tokens, images=images)
 
 
 def _given(vectors: Vectors) -> Row:

@@ -60,6 +60,11 @@ class Row:
         """Tokens on the device."""
         return cost.text(len(self.ids), self.expanded)
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Of its images."""
+        return sum(len(image.pixels) for image in self.images)
+
 
 class Work(NamedTuple):
     """What the rows of one work item are made from. `images`: those of each input that has any, by its index, or why

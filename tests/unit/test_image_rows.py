@@ -13,7 +13,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Recipe, Size
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions
-from sie_sidecar import cost, layouts
+from sie_sidecar import layouts
 from sie_sidecar.image_frames import Prepared
 from sie_sidecar.rows import Part, Work, to_batch
 from sie_sidecar.tokens import ModelTokenizer
@@ -48,11 +48,11 @@ def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_co
     assert (said.ids.tolist(), said.cost, said.images) == ([1], 1, ())
 
 
-def test_many_pixels_cost_more_than_the_tokens_of_an_image(tokenizer: ModelTokenizer) -> None:
-    """A frame to the adapter is bounded in bytes."""
+def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:
+    """They bound a batch as well as its tokens do."""
     large = prepared(0, 640, 480)
-    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE,)), _0=[large])])
-    assert made.rows[0].cost == len(large.pixels) // cost.IMAGE_BYTES > RECIPE.tokens
+    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
+    assert (made.rows[0].cost, made.rows[0].pixel_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
 
 
 def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their_input_alone(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -228,6 +229,20 @@ def formed(jobs: Sequence[Job[str]], limits: Limits, now_s: float = 1.0) -> list
     while isinstance(batch := next_batch(waiting, now_s, limits, BUSY), Batch):
         found.append("".join(job.work for job in batch.jobs))
     return found
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
+    """What goes to the adapter in one frame; an image over the bound runs alone."""
+    bounds = Limits(cost=1000, requests=10, wait_s=0.01, pixel_bytes=100)
+    sizes = [60, 40, 60, 30, 20, 500, 10]
+    jobs = [
+        Job(key(padded=padded), 1, number / 1000, str(number), pixel_bytes=size) for number, size in enumerate(sizes)
+    ]
+    batches = formed(jobs, bounds)
+    assert sorted("".join(batches)) == list("0123456")
+    assert all(sum(sizes[int(number)] for number in batch) <= 100 or len(batch) == 1 for batch in batches)
+    assert len(batches) <= 5
 
 
 def test_the_loras_of_a_model_take_turns() -> None:

@@ -54,6 +54,5 @@ def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
 
 
 def test_what_inputs_cost() -> None:
-    """A text its tokens, or what its row is filled up to; an image 1 or its tiles."""
+    """A text its tokens, or what its row is filled up to."""
     assert (cost.text(12), cost.text(12, expanded=32), cost.text(40, expanded=32)) == (12, 32, 40)
-    assert (cost.images(5, 0), cost.images(5, 10 * cost.IMAGE_BYTES)) == (5, 10)
