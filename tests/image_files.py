@@ -10,7 +10,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 
 WIDTH, HEIGHT = 60, 40
 
@@ -101,4 +101,5 @@ def seeds() -> list[bytes]:
         *(encoded(image, "TIFF", compression=name) for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")),
         encoded(image.convert("1"), "TIFF", compression="group4"),
         encoded(image, "BMP"),
+        *([encoded(image, "AVIF")] if features.check("avif") else []),
     ]

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import cause_of
@@ -41,6 +42,8 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core holds what clients sent
     if sys.platform.startswith("linux"):  # elsewhere the limit is refused or ignored
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        with contextlib.suppress(OSError):  # without memory the kernel ends this process first, not the sidecar
+            Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _die_with(parent: int) -> None:

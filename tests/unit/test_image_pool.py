@@ -152,6 +152,10 @@ async def test_an_image_that_takes_too_long_is_given_up_and_its_worker_replaced(
         assert not psutil.pid_exists(pid)
 
 
+def killed_first(pid: int) -> bool:
+    return Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+
+
 async def test_a_worker_has_so_much_memory_and_no_more() -> None:
     async with pool_of(memory_bytes=250 << 20) as pool:
         pid = (await pool.prepare(GOOD, SMALL), *pool.pids)[1]
@@ -159,6 +163,7 @@ async def test_a_worker_has_so_much_memory_and_no_more() -> None:
         assert (await pool.prepare(GOOD, SMALL)).height == 16
         assert pool.pids == (pid,)
         assert psutil.Process(pid).rlimit(psutil.RLIMIT_CORE) == (0, 0)
+        assert killed_first(pid)
 
 
 async def test_a_caller_that_leaves_costs_no_worker_and_mixes_up_no_answers() -> None:
