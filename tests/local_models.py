@@ -124,6 +124,19 @@ def _clip(folder: Path) -> Entry:
     }
 
 
+def _pages(folder: Path) -> Entry:
+    dual_checkpoints.colpali(folder)
+    question = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
+    return {
+        "family": "vision-language",
+        "inputs": ["text", "image"],
+        "outputs": {"multivector": dual_checkpoints.WIDTH},
+        "max_tokens": 512,
+        "prompts": {"query": question, "document": question},
+        "profiles": {"muvera": {"run": {"muvera": SKETCH}}},
+    }
+
+
 KINDS: dict[str, Callable[[Path], Entry]] = {
     "mini": _mini,
     "dense": _dense,
@@ -137,6 +150,7 @@ KINDS: dict[str, Callable[[Path], Entry]] = {
     "tags": _tags,
     "classes": _classes,
     "clip": _clip,
+    "pages": _pages,
 }
 
 

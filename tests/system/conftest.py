@@ -20,7 +20,12 @@ from stack import Plan, Stack
 
 OPEN_DEFAULTS = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
 # small models under the names that the README has
-README_MODELS = {"cross": "BAAI/bge-reranker-v2-m3", "gliner": "urchade/gliner_multi-v2.1"}
+README_MODELS = {
+    "cross": "BAAI/bge-reranker-v2-m3",
+    "gliner": "urchade/gliner_multi-v2.1",
+    "clip": "openai/clip-vit-base-patch32",
+    "pages": "vidore/colpali-v1.3-hf",
+}
 # kinds that the guarded cluster serves; those again of which a test counts the requests
 GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")
 WATCHED_KINDS = ("mini", "late", "tags")

@@ -647,7 +647,7 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         assert infos[name]["fingerprint"]
         assert min(infos[name]["certificate"]["packed"].values()) >= 0.9999
     for task, able in (
-        ("score", {"late", "m3", "cross", "reranker"}),
+        ("score", {"late", "m3", "cross", "reranker", "pages"}),
         ("extract", {"gliner", "zero-shot", "tags", "classes"}),
     ):
         found = client.get(f"/v1/models?task={task}&variants=false").json()["data"]
