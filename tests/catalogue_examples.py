@@ -97,6 +97,7 @@ GLINER = entry(
     },
 )
 NLI = entry("org/nli", family="zero-shot-classifier", outputs={"classifications": 0})
+DETECTOR = entry("org/detector", family="detector", inputs=["image"], outputs={"objects": 0})
 THEIRS = entry(
     "org/theirs",
     family="their-family",
@@ -117,6 +118,7 @@ CATALOGUE = Catalogue(
             NER,
             GLINER,
             NLI,
+            DETECTOR,
             THEIRS,
             entry("toy"),
             entry("TOY"),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,9 +73,10 @@ def load_model(
     consumed: Iterable[str] = (),
     *,
     float32_head: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads
-    by itself.
+    by itself, `changes` those of its configuration.
 
     With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is
     float32.
@@ -82,23 +84,37 @@ def load_model(
     Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
-    model = _from_files(auto_class, folder, load, consumed, options)
+    model = _from_files(auto_class, folder, load, consumed, options, changes)
     _cast(model, compute.dtype, float32_head=float32_head)
     model.config.use_cache = False
     return model.eval().requires_grad_(False).to(compute.device)
 
 
-def empty_model(auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str] = ()) -> PreTrainedModel:
+def empty_model(
+    auto_class: Any,
+    folder: Path,
+    load: LoadOptions,
+    consumed: Iterable[str] = (),
+    *,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> PreTrainedModel:
     """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
     Raises as that.
     """
-    return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"})
+    return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes)
 
 
 def _from_files(
-    auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str], options: dict[str, Any]
+    auto_class: Any,
+    folder: Path,
+    load: LoadOptions,
+    consumed: Iterable[str],
+    options: dict[str, Any],
+    changes: Mapping[str, Any],
 ) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
+    for name, value in changes.items():
+        setattr(config, name, value)
     if getattr(config, "is_encoder_decoder", False):
         raise load_failed(
             "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"

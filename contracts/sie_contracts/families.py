@@ -29,7 +29,7 @@ class Family:
     config_file: str = "config.json"
     transformers_class: str = "AutoModel"
     gives_vectors: bool = False  # dense, sparse or multivector, from which scores are computed as well
-    ignores_text_beside_images: bool = False  # of an input that has both, the vectors are those of its images
+    ignores_text_beside_images: bool = False  # of an input that has both, only the images are read
     reads_answer: bool = False  # the score is the probability of the next token: a decoder
     takes_lora: bool = False
     needs_labels: bool = False  # in each request
@@ -103,6 +103,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",
             parameters=frozenset({"threshold", "multi_label"}),
+            needs_labels=True,
+        ),
+        "detector": Family(
+            implementation="sie_adapter.families.detector:Detector",
+            parameters=frozenset({"threshold", "box_threshold", "text_threshold", "score_threshold"}),
+            transformers_class="AutoModelForZeroShotObjectDetection",
+            ignores_text_beside_images=True,
             needs_labels=True,
         ),
     }

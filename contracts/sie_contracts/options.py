@@ -433,6 +433,9 @@ def _prompt(
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threshold": number,
+    "box_threshold": number,
+    "text_threshold": number,
+    "score_threshold": number,
     "flat_ner": boolean,
     "multi_label": boolean,
     "merge_adjacent_entities": boolean,

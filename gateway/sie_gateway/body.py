@@ -206,7 +206,7 @@ def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
     count = sum(1 for item in items if item.text and item.images)
     if not count:
         return ()
-    return (f"text: ignored in {count} of {len(items)} inputs; {model} encodes the images of an input that has both",)
+    return (f"text: ignored in {count} of {len(items)} inputs; {model} reads the images of an input that has both",)
 
 
 def _is_unset(value: Any) -> bool:

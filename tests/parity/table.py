@@ -33,6 +33,7 @@ ORACLES = {
     "vision-language": "transformers, ColPaliForRetrieval with its processor",
     "gliner": "gliner, GLiNER",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",
+    "detector": "transformers, GroundingDinoForObjectDetection and Owlv2ForObjectDetection with their processors",
     "lora": "peft, PeftModel",
 }
 

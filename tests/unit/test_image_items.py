@@ -467,7 +467,7 @@ async def test_text_beside_images_is_told_where_the_family_does_not_read_it(
     items = [{"text": "a", "images": [image]}, {"images": [image]}, "c", {"text": "", "images": image}]
     assert "warnings" not in (await post(gateway, f"/v1/encode/{SEEN}", {"items": items})).json()
     told = (await post(gateway, "/v1/encode/toy/dual", {"items": items})).json()["warnings"]
-    assert told == ["text: ignored in 1 of 4 inputs; toy/dual encodes the images of an input that has both"]
+    assert told == ["text: ignored in 1 of 4 inputs; toy/dual reads the images of an input that has both"]
     assert [each.text for each in worker.items[-1].inputs] == ["a", None, "c", ""]
     assert "warnings" not in (await post(gateway, "/v1/encode/toy/dual", {"items": items[1:]})).json()
 

@@ -459,6 +459,9 @@ def test_a_threshold_is_the_request_s_the_profile_s_the_model_s_or_the_family_s(
         ("org/nli", "hypothesis_template", "about it"),
         ("org/nli", "hypothesis_template", "{} {}"),
         ("org/nli", "hypothesis_template", 3),
+        ("org/detector", "box_threshold", "0.5"),
+        ("org/detector", "text_threshold", True),
+        ("org/detector", "score_threshold", [0.5]),
     ],
 )
 def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> None:

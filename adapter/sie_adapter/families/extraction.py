@@ -58,6 +58,7 @@ class Made(Protocol):
     def padding(self) -> int: ...
 
 
+T = TypeVar("T")
 M = TypeVar("M", bound=Made)
 Make = Callable[[Sequence[str], ExtractOptions], M]
 Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
@@ -140,14 +141,19 @@ def run_alike(
     Raises only what concerns the whole device: out of memory, or a device that is lost.
     """
     prepared = preparation or Preparation()
+    return by_options(texts, options, lambda some, option: run(some, option, prepared.of(some, option, make)))
 
-    def made_and_run(some: Sequence[str], option: ExtractOptions) -> list[Result]:
-        return run(some, option, prepared.of(some, option, make))
 
+def by_options(
+    inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
+) -> list[Result]:
+    """Call `run` once for each set of equal options, and once for each input of a set that fails as a whole. Results in
+    the order of the inputs. Raises as `run_alike`.
+    """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
-        results.update(zip(chosen, _attempt([texts[index] for index in chosen], option, made_and_run), strict=True))
-    return [results[index] for index in range(len(texts))]
+        results.update(zip(chosen, _attempt([inputs[index] for index in chosen], option, run), strict=True))
+    return [results[index] for index in range(len(inputs))]
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
@@ -159,18 +165,18 @@ def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list
 
 
 def _attempt(
-    texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequence[str], ExtractOptions], list[Result]]
+    inputs: Sequence[T], option: ExtractOptions, run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
     try:
-        return run(texts, option)
+        return run(inputs, option)
     except SIEError as error:
-        return [error] * len(texts)
+        return [error] * len(inputs)
     except Exception as error:
         if is_out_of_memory(error) or is_device_fatal(error):
             raise
-        if len(texts) > 1:
-            return [_attempt([text], option, run)[0] for text in texts]
-        _logger.exception("extraction from one text failed")
+        if len(inputs) > 1:
+            return [_attempt([each], option, run)[0] for each in inputs]
+        _logger.exception("extraction from one input failed")
         return [InferenceFailed(f"the model code failed with {type(error).__name__}")]
 
 

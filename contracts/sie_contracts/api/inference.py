@@ -91,7 +91,12 @@ class ExtractParams(_Params, kw_only=True):
     """Parameters of an extract."""
 
     labels: Texts = UNSET
-    threshold: Number = UNSET
+    threshold: Annotated[
+        Number, Meta(description="The least score. A detector reads it in place of its own thresholds.")
+    ] = UNSET
+    box_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a box.")] = UNSET
+    text_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of its label.")] = UNSET
+    score_threshold: Annotated[Number, Meta(description="OWLv2: the least score of a box.")] = UNSET
     multi_label: Flag = UNSET
     flat_ner: Flag = UNSET
     merge_adjacent_entities: Flag = UNSET

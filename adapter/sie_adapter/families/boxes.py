@@ -1,0 +1,51 @@
+"""Candidates of a detector become objects: label, score, and a box in whole pixels of the submitted image, upright."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Float32 = NDArray[np.float32]
+
+
+class Sight(NamedTuple):
+    """What a detector sees in a batch of images. `boxes`: middle, width and height, each a part of the image as the
+    model sees it, float32 [images, candidates, 4]; `scores`: of each label, float32 [images, candidates, labels].
+    """
+
+    boxes: Tensor
+    scores: Tensor
+
+
+class Frame(NamedTuple):
+    """The size of an image, and that of what the model sees, which is larger where it pads. In pixels of the image."""
+
+    width: int
+    height: int
+    seen_width: int
+    seen_height: int
+
+
+def objects(
+    boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: Frame, least: float
+) -> list[dict[str, Any]]:
+    """The candidates of one image whose score is at least `least`, best first. `boxes` [candidates, 4] as in `Sight`;
+    `scores` [candidates], of the label that is `best`.
+
+    A box is cut at the edges of the image, then its corners are rounded. One without area is left out.
+    """
+    kept = np.flatnonzero(scores >= least)
+    kept = kept[np.argsort(-scores[kept], kind="stable")]
+    middles, halves = boxes[kept, :2], boxes[kept, 2:] * np.float32(0.5)
+    seen = np.array([frame.seen_width, frame.seen_height], np.float32)
+    edge = np.array([frame.width, frame.height], np.float32)
+    first, last = (np.rint(((middles + halves * side) * seen).clip(0, edge)).astype(np.int64) for side in (-1, 1))
+    return [
+        {"label": labels[best[candidate]], "score": float(scores[candidate]), "bbox": [*start, *(size)]}
+        for candidate, start, size in zip(kept.tolist(), first.tolist(), (last - first).tolist(), strict=True)
+        if min(size) > 0
+    ]

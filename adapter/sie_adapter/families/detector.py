@@ -1,0 +1,183 @@
+"""Objects in images, by the names that a request gives them: Grounding DINO and OWLv2.
+
+an image and labels each ──► those with equal labels and pixels of one size ──► boxes and scores ──► objects
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from tokenizers import Tokenizer
+
+from sie_adapter.checkpoint import read_json
+from sie_adapter.device import Compute
+from sie_adapter.families.boxes import Frame, Sight, objects
+from sie_adapter.families.extraction import ExtractOptions, Result, by_options
+from sie_adapter.families.grounding_dino import GroundingDino
+from sie_adapter.families.owlv2 import Owlv2
+from sie_adapter.packing import Shown
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InferenceFailed, InvalidInput
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+
+# A CPU gains nothing by more than one image (bench/images.py).
+_IMAGES_PER_PASS = {"cpu": 1}
+_IMAGES_PER_PASS_ELSEWHERE = 8
+
+
+class _Kind(Protocol):
+    """What differs between the kinds of detectors.
+
+    `thresholds`: the options that bound the score of an object, with their defaults. `max_tokens`: of a prompt, or of
+    one label, as the kind reads them. `recipe`: how images become the pixels that `look` takes.
+    """
+
+    thresholds: ClassVar[Mapping[str, float]]
+    precision: str
+    attention: str
+    memory_bytes: int
+    tokenizer: Tokenizer
+    vocabulary: int
+    max_tokens: int
+    recipe: Recipe
+
+    def prompt(self, labels: Sequence[str]) -> Any:
+        """What the model reads of the labels. Raises InvalidInput for labels that cannot be used."""
+
+    def misfit(self, image: Shown) -> InvalidInput | None:
+        """Why the model cannot look at an image."""
+
+    def look(self, images: Sequence[Shown], prompt: Any) -> Sight:
+        """What is in images whose pixels have one size."""
+
+    def frame(self, image: Shown) -> Frame:
+        """What boxes of an image are parts of."""
+
+
+_KINDS: Mapping[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
+_THRESHOLDS = tuple(name for kind in _KINDS.values() for name in kind.thresholds)
+
+
+class Detector:
+    """A loaded detector. `extract` may run on several threads at once.
+
+    A result is `{"objects": [{label, score, bbox}]}`, best first: a label as the client wrote it, and x, y, width and
+    height in pixels of the submitted image, upright. An error instead if the input has no image or several, or if the
+    labels cannot be used (InvalidInput), or if scores or boxes are not finite.
+
+    `threshold` stands for all thresholds of the model. `max_tokens`: of all labels together (Grounding DINO), or of one
+    label, which is cut there (OWLv2).
+    """
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        return _kind(folder, entry).fault_of_files(folder, entry)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed."""
+        with torch.inference_mode():
+            self._kind: _Kind = _kind(folder, entry)(folder, entry, load, compute)
+        if entry.max_tokens > self._kind.max_tokens:
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads {self._kind.max_tokens} of its labels",
+            )
+        self._most = _IMAGES_PER_PASS.get(compute.device.type, _IMAGES_PER_PASS_ELSEWHERE)
+        self.rows = {"extract": Rows("raw", images=self._kind.recipe)}
+        self.precision = self._kind.precision
+        self.tokenizer: bytes = self._kind.tokenizer.to_str().encode()
+        self.vocabulary = self._kind.vocabulary
+        self.max_tokens = entry.max_tokens
+        self.memory_bytes, self.attention = self._kind.memory_bytes, self._kind.attention
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], images: Sequence[Sequence[Shown]]
+    ) -> list[Result]:
+        """The objects in the image of each input, or an error instead of them. Texts are not read."""
+        with torch.inference_mode():
+            return by_options(images, options, self._found)
+
+    def _found(self, rows: Sequence[Sequence[Shown]], options: ExtractOptions) -> list[Result]:
+        least = self._least(options)
+        prompt = self._kind.prompt(options.labels)
+        results: dict[int, Result] = {}
+        usable: dict[int, Shown] = {}
+        for number, row in enumerate(rows):
+            error = _miscounted(len(row)) or self._kind.misfit(row[0])
+            if error is not None:
+                results[number] = error
+            else:
+                usable[number] = row[0]
+        for chosen in self._passes(usable):
+            images = [usable[number] for number in chosen]
+            sight = self._kind.look(images, prompt)
+            best = sight.scores.max(-1)
+            for number, image, *seen in zip(
+                chosen,
+                images,
+                sight.boxes.cpu().numpy(),
+                best.values.cpu().numpy(),
+                best.indices.cpu().numpy(),
+                (torch.isfinite(sight.boxes).all((1, 2)) & torch.isfinite(best.values).all(1)).tolist(),
+                strict=True,
+            ):
+                boxes, scores, labels, is_finite = seen
+                results[number] = (
+                    {"objects": objects(boxes, scores, labels, options.labels, self._kind.frame(image), least)}
+                    if is_finite
+                    else InferenceFailed("the model's scores or boxes are not finite", reason="non_finite")
+                )
+        return [results[number] for number in range(len(rows))]
+
+    def _least(self, options: ExtractOptions) -> float:
+        """The score that an object has at least: what is below one of two thresholds is below the higher one."""
+        own = self._kind.thresholds
+        for name in _THRESHOLDS:
+            if name in options.parameters and name not in own:
+                known = " and ".join(own)
+                raise InvalidInput(f"{name}: the model has {known}", reason="unknown_option", param=name)
+        if options.threshold is not None:
+            return options.threshold
+        return max(float(options.parameters.get(name, default)) for name, default in own.items())
+
+    def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
+        """Those whose pixels have one size, some at a time."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, image in usable.items():
+            alike.setdefault(image.pixels.shape, []).append(number)
+        for chosen in alike.values():
+            for start in range(0, len(chosen), self._most):
+                yield chosen[start : start + self._most]
+
+
+def _miscounted(images: int) -> InvalidInput | None:
+    if images == 1:
+        return None
+    if not images:
+        return InvalidInput(
+            "images: the model looks for objects in an image, the input has none",
+            reason="unsupported_modality",
+            param="images",
+        )
+    return InvalidInput(
+        f"images: the model looks for objects in one image, the input has {images}",
+        reason="invalid_media",
+        param="images",
+        extras={"limit": 1},
+    )
+
+
+def _kind(folder: Path, entry: ModelEntry) -> type[GroundingDino] | type[Owlv2]:
+    found = str(read_json(folder / "config.json").get("model_type"))
+    if found not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a detector is one of {known}")
+    return _KINDS[found]

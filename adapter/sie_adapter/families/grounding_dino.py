@@ -1,0 +1,161 @@
+"""Grounding DINO (arXiv 2303.05499): one prompt of all labels, and for each candidate a probability of each token.
+
+    labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label
+    uint8 pixels ──► normalised ──► the model, images of equal size together ──► boxes, the best token of each label
+
+Images of different sizes never share a pass: the padding between them would change the boxes of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForZeroShotObjectDetection
+
+from sie_adapter.checkpoint import empty_model, load_model
+from sie_adapter.device import Compute, to_device
+from sie_adapter.families.boxes import Frame, Sight
+from sie_adapter.families.extraction import bytes_of, labels_refused
+from sie_adapter.images import processor_of
+from sie_adapter.packing import Shown
+from sie_adapter.tokenizer import fault, fitted, load_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InvalidInput
+from sie_contracts.load_errors import load_failed
+
+# By these ids the model itself tells the labels of a prompt apart (transformers, SPECIAL_TOKENS).
+_DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
+_SPACES = str.maketrans(".?", "  ")
+# Its configuration calls it an encoder-decoder, which only generation reads. Kernels would come from the hub.
+_CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
+_PLACES_PER_TOKEN = 4  # places of the narrow encoder that cost as much as a token of a text
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """`ids`: [1, tokens]; `tokens`: the places of those of each label."""
+
+    ids: Tensor
+    tokens: Sequence[Tensor]
+
+
+class GroundingDino:
+    """Computes in float32 whatever the entry asks for: where text and image meet, scores are clamped at 50,000, near
+    the largest float16, and its sampling points are float32.
+    """
+
+    thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        processor_of(folder, entry)
+        model: Any = empty_model(AutoModelForZeroShotObjectDetection, folder, entry.load, changes=_CHANGES)
+        _strides(entry, model.config)
+        table = model.model.text_backbone.get_input_embeddings().num_embeddings
+        tokenizer = fitted(load_tokenizer(folder, entry.load), table)[0]
+        return fault(tokenizer, table) or _foreign(tokenizer)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        recipe, normalisation = processor_of(folder, entry)
+        self._device = compute.device
+        compute = replace(compute, dtype=torch.float32)
+        self.precision = compute.precision
+        model: Any = load_model(AutoModelForZeroShotObjectDetection, folder, load, compute, changes=_CHANGES)
+        self._model, config = model, model.config
+        self.memory_bytes, self.attention = bytes_of(model), f"{config._attn_implementation} padded"
+        self.vocabulary: int = model.model.text_backbone.get_input_embeddings().num_embeddings
+        self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
+        if cause := _foreign(self.tokenizer):
+            raise load_failed("CERTIFICATE", f"{entry.id}: {cause}")
+        self.max_tokens: int = config.max_text_len
+        self._limit = min(entry.max_tokens, self.max_tokens)
+        self._queries: int = config.num_queries
+        self._strides = _strides(entry, config)
+        places = _places(recipe.shorter, recipe.longest, self._strides)
+        self.recipe = msgspec.structs.replace(recipe, tokens=max(1, places // _PLACES_PER_TOKEN))
+        self._rescale = normalisation.rescale
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1)
+            for values in (normalisation.mean, normalisation.std)
+        )
+
+    def prompt(self, labels: Sequence[str]) -> _Prompt:
+        """Raises InvalidInput, reason labels."""
+        cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
+        if not cleaned:
+            raise labels_refused("expected at least one")
+        if not all(cleaned):
+            raise labels_refused("one of them has nothing beside full stops and question marks")
+        found = self.tokenizer.encode(". ".join(cleaned) + ".")
+        if len(found.ids) > self._limit:
+            raise labels_refused(f"they take {len(found.ids)} tokens, the model takes {self._limit}")
+        ids = np.array(found.ids, np.int64)
+        lengths = np.array([len(label) for label in cleaned])
+        starts = np.cumsum(lengths + 2) - lengths - 2
+        places = np.array([start for start, _ in found.offsets])
+        owners = np.searchsorted(starts, places, side="right") - 1
+        is_label = (places < (starts + lengths)[owners]) & (np.array(found.special_tokens_mask) == 0)
+        if np.isin(ids[is_label], list(_DELIMITERS.values())).any():
+            raise labels_refused("one of them holds a token that the model reserves")
+        tokens = [np.flatnonzero(is_label & (owners == number)) for number in range(len(cleaned))]
+        if not all(map(len, tokens)):
+            raise labels_refused("one of them has no token")
+        return _Prompt(to_device(ids[None], self._device), [to_device(each, self._device) for each in tokens])
+
+    def misfit(self, image: Shown) -> InvalidInput | None:
+        """A strip has fewer places than the model chooses candidates from."""
+        height, width, _ = image.pixels.shape
+        places = _places(height, width, self._strides)
+        if places >= self._queries:
+            return None
+        return InvalidInput(
+            f"aspect: the image is {image.width} x {image.height} pixels, which is too narrow for the model: it looks "
+            f"for {self._queries} objects at {places} places",
+            reason="invalid_media",
+        )
+
+    def look(self, images: Sequence[Shown], prompt: _Prompt) -> Sight:
+        """At images whose pixels have one size. Under inference mode only."""
+        levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
+        ids = prompt.ids.expand(len(images), -1)
+        found = self._model(
+            pixel_values=(levels * self._rescale - self._mean) / self._std,
+            input_ids=ids,
+            token_type_ids=torch.zeros_like(ids),
+            attention_mask=torch.ones_like(ids),
+        )
+        probabilities = found.logits.float().sigmoid()
+        scores = torch.stack([probabilities[..., places].amax(-1) for places in prompt.tokens], -1)
+        return Sight(found.pred_boxes.float(), scores)
+
+    def frame(self, image: Shown) -> Frame:
+        return Frame(image.width, image.height, image.width, image.height)
+
+
+def _foreign(tokenizer: Tokenizer) -> str:
+    """Why the tokenizer cannot be that of the model, empty if nothing shows it."""
+    wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
+    told = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
+    return f"its tokenizer has other ids for what separates labels, the model knows {told}" if wrong else ""
+
+
+def _strides(entry: ModelEntry, config: Any) -> list[int]:
+    """Pixels from one place to the next, of each map of features. Source: transformers, GroundingDinoModel."""
+    backbone = config.backbone_config
+    if backbone.model_type != "swin":
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: its backbone is {backbone.model_type}, expected swin")
+    found = [backbone.patch_size << (stage - 1) for stage in backbone.out_indices]
+    return [*found, *(found[-1] << more + 1 for more in range(config.num_feature_levels - len(found)))]
+
+
+def _places(height: int, width: int, strides: Sequence[int]) -> int:
+    return sum(-(-height // stride) * -(-width // stride) for stride in strides)

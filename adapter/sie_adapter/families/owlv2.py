@@ -1,0 +1,187 @@
+"""OWLv2 (arXiv 2306.09683): image and labels are read apart, and compared at each patch of the image.
+
+    labels ──► text tower, once for each label ──► a vector each ──┐
+                                                                   ├──► score of each label at each patch, a box
+    uint8 pixels ──► blurred, square, normalised ──► image tower ──┘
+
+The image is padded to a square below or at its right before it is scaled, so that boxes are parts of the longer edge.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForZeroShotObjectDetection
+
+from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.device import Compute, to_device
+from sie_adapter.families.boxes import Float32, Frame, Sight
+from sie_adapter.families.extraction import bytes_of, labels_refused
+from sie_adapter.images import PROCESSOR
+from sie_adapter.linear import block_linears
+from sie_adapter.packing import Shown
+from sie_adapter.tokenizer import fault, fitted, load_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Recipe
+from sie_contracts.load_errors import load_failed
+
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Longer edges than so many times the model's are scaled down before they travel, which changes its pixels slightly
+# (tests/parity/test_detector.py has the figures).
+_OVERSAMPLED = 3
+_TRUNCATED_AT = 4.0  # standard deviations of the blur
+_KEPT_LABELS = 4096
+_LABELS_PER_PASS = 64
+
+
+class Owlv2:
+    """Towers in the precision of `compute`; the heads after them are float32, since a box in 16 bits would be several
+    pixels wide of its place.
+    """
+
+    thresholds: ClassVar[Mapping[str, float]] = {"score_threshold": 0.1}
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        model: Any = empty_model(AutoModelForZeroShotObjectDetection, folder, entry.load)
+        _processor(folder, entry, model.config.vision_config.image_size)
+        table = model.owlv2.text_model.embeddings.token_embedding.num_embeddings
+        return fault(fitted(load_tokenizer(folder, entry.load), table)[0], table)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        self._device, self._dtype, self.precision = compute.device, compute.dtype, compute.precision
+        model: Any = load_model(AutoModelForZeroShotObjectDetection, folder, load, compute, float32_head=True)
+        model.layer_norm.to(compute.dtype)
+        self._model = model
+        self.memory_bytes, self.attention = bytes_of(model), f"{model.config._attn_implementation} padded"
+        vision, text = model.config.vision_config, model.config.text_config
+        self._side: int = vision.image_size
+        self._rescale, mean, std = _processor(folder, entry, self._side)
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1) for values in (mean, std)
+        )
+        if compute.device.type == "cpu":
+            block_linears(model.owlv2.vision_model)
+        self.vocabulary: int = model.owlv2.text_model.embeddings.token_embedding.num_embeddings
+        self.max_tokens: int = text.max_position_embeddings
+        self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
+        self._words = _cutting(self.tokenizer, min(entry.max_tokens, self.max_tokens))
+        self._known: OrderedDict[str, Tensor] = OrderedDict()
+        self._knowing = threading.Lock()
+        patches = (self._side // vision.patch_size) ** 2
+        self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
+
+    def prompt(self, labels: Sequence[str]) -> Tensor:
+        """The vector of each label, float32 [labels, width]. Under inference mode only. Raises InvalidInput, reason
+        labels.
+        """
+        if not labels:
+            raise labels_refused("expected at least one")
+        with self._knowing:
+            known = {label: self._known[label] for label in labels if label in self._known}
+        lacking = list(dict.fromkeys(label for label in labels if label not in known))
+        for start in range(0, len(lacking), _LABELS_PER_PASS):
+            some = lacking[start : start + _LABELS_PER_PASS]
+            known.update(zip(some, self._vectors(some).unbind(), strict=True))
+        with self._knowing:
+            for label in labels:
+                self._known[label] = known[label]
+                self._known.move_to_end(label)
+            while len(self._known) > _KEPT_LABELS:
+                self._known.popitem(last=False)
+        return torch.stack([known[label] for label in labels])
+
+    def _vectors(self, labels: Sequence[str]) -> Tensor:
+        """[labels, width]. Each is read at its end token, which a label that is cut keeps."""
+        found = self._words.encode_batch(list(labels))
+        ids = to_device(np.array([each.ids for each in found], np.int64), self._device)
+        mask = to_device(np.array([each.attention_mask for each in found], np.int64), self._device)
+        vectors = self._model.owlv2.get_text_features(input_ids=ids, attention_mask=mask).pooler_output.float()
+        return F.normalize(vectors, dim=-1).clone()
+
+    def misfit(self, image: Shown) -> InvalidInput | None:
+        return None
+
+    def look(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
+        """Under inference mode only."""
+        squares = torch.stack([self._square(image) for image in images])
+        grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
+        patches = grid.flatten(1, 2).float()
+        logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))
+        return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
+
+    def _square(self, image: Shown) -> Tensor:
+        """The image as the model's image processor scales it, float32 [3, side, side], not normalised yet. What it pads
+        is black, and adds nothing here.
+        """
+        height, width, _ = image.pixels.shape
+        sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
+        down, across = (to_device(sampling[:, :edge], self._device) for edge in (height, width))
+        levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * self._rescale
+        return down @ levels @ across.T
+
+    def frame(self, image: Shown) -> Frame:
+        longer = max(image.width, image.height)
+        return Frame(image.width, image.height, longer, longer)
+
+
+def _sampling(side: int, given: int, submitted: int) -> Float32:
+    """What `side` pixels in a row are made of: parts of `given` pixels, float32 [side, given].
+
+    They are blurred as is right for scaling `submitted` pixels down to `side`, then read by linear interpolation;
+    beyond the edge the image is mirrored.
+
+    Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
+    """
+    deviation = max(0.0, (submitted / side - 1) / 2) * given / submitted
+    radius = int(_TRUNCATED_AT * deviation + 0.5)
+    blur = np.exp(-0.5 * (np.arange(-radius, radius + 1) / max(deviation, 1e-12)) ** 2)
+    blur /= blur.sum()
+    places = (np.arange(side) + 0.5) * (given / side) - 0.5
+    first = np.floor(places)
+    behind = (places - first)[:, None]
+    parts = np.pad(blur, (0, 1)) * (1 - behind) + np.pad(blur, (1, 0)) * behind
+    read = first[:, None].astype(np.int64) + np.arange(-radius, radius + 2)
+    last = given - 1  # d c b | a b c d | c b a
+    read = last - np.abs(last - read % (2 * last)) if last else np.zeros_like(read)
+    found = np.zeros((side, given))
+    np.add.at(found, (np.arange(side)[:, None], read), parts)
+    return found.astype(np.float32)
+
+
+def _cutting(tokenizer: Any, limit: int) -> Any:
+    """A copy that cuts a label at `limit` tokens, keeps its end token, and fills shorter ones up."""
+    words = type(tokenizer).from_str(tokenizer.to_str())
+    words.enable_truncation(limit)
+    words.enable_padding(pad_id=0, length=limit)
+    return words
+
+
+def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
+    """What a level is multiplied with, the mean and the deviation of channels. Raises ModelLoadFailed for a processor
+    that does anything else than this file.
+    """
+    config = read_json(folder / PROCESSOR)
+    if not config:
+        raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
+    off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]
+    size = config.get("size") or {"height": 960, "width": 960}
+    if not str(config.get("image_processor_type")).startswith("Owlv2ImageProcessor"):
+        cause = f"the image processor is {config.get('image_processor_type')}, expected Owlv2ImageProcessor"
+    elif off:
+        cause = f"{off[0]} is false"
+    elif size != {"height": side, "width": side}:
+        cause = f"size is {size}, the model's images are {side} x {side}"
+    else:
+        mean, std = config.get("image_mean") or _MEAN, config.get("image_std") or _STD
+        return float(config.get("rescale_factor") or 1 / 255), mean, std
+    raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {cause}")

@@ -1,0 +1,102 @@
+"""Small random detectors, laid out on disk as a hub repository is."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from parity.dual_checkpoints import _clip_tokenizer, _save, _with_processor
+from parity.gliner_checkpoints import edit_weights
+from parity.tokenizer_recipes import corpus
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertTokenizer,
+    GroundingDinoConfig,
+    GroundingDinoForObjectDetection,
+    GroundingDinoImageProcessorPil,
+    Owlv2Config,
+    Owlv2ForObjectDetection,
+    Owlv2ImageProcessorPil,
+    SwinConfig,
+)
+
+SHORTER, LONGEST = 96, 160
+QUERIES = 50
+PROMPT_TOKENS, LABEL_TOKENS = 256, 16
+SIDE = 96
+# where the vocabulary of bert-base-uncased has them: the model compares ids with those of four of these tokens
+_PLACES = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103, ".": 1012, "?": 1029}
+
+
+def grounding_dino(folder: Path, places: dict[str, int] | None = None) -> Path:
+    """Grounding DINO with a Swin of four stages. `places`: ids of tokens, other than those of BERT."""
+    tokenizer = _bert_tokenizer({**_PLACES, **(places or {})})
+    swin = SwinConfig(
+        embed_dim=16, depths=[1, 1, 2, 1], num_heads=[1, 2, 4, 8], window_size=4, out_indices=[2, 3, 4], image_size=96
+    )
+    bert = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=512,
+    )
+    config = GroundingDinoConfig(
+        backbone_config=swin,
+        text_config=bert,
+        d_model=32,
+        num_queries=QUERIES,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+    )
+    _save(GroundingDinoForObjectDetection(config), folder)
+    edit_weights(folder, _soften)
+    tokenizer.save_pretrained(folder)
+    processor = GroundingDinoImageProcessorPil(size={"shortest_edge": SHORTER, "longest_edge": LONGEST})
+    return _with_processor(folder, processor, "GroundingDinoImageProcessor")
+
+
+def _soften(weights: dict[str, Tensor]) -> None:
+    """Have scores that are neither 0 nor 1: a score is the product of a candidate with a token."""
+    for name in ("model.decoder.layer_norm.weight", "model.decoder.layer_norm.bias"):
+        weights[name] *= 0.2
+
+
+def owlv2(folder: Path) -> Path:
+    """OWLv2 with a patch of 16 pixels."""
+    tokenizer = _clip_tokenizer()
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {
+        **tower,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": LABEL_TOKENS,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": 0,
+    }
+    vision = {**tower, "image_size": SIDE, "patch_size": 16}
+    _save(Owlv2ForObjectDetection(Owlv2Config(text_config=text, vision_config=vision, projection_dim=32)), folder)
+    tokenizer.save_pretrained(folder)
+    return _with_processor(folder, Owlv2ImageProcessorPil(size={"height": SIDE, "width": SIDE}), "Owlv2ImageProcessor")
+
+
+def _bert_tokenizer(places: dict[str, int]) -> BertTokenizer:
+    learnt = Tokenizer(models.BPE())
+    learnt.normalizer, learnt.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    learnt.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    pieces = sorted(learnt.get_vocab())
+    free = (number for number in itertools.count(104) if number not in places.values())
+    vocabulary = dict(places)
+    for piece in (*pieces, *(f"##{piece}" for piece in pieces)):
+        if piece not in vocabulary:
+            vocabulary[piece] = next(free)
+    taken = set(vocabulary.values())
+    vocabulary |= {f"[unused{number}]": number for number in range(max(taken)) if number not in taken}
+    return BertTokenizer(vocab=vocabulary, model_max_length=512)

@@ -1,0 +1,564 @@
+"""Objects in images equal those of transformers' own models and processors: Grounding DINO and OWLv2."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity import detector_checkpoints
+from parity.detector_checkpoints import LABEL_TOKENS, LONGEST, PROMPT_TOKENS, SIDE
+from parity.dual_checkpoints import image, png
+from parity.gliner_checkpoints import on_cpu
+from parity.table import ParityTable, Scores, path_of
+from PIL import Image
+from transformers import (
+    AutoModelForZeroShotObjectDetection,
+    AutoTokenizer,
+    GroundingDinoImageProcessorPil,
+    GroundingDinoProcessor,
+    Owlv2ImageProcessorPil,
+    Owlv2Processor,
+)
+
+from sie_adapter.engine import Engine
+from sie_adapter.families import owlv2
+from sie_adapter.families.detector import Detector
+from sie_adapter.packing import Shown
+from sie_contracts.entries import parse_entry
+from sie_contracts.errors import ErrorInfo, ModelLoadFailed
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import Failed, Input, Ok, RunOptions
+from sie_contracts.settings import Settings
+from sie_sidecar import images, layouts
+from sie_sidecar import rows as rowing
+from sie_sidecar.image_frames import Prepared
+from sie_sidecar.rows import Part, Work
+from sie_sidecar.tokens import ModelTokenizer
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "grounding-dino": detector_checkpoints.grounding_dino,
+    "owlv2": detector_checkpoints.owlv2,
+}
+MAX_TOKENS = {"grounding-dino": PROMPT_TOKENS, "owlv2": LABEL_TOKENS}
+LABELS = ("a river", "A Mountain engine", "vector")
+# ragged: square, wide, tall, two of one size, smaller than the model's size, one pixel more
+PICTURES = [
+    image(width, height, seed)
+    for seed, (width, height) in enumerate([(SIDE, SIDE), (190, 90), (60, 171), (190, 90), (40, 31), (97, 101)])
+]
+CLOSE = 1e-5
+ROUNDED = 0.5 + 1e-2  # of a pixel, where a corner lies between two
+
+Objects = list[dict[str, Any]]
+
+
+class Asked(NamedTuple):
+    """An input: its files, and what is looked for in them."""
+
+    files: Sequence[bytes]
+    labels: Sequence[str] = LABELS
+    threshold: float | None = 0.0
+    parameters: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model in the engine of this process, asked as the sidecar asks."""
+
+    engine: Engine
+    name: str
+    weights: Detector
+    tokenizer: ModelTokenizer
+
+    def find(self, *asked: Asked) -> list[Any]:
+        """The objects of each input, or its error: all of them one batch."""
+        layout = self.weights.rows["extract"]
+        assert layout.images is not None
+        parts = []
+        for each in asked:
+            seen = [_prepared(file, layout.images) for file in each.files]
+            given = [Input(text="" if not each.files else None, images=tuple(each.files))]
+            options = RunOptions(
+                (), labels=tuple(each.labels), threshold=each.threshold, parameters=dict(each.parameters)
+            )
+            work = Work(given, None, options, {0: seen} if seen else {})
+            (made,) = layouts.make(self.tokenizer, layout, [work])
+            parts.append(Part(made.rows, work))
+        reply = self.engine.execute(rowing.to_batch("b", self.name, "extract", layout.layout, parts))
+        assert isinstance(reply, BatchDone), reply
+        return [_value(outcome) for outcome in reply.outcomes]
+
+
+def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> NDArray[np.float32]:
+    """Of each label, [candidates, labels]."""
+    kind: Any = detector._kind
+    made = _prepared(png(shown), kind.recipe)
+    pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
+    with torch.inference_mode():
+        sight = kind.look([Shown(pixels, *made.upright)], kind.prompt(labels))
+    return sight.scores[0].numpy()  # type: ignore[no-any-return]
+
+
+def _prepared(file: bytes, recipe: Any) -> Prepared:
+    made = images.prepare(file, recipe)
+    return Prepared(made.pixels, *made.size, made.upright, made.digest())
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, Failed):
+        return outcome.error
+    assert isinstance(outcome, Ok)
+    assert outcome.data is not None
+    return outcome.data["objects"]
+
+
+class Candidates(NamedTuple):
+    """Of an oracle, in its order: corners in pixels [candidates, 4], scores of labels [candidates, labels]."""
+
+    corners: NDArray[np.float32]
+    scores: NDArray[np.float32]
+
+
+class GroundingDino:
+    """transformers' model and processor, one image at a time. The library has no labels, so the words between two full
+    stops of its prompt are one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForZeroShotObjectDetection.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.processor = GroundingDinoProcessor(GroundingDinoImageProcessorPil.from_pretrained(folder), tokenizer)
+
+    def __call__(self, shown: Image.Image, labels: Sequence[str]) -> Candidates:
+        with torch.inference_mode():
+            inputs = self.processor(images=[shown], text=[list(labels)], return_tensors="pt")
+            outputs = self.model(**inputs)
+        (found,) = self.processor.post_process_grounded_object_detection(
+            outputs, inputs.input_ids, threshold=-1.0, target_sizes=[(shown.height, shown.width)]
+        )
+        probabilities = outputs.logits[0].sigmoid().numpy()
+        words: list[list[int]] = [[]]
+        for place, token in enumerate(self.processor.tokenizer.convert_ids_to_tokens(inputs.input_ids[0])):
+            if token == ".":
+                words.append([])
+            elif token not in ("[CLS]", "[SEP]"):
+                words[-1].append(place)
+        scores = np.stack([probabilities[:, places].max(1) for places in words[: len(labels)]], 1)
+        assert (scores.max(1) <= found["scores"].numpy() + 1e-6).all()
+        return Candidates(found["boxes"].numpy(), scores)
+
+
+class Owlv2:
+    """transformers' model and processor, one image at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForZeroShotObjectDetection.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.processor = Owlv2Processor(Owlv2ImageProcessorPil.from_pretrained(folder), tokenizer)
+
+    def __call__(self, shown: Image.Image, labels: Sequence[str]) -> Candidates:
+        with torch.inference_mode():
+            inputs = self.processor(
+                images=[shown], text=[list(labels)], truncation=True, max_length=LABEL_TOKENS, return_tensors="pt"
+            )
+            outputs = self.model(**inputs)
+        size = torch.tensor([[shown.height, shown.width]])
+        (found,) = self.processor.post_process_grounded_object_detection(outputs, threshold=-1.0, target_sizes=size)
+        return Candidates(found["boxes"].numpy(), outputs.logits[0].sigmoid().numpy())
+
+
+@dataclass(frozen=True)
+class Pair:
+    served: Served
+    oracle: GroundingDino | Owlv2
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
+
+
+@pytest.fixture(scope="module")
+def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    root = tmp_path_factory.mktemp("detectors")
+
+    @cache
+    def folder(kind: str) -> Path:
+        return FOLDERS[kind](root / kind)
+
+    @cache
+    def loaded(kind: str) -> Pair:
+        entry = _entry(kind, folder(kind), load={"precision": "float32"})
+        resident = engine.residency.ensure(entry["id"], parse_entry(entry))
+        weights = resident.weights
+        assert isinstance(weights, Detector)
+        served = Served(engine, resident.model, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+        return Pair(served, {"grounding-dino": GroundingDino, "owlv2": Owlv2}[kind](folder(kind)), folder(kind))
+
+    return loaded
+
+
+def _entry(kind: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": f"detector/{kind}",
+        "weights": {"path": str(folder)},
+        "family": "detector",
+        "inputs": ["image"],
+        "outputs": {"objects": 0},
+        "max_tokens": MAX_TOKENS[kind],
+        **changes,
+    }
+
+
+def _differences(
+    found: Objects, seen: Candidates, labels: Sequence[str], size: tuple[int, int], least: float = 0.0
+) -> tuple[float, float]:
+    """The largest difference of a score, and of a corner in pixels. Each object is matched with a candidate of its
+    score and label.
+    """
+    width, height = size
+    best = seen.scores.argmax(1)
+    corners = seen.corners.clip(0, [width, height, width, height])
+    left = [index for index in range(len(best)) if seen.scores[index, best[index]] >= least]
+    score_gap = corner_gap = 0.0
+    assert [one["score"] for one in found] == sorted((one["score"] for one in found), reverse=True)
+    for one in found:
+        x, y, w, h = one["bbox"]
+        assert all(isinstance(edge, int) for edge in one["bbox"])
+        assert 0 <= x < x + w <= width
+        assert 0 <= y < y + h <= height
+        gaps = {
+            index: (
+                abs(seen.scores[index, best[index]] - one["score"]),
+                abs(corners[index] - [x, y, x + w, y + h]).max(),
+            )
+            for index in left
+            if labels[best[index]] == one["label"]
+        }
+        nearest = min(gaps, key=lambda index: max(gaps[index][0] / CLOSE, gaps[index][1]))
+        left.remove(nearest)
+        score_gap, corner_gap = (float(max(pair)) for pair in zip((score_gap, corner_gap), gaps[nearest], strict=True))
+    for index in left:  # they have no area
+        x0, y0, x1, y1 = np.rint(corners[index])
+        assert x0 == x1 or y0 == y1
+    return score_gap, corner_gap
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_objects_equal_the_oracle(kind: str, load: Callable[..., Pair], table: ParityTable) -> None:
+    """A batch of images of many sizes with different labels, against the library one by one. The scores of all labels
+    are compared as well, since one label may be the best everywhere.
+    """
+    pair = load(kind)
+    lists = (LABELS, LABELS[::-1], ("queue",))
+    asked = [Asked([png(shown)], lists[index % 3]) for index, shown in enumerate(PICTURES)]
+    for shown, given, found in zip(PICTURES, asked, pair.served.find(*asked), strict=True):
+        expected = pair.oracle(shown, given.labels)
+        score, corner = _differences(found, expected, given.labels, shown.size)
+        assert score <= CLOSE
+        assert corner <= ROUNDED
+        assert len(found) >= 5
+        assert {one["label"] for one in found} <= set(given.labels)
+        every = float(abs(_scores(pair.served.weights, shown, given.labels) - expected.scores).max())
+        assert every <= CLOSE
+        assert np.ptp(expected.scores, 0).min() > 0.01
+        table.record(f"detector {kind}", path_of(pair.served.weights.attention), "float32", Scores(max(score, every)))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_objects_do_not_depend_on_batch_mates(kind: str, load: Callable[..., Pair]) -> None:
+    """Neither on images of other sizes, nor on images of the same size, nor on other labels."""
+    served = load(kind).served
+    asked = [
+        Asked([png(shown)], labels) for shown in PICTURES for labels in (LABELS, ("queue", "a river on the mountain"))
+    ]
+    for given, together in zip(asked, served.find(*asked), strict=True):
+        (alone,) = served.find(given)
+        assert [(one["label"], one["bbox"]) for one in alone] == [(one["label"], one["bbox"]) for one in together]
+        assert [one["score"] for one in alone] == pytest.approx([one["score"] for one in together], abs=2e-6)
+
+
+def test_owlv2_in_half_the_bits(load: Callable[..., Pair], table: ParityTable) -> None:
+    """Its towers; boxes and scores are computed in float32."""
+    pair = load("owlv2")
+    entry = parse_entry(_entry("owlv2", pair.folder))
+    half = Detector(pair.folder, entry, entry.load, on_cpu(torch.bfloat16))
+    assert half.precision == "bfloat16"
+    worst = max(
+        float(abs(_scores(half, shown, LABELS) - pair.oracle(shown, LABELS).scores).max()) for shown in PICTURES
+    )
+    table.record("detector owlv2", "padded", "bfloat16", Scores(worst))
+    assert worst <= 3e-2
+
+
+def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Callable[..., Pair]) -> None:
+    pair = load("grounding-dino")
+    entry = parse_entry(_entry("grounding-dino", pair.folder))
+    asked = Detector(pair.folder, entry, entry.load, on_cpu(torch.float16))
+    assert asked.precision == "float32"
+    expected = _scores(pair.served.weights, PICTURES[1], LABELS)
+    assert np.array_equal(_scores(asked, PICTURES[1], LABELS), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_two_threads_find_the_same(kind: str, load: Callable[..., Pair]) -> None:
+    served = load(kind).served
+    asked = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
+    expected = served.find(*asked)
+    found: list[Any] = []
+
+    def run() -> None:
+        found.extend(served.find(*asked) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 6
+    assert all(each == expected for each in found)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Callable[..., Pair]) -> None:
+    """A camera stores a turned image and says so; it is far larger than the model's size."""
+    pair = load(kind)
+    upright = image(300, 130, 9)
+    written, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    upright.transpose(Image.Transpose.ROTATE_90).save(written, "PNG", exif=exif)
+    turned, plain = pair.served.find(Asked([written.getvalue()]), Asked([png(upright)]))
+    assert turned == plain
+    assert max(one["bbox"][0] + one["bbox"][2] for one in plain) > 200
+    if kind == "grounding-dino":  # OWLv2 is given fewer pixels: below
+        score, corner = _differences(plain, pair.oracle(upright, LABELS), LABELS, upright.size)
+        assert score <= CLOSE
+        assert corner <= ROUNDED
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("grounding-dino", "box_threshold"), ("grounding-dino", "text_threshold"), ("owlv2", "score_threshold")],
+)
+def test_thresholds_keep_the_best(kind: str, name: str, load: Callable[..., Pair]) -> None:
+    """`threshold` stands in the place of all others."""
+    served = load(kind).served
+    file = png(PICTURES[1])
+    (every,) = served.find(Asked([file]))
+    least = every[len(every) // 2]["score"]
+    others = dict.fromkeys(served.weights._kind.thresholds, 0.0)
+    expected = [one for one in every if one["score"] >= least]
+    assert 0 < len(expected) < len(every)
+    for asked in (
+        Asked([file], threshold=None, parameters={**others, name: least}),
+        Asked([file], threshold=least),
+        Asked([file], threshold=least, parameters={**others, name: 1.0}),
+    ):
+        assert served.find(asked) == [expected]
+    default = max(served.weights._kind.thresholds.values())
+    assert served.find(Asked([file], threshold=None)) == [[one for one in every if one["score"] >= default]]
+
+
+def test_an_option_of_another_detector_is_refused(load: Callable[..., Pair]) -> None:
+    file = png(PICTURES[0])
+    for kind, name in (("grounding-dino", "score_threshold"), ("owlv2", "box_threshold"), ("owlv2", "text_threshold")):
+        found, error = load(kind).served.find(Asked([file]), Asked([file], parameters={name: 0.1}))
+        assert isinstance(found, list)
+        assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "unknown_option", name)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_an_input_without_one_image_fails_alone(kind: str, load: Callable[..., Pair]) -> None:
+    file = png(PICTURES[0])
+    none, one, two = load(kind).served.find(Asked([]), Asked([file]), Asked([file, file]))
+    assert isinstance(one, list)
+    assert (none.code, none.reason, none.param) == ("INVALID_INPUT", "unsupported_modality", "images")
+    assert (two.code, two.reason, two.param, two.extras) == ("INVALID_INPUT", "invalid_media", "images", {"limit": 1})
+
+
+def test_labels_with_full_stops_and_capitals_are_the_clients(load: Callable[..., Pair]) -> None:
+    """The model sees them without; the library refuses them or joins them."""
+    pair = load("grounding-dino")
+    odd, plain = ("St. River?", "MOUNTAIN...Engine", " vector "), ("st river", "mountain engine", "vector")
+    found, expected = pair.served.find(Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
+    assert [{**one, "label": plain[odd.index(one["label"])]} for one in found] == expected
+    assert {one["label"] for one in found} <= set(odd)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ((), "expected at least one"),
+        (("river", "..?"), "nothing beside full stops"),
+        (("river", "\u200b"), "has no token"),
+        (("river [SEP] vector",), ""),
+        (tuple(f"river mountain {number}" for number in range(80)), "tokens, the model takes 256"),
+    ],
+)
+def test_labels_that_grounding_dino_cannot_read_are_refused(
+    labels: tuple[str, ...], message: str, load: Callable[..., Pair]
+) -> None:
+    """Other inputs of the batch are answered. A special token in a label is its letters."""
+    file = png(PICTURES[0])
+    good, found = load("grounding-dino").served.find(Asked([file]), Asked([file], labels))
+    assert isinstance(good, list)
+    if not message:
+        assert {one["label"] for one in found} == set(labels)
+        return
+    assert isinstance(found, ErrorInfo)
+    assert (found.code, found.reason, found.param) == ("INVALID_INPUT", "labels", "labels")
+    assert message in found.message
+
+
+def test_a_strip_has_too_few_places_for_grounding_dino(load: Callable[..., Pair]) -> None:
+    strip, found = load("grounding-dino").served.find(Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
+    assert (strip.code, strip.reason) == ("INVALID_INPUT", "invalid_media")
+    assert strip.message.startswith("aspect: the image is 300 x 2 pixels")
+    assert isinstance(found, list)
+
+
+def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Callable[..., Pair]) -> None:
+    """The oracle cuts it in the same way; without that it fails."""
+    pair = load("owlv2")
+    labels = ("river " * 40, "vector")
+    (found,) = pair.served.find(Asked([png(PICTURES[1])], labels))
+    score, corner = _differences(found, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
+    assert score <= CLOSE
+    assert corner <= ROUNDED
+
+
+def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Callable[..., Pair]) -> None:
+    """Lists of different lengths in one batch: the library fills the shorter one with a query of its own."""
+    files = [png(shown) for shown in PICTURES[:2]]
+    several, single = load("owlv2").served.find(Asked(files[:1]), Asked(files[1:], ("queue",)))
+    assert {one["label"] for one in several} <= set(LABELS)
+    assert {one["label"] for one in single} == {"queue"}
+    assert len(single) > 5
+
+
+def test_vectors_of_labels_are_kept(load: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used goes first. The vector of a label does not depend on when it was made."""
+    served = load("owlv2").served
+    kind: Any = served.weights._kind
+    made: list[Sequence[str]] = []
+    original = kind._vectors
+    monkeypatch.setattr(kind, "_vectors", lambda labels: made.append(tuple(labels)) or original(labels))
+    monkeypatch.setattr(owlv2, "_KEPT_LABELS", 2)
+    file = png(PICTURES[0])
+    kind._known.clear()
+    found = [served.find(Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))]
+    assert made == [("a", "b"), ("c",), ("a",)]
+    assert found[0] == found[3]
+
+
+# the pixels of OWLv2
+
+
+@pytest.mark.parametrize("size", [(96, 96), (190, 90), (60, 171), (40, 31), (97, 288), (192, 1), (1, 1)])
+def test_pixels_of_owlv2_are_the_librarys(size: tuple[int, int], load: Callable[..., Pair]) -> None:
+    """Up to three times the model's size: gap 2e-6 at most, in normalised units."""
+    pair = load("owlv2")
+    assert _pixel_gap(pair, image(*size, 3)) <= 2e-6
+
+
+def _pixel_gap(pair: Pair, shown: Image.Image, of: Callable[[NDArray[np.float32]], Any] = np.max) -> float:
+    layout, kind = pair.served.weights.rows["extract"], pair.served.weights._kind
+    assert isinstance(kind, owlv2.Owlv2)
+    assert layout.images is not None
+    made = _prepared(png(shown), layout.images)
+    pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
+    square = (kind._square(Shown(pixels, *made.upright)) - kind._mean) / kind._std
+    expected = pair.oracle.processor.image_processor(images=[shown], return_tensors="np")["pixel_values"][0]
+    return float(of(abs(square.numpy() - expected)))
+
+
+@pytest.mark.parametrize("size", [(300, 200), (400, 300), pytest.param((500, 960), marks=pytest.mark.long)])
+def test_pixels_of_larger_images_are_near_the_librarys(size: tuple[int, int], load: Callable[..., Pair]) -> None:
+    """They are scaled down to three times the model's size on their way."""
+    pair = load("owlv2")
+    shown = image(*size, 4)
+    assert _pixel_gap(pair, shown, np.mean) <= 0.02
+    assert _pixel_gap(pair, shown) <= 0.2
+
+
+# what a load refuses
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_files_alone_prove_a_model(kind: str, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](tmp_path / kind)
+    assert Detector.fault_of_files(folder, parse_entry(_entry(kind, folder))) == ""
+
+
+def test_a_tokenizer_with_other_ids_is_refused(engine: Engine, tmp_path: Path) -> None:
+    """The model compares ids with those of bert-base-uncased."""
+    folder = detector_checkpoints.grounding_dino(tmp_path / "other", {".": 1013})
+    entry = parse_entry(_entry("grounding-dino", folder))
+    assert "the model knows . 1012" in Detector.fault_of_files(folder, entry)
+    with pytest.raises(ModelLoadFailed, match=r"the model knows \. 1012"):
+        engine.residency.ensure("detector/other", entry)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_an_entry_that_does_not_fit_is_refused(kind: str, engine: Engine, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](tmp_path / kind)
+    entry = _entry(kind, folder, id="detector/long", max_tokens=MAX_TOKENS[kind] + 1)
+    with pytest.raises(ModelLoadFailed, match=f"the model reads {MAX_TOKENS[kind]} of its labels"):
+        engine.residency.ensure("detector/long", parse_entry(entry))
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelLoadFailed, match="says how images become pixels"):
+        engine.residency.ensure("detector/blind", parse_entry(_entry(kind, folder, id="detector/blind")))
+
+
+def test_a_model_of_another_type_is_refused(engine: Engine, tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ModelLoadFailed, match="a detector is one of grounding-dino, owlv2"):
+        Detector.fault_of_files(folder, parse_entry(_entry("owlv2", folder)))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_numbers_that_are_not_finite_fail_their_input(
+    kind: str, load: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = load(kind).served
+    detector: Any = served.weights._kind
+    original = detector.look
+
+    def look(shown: Any, prompt: Any) -> Any:
+        sight = original(shown, prompt)
+        if shown[0].height == 90:
+            sight.scores[:, 0] = float("nan")
+        return sight
+
+    monkeypatch.setattr(detector, "look", look)
+    broken, good = served.find(Asked([png(PICTURES[1])]), Asked([png(PICTURES[0])]))
+    assert (broken.code, broken.reason) == ("INFERENCE_ERROR", "non_finite")
+    assert isinstance(good, list)
+
+
+def test_the_cost_of_an_image_bounds_a_batch(load: Callable[..., Pair]) -> None:
+    """A quarter of the places of the largest image; the patches."""
+    costs = {}
+    for kind in FOLDERS:
+        recipe = load(kind).served.weights.rows["extract"].images
+        assert recipe is not None
+        costs[kind] = recipe.tokens
+    places = sum(-(-96 // stride) * -(-LONGEST // stride) for stride in (8, 16, 32, 64))
+    assert costs == {"grounding-dino": places // 4, "owlv2": (SIDE // 16) ** 2}

@@ -1,0 +1,110 @@
+"""Objects in images over HTTP: the boxes are the library's, in the image that was sent, and an input that cannot be
+read fails alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import shared
+from cluster import Cluster
+from local_models import LocalModels
+from parity import detector_checkpoints
+from parity.dual_checkpoints import image, png
+from parity.test_detector import CLOSE, LABELS, ROUNDED, GroundingDino, _differences
+from PIL import Image
+
+from sie_sdk import SIEClient, draw
+
+MODEL = "test/grounding-dino"
+SHOWN = image(190, 90, 1)
+pytestmark = shared.OPEN
+
+
+@pytest.fixture(scope="module")
+def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Client]:
+    folder = open_models.weights / "grounding-dino"
+    if not folder.exists():
+        detector_checkpoints.grounding_dino(folder)
+    entry = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 256}
+    open_models.add("grounding-dino", entry)
+    shared.wait_until_served(open_cluster, MODEL)
+    with httpx.Client(base_url=open_cluster.url, timeout=60) as client:
+        yield client
+
+
+def asked(client: httpx.Client, items: list[Any], **params: Any) -> list[dict[str, Any]]:
+    body = {"items": items, "params": {"labels": LABELS, "threshold": 0.0, **params}}
+    answer = client.post(f"/v1/extract/{MODEL}", json=body)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["items"]
+    return found
+
+
+def given(file: bytes) -> dict[str, Any]:
+    return {"images": [base64.b64encode(file).decode()]}
+
+
+def test_objects_are_the_librarys_also_in_an_image_that_is_turned(
+    client: httpx.Client, open_models: LocalModels
+) -> None:
+    """One request: an image, the same as a camera stores it that was held upright, a text, a file that is no image, two
+    images.
+    """
+    written, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    SHOWN.transpose(Image.Transpose.ROTATE_90).save(written, "PNG", exif=exif)
+    file = png(SHOWN)
+    items = [
+        given(file),
+        given(written.getvalue()),
+        {"text": "x"},
+        given(b"no image"),
+        {"images": [given(file)["images"][0]] * 2},
+    ]
+    plain, turned, said, broken, two = asked(client, items)
+    expected = GroundingDino(open_models.weights / "grounding-dino")(SHOWN, LABELS)
+    score, corner = _differences(plain["objects"], expected, LABELS, SHOWN.size)
+    assert score <= CLOSE
+    assert corner <= ROUNDED
+    assert len(plain["objects"]) >= 5
+    assert turned["objects"] == plain["objects"]
+    assert [each["error"]["reason"] for each in (said, broken, two)] == [
+        "unsupported_modality",
+        "invalid_media",
+        "invalid_media",
+    ]
+
+
+def test_thresholds_are_read_where_the_contract_has_them(client: httpx.Client) -> None:
+    (every,) = asked(client, [given(png(SHOWN))])
+    least = every["objects"][len(every["objects"]) // 2]["score"]
+    for params in ({"threshold": least}, {"threshold": None, "box_threshold": least, "text_threshold": 0.0}):
+        (found,) = asked(client, [given(png(SHOWN))], **params)
+        assert found["objects"] == [one for one in every["objects"] if one["score"] >= least]
+    body = {"items": [given(png(SHOWN))], "params": {"labels": LABELS, "score_threshold": 0.1}}
+    refused = client.post(f"/v1/extract/{MODEL}", json=body)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "unknown_option"), refused.text
+
+
+def test_labels_are_required(client: httpx.Client) -> None:
+    answer = client.post(f"/v1/extract/{MODEL}", json={"items": [given(png(SHOWN))]})
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "labels_required")
+
+
+def test_the_client_draws_what_was_found(client: httpx.Client, open_cluster: Cluster) -> None:
+    """An image of PIL, as it was sent."""
+    with SIEClient(open_cluster.url) as own:
+        found = own.extract(MODEL, {"images": [SHOWN]}, labels=list(LABELS), threshold=0.0)
+    best = found["objects"][0]
+    drawn = draw(SHOWN, {"objects": [best]})
+    x, y, width, height = best["bbox"]
+    different = (np.asarray(drawn) != np.asarray(SHOWN)).any(2)
+    assert different[y + height - 1, x : x + width].any()
+    assert drawn.size == SHOWN.size
