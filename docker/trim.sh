@@ -10,11 +10,14 @@ find . -depth -type d \( -name tests -o -path ./numpy/distutils -o -path ./torch
 find . -type f \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.a' \) -delete
 find . -type f -path './torch/bin/*' ! -name torch_shm_manager -delete
 
+# what onnxruntime, which gliner imports, has to make models of other formats
+[ ! -d onnxruntime ] || rm -r onnxruntime/tools onnxruntime/transformers
+
 # the symbols of the extension modules that have most of them; numpy's and torch's do not bear it
 find . -regex './\(uvloop\|yaml\|tokenizers\|obstore\|httptools\)/.*\.so' -exec strip --strip-unneeded {} +
 
 # byte code of what a start loads, a few of the 400 families of transformers and parts of what computes, and of no more
 if [ -d transformers ]; then
-    find transformers/models networkx scipy sklearn sympy -depth -type d -name __pycache__ -exec rm -r {} +
-    env -u PYTHONDONTWRITEBYTECODE "$python" -c "import gliner, gliclass, transformers"
+    find transformers/models gliner2 networkx pydantic scipy sklearn sympy -depth -type d -name __pycache__ -exec rm -r {} +
+    env -u PYTHONDONTWRITEBYTECODE "$python" -c "import gliner, gliner2.inference.engine, gliclass, transformers"
 fi

@@ -33,6 +33,7 @@ FOR = {
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
     "gliner": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder"),
+    "gliner2": ("sie_adapter.families.gliner2",),
     "gliclass": ("sie_adapter.families.gliclass",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
@@ -45,7 +46,12 @@ _HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.in
 _COMPONENTS = ("sie_cli.bench", "sie_cli.replay", "sie_cli.standalone", "sie_cli.processes")
 APART: dict[str, tuple[str, ...]] = {
     "sdk": ("sie_sdk.watching", "sie_contracts.configs"),  # the client reads no configuration
-    "adapter": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder", "sie_adapter.families.gliclass"),
+    "adapter": (
+        "sie_adapter.families.gliner",
+        "sie_adapter.families.gliner_folder",
+        "sie_adapter.families.gliner2",
+        "sie_adapter.families.gliclass",
+    ),
     "cli": (*_HUB, *_COMPONENTS),
 }
 TRACING = "sie_runtime.spans"

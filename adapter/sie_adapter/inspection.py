@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from sie_adapter.checkpoint import Modules, construction, read_json, read_modules
 from sie_adapter.comparison import compare_files
+from sie_adapter.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.families.text_model import stored_activation
 from sie_adapter.late_interaction import late_interaction
 from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
@@ -32,8 +33,6 @@ from sie_contracts.load_errors import load_failed
 from sie_store.selection import FILES, PICKLED
 
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
-_UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
-_GLINER_WORDS, _TOKENS_PER_WORD = 384, 4
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
@@ -77,17 +76,16 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
 
 def _describe(folder: Path, report: Inspection) -> None:
     raw = read_json(folder / "config.json")
-    if (folder / "gliner_config.json").is_file():
-        _gliner(folder, report)
-    elif raw.get("model_type") == "GLiClass" or "GLiClassModel" in raw.get("architectures", ()):
-        _gliclass(raw, report)
+    if (described := described_by_package(folder, raw)) is not None:
+        report.entry.update(described.entry)
+        report.found.extend(described.found)
     else:
         _transformer(folder, report)
 
 
 def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file that decides a number, in hex, by its path below `folder`."""
-    places = [folder, *(place for place in _module_folders(folder) if place != folder)]
+    places = [folder, folder / "encoder_config", *(place for place in _module_folders(folder) if place != folder)]
     patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
     found = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
     made = {}
@@ -110,47 +108,6 @@ def _choices(known: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = msgspec.to_builtins(known)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != known.weights.revision else ())}
     return {name: value for name, value in kept.items() if name not in dropped}
-
-
-# families of their own packages
-
-
-def _gliner(folder: Path, report: Inspection) -> None:
-    raw = read_json(folder / "gliner_config.json")
-    encoder = raw.get("encoder_config") or {}
-    limits = [
-        _tokenizer_limit(folder),
-        None
-        if encoder.get("model_type", "deberta-v2") == "deberta-v2"
-        else encoder.get("max_position_embeddings"),  # it has no table
-        _TOKENS_PER_WORD * raw.get("max_len", _GLINER_WORDS),
-    ]
-    report.entry.update(
-        {
-            "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
-            "family": "gliner",
-            "outputs": {"entities": 0},
-            "max_tokens": min(limit for limit in limits if limit),
-        }
-    )
-    report.found.append(f"family gliner: gliner_config.json, windows of {raw.get('max_len', _GLINER_WORDS)} words")
-    if not encoder:
-        report.found.append(
-            f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
-        )
-
-
-def _gliclass(raw: dict[str, Any], report: Inspection) -> None:
-    encoder = raw.get("encoder_config") or {}
-    report.entry.update(
-        {
-            "description": "Scores of classes that a request names.",
-            "family": "gliclass",
-            "outputs": {"classifications": 0},
-            "max_tokens": min(encoder.get("max_position_embeddings") or 512, _UNLIMITED),
-        }
-    )
-    report.found.append("family gliclass: config.json")
 
 
 # models of transformers
@@ -305,7 +262,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, repor
         "max_seq_length of sentence_bert_config.json": read_json(modules.folder / "sentence_bert_config.json").get(
             "max_seq_length"
         ),
-        "model_max_length of tokenizer_config.json": _tokenizer_limit(modules.folder),
+        "model_max_length of tokenizer_config.json": tokenizer_limit(modules.folder),
         "max_position_embeddings of config.json": getattr(config, "max_position_embeddings", None),
     }
     counted = next(
@@ -313,7 +270,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, repor
     )
     if counted is not None:  # positions begin behind the pad id
         limits["max_position_embeddings of config.json"] -= counted.padding_idx + 1
-    known = {name: limit for name, limit in limits.items() if limit and limit < _UNLIMITED}
+    known = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
     if not known:
         report.assumed.append("max_tokens is 512: no file has a limit")
         return 512
@@ -322,11 +279,6 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, repor
         f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}"
     )
     return int(known[name])
-
-
-def _tokenizer_limit(folder: Path) -> int | None:
-    limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
-    return int(limit) if limit and limit < _UNLIMITED else None
 
 
 def _head(

@@ -86,13 +86,15 @@ def require_tokenizer(folder: Path) -> None:
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer, that is none of {listed}: {_REMEDY}")
 
 
-def read_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The transformers tokenizer of `folder`. Raises ModelLoadFailed: NOT_FOUND if there is none, INCOMPATIBLE if it
-    cannot be read.
+def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """The transformers tokenizer of `folder`; `options` replace what its files say. Raises ModelLoadFailed: NOT_FOUND
+    if there is none, INCOMPATIBLE if it cannot be read.
     """
     require_tokenizer(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
+        )
     except Exception as error:  # the library behind raises nothing narrower
         said = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
         raise load_failed("INCOMPATIBLE", f"{said}: {_REMEDY}") from error

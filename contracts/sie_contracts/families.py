@@ -33,6 +33,7 @@ class Family:
     reads_answer: bool = False  # the score is the probability of the next token: a decoder
     takes_lora: bool = False
     needs_labels: bool = False  # in each request
+    needs_instruction: bool = False  # in each extraction: what the texts are read for
     has_row_per_label: bool = False  # an input is as many sequences as there are labels
     reads_first_token: bool = False  # so the tokenizer has to put one before each text
     separates_pairs: bool = False  # so the tokenizer has to put a token between two texts
@@ -90,6 +91,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gives_vectors=True,
             ignores_text_beside_images=True,
         ),
+        "pruner": Family(
+            implementation=_TEXT_ENCODER,
+            parameters=frozenset({"prune_threshold", "highlight_threshold"}),
+            transformers_class="AutoModelForSequenceClassification",
+            needs_instruction=True,
+            reads_first_token=True,
+            separates_pairs=True,
+        ),
         "gliner": Family(
             implementation="sie_adapter.families.gliner:GlinerModel",
             parameters=frozenset(
@@ -99,6 +108,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             needs_labels=True,
             has_pickled_weights=True,
             names_backbones=True,
+        ),
+        "gliner2": Family(
+            implementation="sie_adapter.families.gliner2:Gliner2Model",
+            parameters=frozenset({"threshold"}),
+            needs_labels=True,
         ),
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",

@@ -83,7 +83,7 @@ class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     model: str
 
 
-Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "raw"]
+Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "passages", "raw"]
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -118,6 +118,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
         spans       as text, with the texts and the offsets of each token in its text
+        passages    a row (instruction, text) for each input, with offsets as spans; the text is cut
         raw         the texts are sent as they are; the ids only count their cost
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
@@ -159,8 +160,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. `lengths`: int32 [rows]; `ids`: int32 [sum of lengths]; `types`: uint8 [sum of lengths] or
     empty. All in the order of the rows.
 
-    `texts` are set for the layouts raw and spans, one for each row. `offsets` are set for spans: int32 [sum of lengths,
-    2], first and end code point of each token, -1 for special tokens. `given`: int32 [rows]; a row that brings its own
+    `texts` are set for the layouts raw, spans and passages, one for each row. `offsets` are set for spans and passages:
+    int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and those of the
+    instruction. `given`: int32 [rows]; a row that brings its own
     vectors has no ids, and `given` is the number of its vectors in `vectors` (float32, all of one width); -1 for other
     rows. Both are empty if no row brings vectors. `images`: int32 [images, 5], of each image its row, the height and
     the width of its pixels, and those of the submitted image, upright; in the order of the rows. `pixels`: RGB, uint8

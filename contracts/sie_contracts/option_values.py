@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +14,13 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Truncate
 
+# what a score of a model with several outputs is computed from
+SCORE_MODES = {
+    "dense": ("dense",),
+    "sparse": ("sparse",),
+    "colbert": ("multivector",),
+    "hybrid": ("dense", "sparse", "multivector"),
+}
 MAX_HYPOTHESIS = 1000  # characters
 MAX_OWN_BYTES = 64 << 10  # of an option that only a family outside this project knows
 
@@ -111,3 +118,24 @@ def truncate(path: str, value: Any) -> Truncate:
         if isinstance(value, str) and value.upper() == choice:
             return choice
     raise bad(path, value, "one of END, START, NONE")
+
+
+# the options of families by name
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "threshold": number,
+    "box_threshold": number,
+    "text_threshold": number,
+    "score_threshold": number,
+    "prune_threshold": number,
+    "highlight_threshold": number,
+    "flat_ner": boolean,
+    "multi_label": boolean,
+    "merge_adjacent_entities": boolean,
+    "precompute_labels": boolean,
+    "raw_scores": boolean,
+    "hypothesis_template": hypothesis,
+    "score_weights": weights,
+    "score_mode": lambda path, value: one_of(
+        path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"
+    ),
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -26,16 +26,15 @@ from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.muvera import Muvera
 from sie_contracts.names import did_you_mean
 from sie_contracts.option_values import (
+    CHECKS,
+    SCORE_MODES,
     any_value,
     bad,
     boolean,
-    hypothesis,
     integer,
-    number,
     one_of,
     text,
     truncate,
-    weights,
 )
 
 MAX_LABELS = 1000
@@ -44,13 +43,6 @@ MAX_WARNINGS = 20
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 DTYPES: tuple[str, ...] = get_args(Dtype)
-# what a score of a model with several outputs is computed from
-SCORE_MODES = {
-    "dense": ("dense",),
-    "sparse": ("sparse",),
-    "colbert": ("multivector",),
-    "hybrid": ("dense", "sparse", "multivector"),
-}
 TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
 _EVERYWHERE = frozenset(
     {
@@ -274,6 +266,9 @@ def _extract(
         raise InvalidInput(
             f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path
         )
+    if families.row(entry.family).needs_instruction and not (text(*given.get("instruction")) or defaults.instruction):
+        message = f"instruction: {entry.id} needs the query that the texts are read for"
+        raise InvalidInput(message, reason="instruction_required", param="instruction")
     path, schema = given.get("output_schema")
     if schema is not None:
         raise InvalidInput(f"{path}: {entry.id} takes no schema", reason="output_schema_unsupported", param=path)
@@ -286,7 +281,7 @@ def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozens
     for name in names:
         path, value = given.get(name)
         if value is not None:
-            found[name] = _CHECKS[name](path, value) if name in _CHECKS else any_value(path, value)
+            found[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
     return found
 
 
@@ -429,21 +424,3 @@ def _prompt(
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
     chosen = text(*given.get("instruction")) or defaults.instruction or text(*given.get("default_instruction"))
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "threshold": number,
-    "box_threshold": number,
-    "text_threshold": number,
-    "score_threshold": number,
-    "flat_ner": boolean,
-    "multi_label": boolean,
-    "merge_adjacent_entities": boolean,
-    "precompute_labels": boolean,
-    "raw_scores": boolean,
-    "hypothesis_template": hypothesis,
-    "score_weights": weights,
-    "score_mode": lambda path, value: one_of(
-        path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"
-    ),
-}

@@ -239,7 +239,7 @@ def _joined(
     its share.
     """
     kept, given = (right, left) if cut_first else (left, right)
-    kept_ids = cut(kept.ids, max(int(room * QUERY_SHARE), room - given.full), truncate)
+    kept_ids = _kept(kept, given, room, truncate)
     given_ids = cut(given.ids, room - len(kept_ids), truncate)
     left_ids, right_ids = (given_ids, kept_ids) if cut_first else (kept_ids, given_ids)
     parts = (template.first, left_ids, template.middle, right_ids, template.last)
@@ -248,6 +248,11 @@ def _joined(
         np.repeat(np.array(template.types, np.uint8), [len(part) for part in parts]) if any(template.types) else None
     )
     return Row(ids, left.full + right.full + template.special, types)
+
+
+def _kept(kept: Tokens, given: Tokens, room: int, truncate: Truncate) -> Ids:
+    """The ids of the side of a pair that keeps its share."""
+    return cut(kept.ids, max(int(room * QUERY_SHARE), room - given.full), truncate)
 
 
 def _pieces(
@@ -334,6 +339,30 @@ def _spans(
     return [Made([next(taken) for _ in item.inputs]) for item in items]
 
 
+def _passages(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
+) -> list[Made]:
+    template = tokenizer.pair
+    room = max(0, limit - template.special)
+    instructions = tokenizer.contents([item.options.instruction for item in items], room, truncate)
+    found = iter(tokenizer.spans([given.text or "" for item in items for given in item.inputs], room, truncate))
+    made = []
+    for item, instruction in zip(items, instructions, strict=True):
+        rows = []
+        for _ in item.inputs:
+            content, places = next(found)
+            row = _joined(template, instruction, content, room, truncate, cut_first=False)
+            kept = len(row.ids) - template.special - len(_kept(instruction, content, room, truncate))
+            own = cut(places, kept, truncate)
+            offsets = np.full((len(row.ids), 2), NOWHERE, np.int32)
+            last = len(row.ids) - len(template.last)
+            offsets[last - len(own) : last] = own
+            carried = int(own.max(initial=0)) // COST_CHARACTERS
+            rows.append(Row(row.ids, row.full, row.types, offsets=offsets, expanded=carried))
+        made.append(Made(rows))
+    return made
+
+
 def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
     """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text."""
     made = []
@@ -361,5 +390,6 @@ _LAYOUTS = {
     "hypotheses": _hypotheses,
     "pieces": _pieces,
     "spans": _spans,
+    "passages": _passages,
     "raw": _raw,
 }

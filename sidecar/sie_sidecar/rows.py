@@ -38,9 +38,9 @@ COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token fo
 class Row:
     """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
 
-    `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans`. `expanded`:
-    its length on the device, or the cost of what goes beside its ids, if that is more. `vectors` stand in the place of
-    ids. So do `images`.
+    `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
+    `passages`. `expanded`: its length on the device, or the cost of what goes beside its ids, if that is more.
+    `vectors` stand in the place of ids. So do `images`.
     """
 
     ids: Ids
@@ -214,6 +214,8 @@ def _characters(layout: Rows, item: Work) -> int:
     if layout.layout == "hypotheses":
         template = len(str(options.parameters.get("hypothesis_template", HYPOTHESIS)))
         once += sum(map(len, options.labels)) + template * len(options.labels)
+    if layout.layout == "passages":
+        once += len(options.instruction)
     for piece in options.pieces:
         length = sum(map(len, piece[::2])) + query * piece[1::2].count("query")
         if is_cut(piece):
@@ -293,7 +295,7 @@ def to_batch(
     for part in parts:
         options = _answered(part.work.options)
         groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
-        if layout in ("raw", "spans"):
+        if layout in ("raw", "spans", "passages"):
             texts += reached(texts_of(part.work), part.rows)
         rows += part.rows
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)

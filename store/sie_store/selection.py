@@ -19,6 +19,7 @@ FILES = (
     "artifact.metadata",
     "sparse_linear.pt",
     "colbert_linear.pt",
+    "best.pt",
 )
 PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")

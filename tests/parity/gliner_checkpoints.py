@@ -1,5 +1,5 @@
-"""Small random folders of GLiNER and GLiClass models, each of the package's real class, with small tokenizers of their
-kinds.
+"""Small random folders of GLiNER, GLiNER2 and GLiClass models, each of the package's real class, with small tokenizers
+of their kinds.
 
 Weights are scaled up from their initial values, so that scores differ from text to text and from label to label.
 """
@@ -20,7 +20,7 @@ from oracle import WORDS
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import DebertaV2Config, PreTrainedTokenizerFast
 
 from sie_adapter.device import AttentionFacts, Compute
 from sie_contracts.entries import ModelEntry, parse_entry
@@ -188,11 +188,43 @@ def gliclass_folder(folder: Path, *, prompt_first: bool = True) -> Path:
     return folder
 
 
+def gliner2_folder(
+    folder: Path,
+    *,
+    counting: str = "count_lstm_v2",
+    pooling: str = "first",
+    spare_rows: int = 0,
+    wordpiece: bool = False,
+    seed: int = 2,
+) -> Path:
+    """A span model that the package loads too, whose count of entities is never 0. `spare_rows`: embeddings without a
+    token.
+    """
+    from gliner2 import GLiNER2
+    from gliner2.configuration import ExtractorConfig
+    from gliner2.processor import SchemaTransformer
+
+    tokenizer = _wrapped("wordpiece" if wordpiece else "unigram", *SchemaTransformer.SPECIAL_TOKENS)
+    backbone = {name: value for name, value in DEBERTA.items() if name != "model_type"}
+    encoder = DebertaV2Config(**{**backbone, "vocab_size": len(tokenizer), "max_position_embeddings": 512})
+    torch.manual_seed(0)
+    config = ExtractorConfig(model_name="no/backbone", max_width=4, counting_layer=counting, token_pooling=pooling)
+    model = GLiNER2(config, encoder_config=encoder, tokenizer=copy.deepcopy(tokenizer))
+    if spare_rows:
+        model.encoder.resize_token_embeddings(len(tokenizer) + spare_rows)
+    _shake(model, seed)
+    model.count_pred[-1].bias.data[0] = -100.0
+    for parameter in model.span_rep.span_rep_layer.out_project[3].parameters():
+        parameter.data *= 0.02  # else all scores are 0 or 1
+    model.save_pretrained(str(folder))
+    return folder
+
+
 def entry_of(
     folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None
 ) -> ModelEntry:
     """A catalogue entry for a folder."""
-    output = "entities" if family == "gliner" else "classifications"
+    output = "classifications" if family == "gliclass" else "entities"
     run = {"parameters": parameters} if parameters else {}
     raw = {
         "id": f"test/{folder.name}",

@@ -15,7 +15,7 @@ from oracle import cosines
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 _COLUMNS = [(path, precision) for path in ("packed", "padded") for precision in _PRECISIONS] + [("stock", "bfloat16")]
-_PACKAGES = ("torch", "transformers", "sentence-transformers", "gliner", "gliclass", "peft")
+_PACKAGES = ("torch", "transformers", "sentence-transformers", "gliner", "gliner2", "gliclass", "peft")
 
 # The first word of a kind: what its numbers are compared with.
 ORACLES = {
@@ -32,6 +32,7 @@ ORACLES = {
     "dual-encoder": "transformers, CLIPModel and SiglipModel with their image processors",
     "vision-language": "transformers, ColPaliForRetrieval with its processor",
     "gliner": "gliner, GLiNER",
+    "gliner2": "gliner2, GLiNER2",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",
     "detector": "transformers, GroundingDinoForObjectDetection and Owlv2ForObjectDetection with their processors",
     "lora": "peft, PeftModel",

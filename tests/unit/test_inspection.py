@@ -265,6 +265,7 @@ def entailment_folder(folder: Path) -> Path:
         (idf_folder, "text-encoder", {"sparse"}),
         (routed_folder, "text-encoder", {"sparse"}),
         (entailment_folder, "zero-shot-classifier", {"classifications"}),
+        (gliner_checkpoints.gliner2_folder, "gliner2", {"entities"}),
         (gliner_checkpoints.gliclass_folder, "gliclass", {"classifications"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -57,6 +57,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "late": late,
     "sparse": sparse,
     "gliner": gliner_checkpoints.gliner_folder,
+    "gliner2": gliner_checkpoints.gliner2_folder,
     "gliclass": gliner_checkpoints.gliclass_folder,
 }
 
@@ -218,7 +219,7 @@ def load(entry: ModelEntry) -> Any:
 CASES = [
     *(
         (kind, without_tokenizer, ["has no tokenizer", COPY])
-        for kind in ("dense", "cross", "late", "sparse", "gliclass")
+        for kind in ("dense", "cross", "late", "sparse", "gliner2", "gliclass")
     ),
     ("gliner", with_its_configuration_alone, ["has no tokenizer", COPY]),
     ("dense", with_its_configuration_alone, ["has no tokenizer", COPY]),
@@ -226,7 +227,7 @@ CASES = [
     ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
     *(
         (kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"])
-        for kind in ("dense", "cross", "gliner", "gliclass")
+        for kind in ("dense", "cross", "gliner", "gliner2", "gliclass")
     ),
     ("dense", lacking("[UNK]"), ["has no [UNK], which the model needs", COPY]),
     ("dense", lacking("[CLS]", "[SEP]"), ["has no token with the id", "which the model needs", COPY]),
@@ -235,9 +236,9 @@ CASES = [
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
     *(
         (kind, with_nan, [WEIGHTS, "holds NaN in 1 of its tensors"])
-        for kind in ("dense", "sparse", "gliner", "gliclass")
+        for kind in ("dense", "sparse", "gliner", "gliner2", "gliclass")
     ),
-    *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliclass")),
+    *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliner2", "gliclass")),
     ("dense", without_a_part, ["names 1 files that are not there: model-00002-of-00002.safetensors"]),
 ]
 

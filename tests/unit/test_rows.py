@@ -240,6 +240,30 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
         assert row.truncated == (len(tokenizer(text)["input_ids"]) + 1 > most)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), instruction=TEXTS, limit=LIMITS)
+def test_passages_are_pairs_with_the_places_of_their_text(
+    kind: str, texts: list[str], instruction: str, limit: int
+) -> None:
+    """As the library pairs the instruction with a text; where it would cut the instruction, as a query is cut."""
+    found = rows_of(kind, "passages", work(texts, max_tokens=limit, instruction=instruction))
+    pairs = rows_of(kind, "pair", work(texts, instruction, max_tokens=limit))
+    tokenizer = library(kind)
+    for row, pair, text in zip(found, pairs, texts, strict=True):
+        assert row.ids.tolist() == pair.ids.tolist()
+        assert (row.full, row.types is None) == (pair.full, pair.types is None)
+        assert row.offsets is not None
+        places = [tuple(place) for place in row.offsets.tolist()]
+        expected = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        own = [place for place in places if place != (NOWHERE, NOWHERE)]
+        assert own == expected["offset_mapping"][: len(own)]
+        inside = [number for number, place in zip(row.ids.tolist(), places, strict=True) if place[0] >= 0]
+        assert inside == expected["input_ids"][: len(own)]
+        if not row.truncated:
+            assert len(own) == len(expected["input_ids"])
+
+
 def test_a_side_without_special_tokens_has_the_text_alone() -> None:
     layout = Rows("text", query=Side(special=False))
     (row,) = rows_of("wordpiece", layout, work(["river mountain"], is_query=True))
@@ -248,7 +272,7 @@ def test_a_side_without_special_tokens_has_the_text_alone() -> None:
     assert document.ids.tolist() == library("wordpiece")("river mountain")["input_ids"]
 
 
-@pytest.mark.parametrize("layout", ["text", "pair", "hypotheses", "pieces", "sides", "spans", "raw"])
+@pytest.mark.parametrize("layout", ["text", "pair", "hypotheses", "pieces", "sides", "spans", "passages", "raw"])
 @pytest.mark.parametrize("truncate", CUTS)
 def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Truncate) -> None:
     """Also where they share texts, labels and pieces, or have none of their own."""
@@ -262,6 +286,7 @@ def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Tr
             labels=labels,
             pieces=pieces,
             prefix=prefix,
+            instruction="find " * count,
         )
         for count, labels, prefix in (
             (1, ("music", "physics"), ""),

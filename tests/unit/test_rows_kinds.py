@@ -47,7 +47,7 @@ WIDTH = 4
 SIDES = Described("sides", Side(marker=7), Side(marker=8), vectors=WIDTH)
 FOR_MUVERA = Described("text", tokens=True, vectors=WIDTH)
 MAXSIM = {"outputs": ("multivector",)}
-OTHER_LAYOUTS: tuple[Layout, ...] = ("pair", "hypotheses", "pieces", "sides", "spans", "raw")
+OTHER_LAYOUTS: tuple[Layout, ...] = ("pair", "hypotheses", "pieces", "sides", "spans", "passages", "raw")
 
 
 def work(*inputs: Input, query: Input | None = None, **options: Any) -> Work:

@@ -101,7 +101,7 @@ def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout:
 def test_text_that_travels_beside_few_tokens_has_its_cost() -> None:
     """White space has no tokens, and still it is what a frame holds."""
     blank = " " * (1 << 20)
-    for layout in ("raw", "spans"):
+    for layout in ("raw", "spans", "passages"):
         (made,) = make(TOKENIZER, Rows(layout), [work(f"a{blank}b")])
         assert made.rows[0].cost == (1 << 20) // rows.COST_CHARACTERS
         (short,) = make(TOKENIZER, Rows(layout), [work("paper river")])

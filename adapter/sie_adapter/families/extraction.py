@@ -7,20 +7,27 @@ device ──► results
 
 from __future__ import annotations
 
+import json
 import logging
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.tokenizer import fault
-from sie_contracts.entries import ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.load_errors import load_failed
 
@@ -30,6 +37,7 @@ Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
 _WASTE = 1.25  # padded positions for each real one, at most
+_OVERLAP = 8  # a window shares this part of itself with the next
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,24 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield chosen
 
 
+def windows(sizes: Sequence[int], room: int, most_words: int, least_shared: int) -> Iterator[tuple[int, int]]:
+    """First word, and last word + 1, of each window over words of `sizes` tokens: at most `most_words` that fit `room`
+    tokens, but at least one. A window shares an eighth of its words with the next, at least `least_shared` if that is
+    no more than half.
+    """
+    start, stop, tokens = 0, 0, 0
+    while start < len(sizes):
+        while stop < len(sizes) and stop - start < most_words and (stop == start or tokens + sizes[stop] <= room):
+            tokens += sizes[stop]
+            stop += 1
+        yield start, stop
+        if stop == len(sizes):
+            return
+        shared = min(max((stop - start) // _OVERLAP, least_shared), (stop - start) // 2)
+        tokens = sum(sizes[stop - shared : stop])
+        start = stop - shared
+
+
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """Make a transformers tokenizer cut at what its encoder can take, and return that, in tokens with special tokens.
 
@@ -227,6 +253,72 @@ def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None
     """
     if config is not None and not trusted:
         config.pop("auto_map", None)
+
+
+def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
+    """Replace the backbone `name` by its local folder: inside of the model's own, else of the hub cache. Fill in its
+    configuration.
+    """
+    backbone = folder / raw[name]
+    if not backbone.is_dir():
+        # the cache that the model itself came from, where it came from one
+        cache = folder.parents[2] if folder.parent.name == "snapshots" else None
+        try:
+            backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))
+        except (OSError, ValueError) as error:
+            cause = f"its backbone {raw[name]} is neither in the hub cache nor below the model's folder"
+            fix = f"`hf download {raw[name]} --include '*.json' '*.model'` fetches its configuration and tokenizer"
+            raise load_failed("NOT_FOUND", f"{entry.id}: {cause}; {fix}") from error
+    raw[name] = str(backbone)
+    if raw.get(part) is None:
+        raw[part] = json.loads((backbone / "config.json").read_text())
+        if part == "encoder_config" and raw.get("vocab_size", -1) != -1:
+            raw[part]["vocab_size"] = raw["vocab_size"]
+
+
+def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
+    """Drop remote code from a backbone's configuration. Raises ModelLoadFailed INCOMPATIBLE for a kind that
+    transformers does not have.
+    """
+    if config is None:
+        return
+    without_remote_code(config, trusted=load.trust_remote_code)
+    if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {kind}")
+
+
+def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
+    """Of model.safetensors, else of pytorch_model.bin, which must hold tensors alone. Raises ModelLoadFailed
+    INCOMPATIBLE.
+    """
+    if (file := folder / "model.safetensors").is_file():
+        weights: dict[str, Tensor] = load_file(file)
+        return weights
+    if (file := folder / "pytorch_model.bin").is_file():
+        try:
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: pytorch_model.bin holds more than tensors") from error
+        return weights
+    raise load_failed("INCOMPATIBLE", f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
+
+
+def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
+    """Copy the weights in. Raises as `compare`."""
+    own = model.state_dict()
+    compare(own, weights, entry)
+    model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)
+
+
+def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:
+    """Raises ModelLoadFailed INCOMPATIBLE unless the names and shapes of the weights are those of the model."""
+    faults = {
+        "missing": own.keys() - weights.keys(),
+        "unexpected": weights.keys() - own.keys(),
+        "mismatched": {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape},
+    }
+    for misfit, found in faults.items():
+        refuse_misfits(entry, misfit, found)
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:

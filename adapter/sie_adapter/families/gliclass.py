@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.checkpoint import _cast, construction
 from sie_adapter.device import Compute
@@ -29,12 +28,12 @@ from sie_adapter.families.extraction import (
     Result,
     bound_length,
     bytes_of,
+    check_encoder,
     labels_refused,
     padding_of,
     passes,
     refuse_misfits,
     tokenizer_fault,
-    without_remote_code,
 )
 from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
@@ -222,9 +221,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
     if (kind := raw.get("architecture_type", "uni-encoder")) != "uni-encoder":
         raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
     encoder = raw.get("encoder_config") or {}
-    without_remote_code(encoder, trusted=load.trust_remote_code)
-    if (name := encoder.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {name}")
+    check_encoder(encoder, entry, load)
     raw["encoder_model"] = str(folder)  # where the package looks for an adapter of the encoder
     with construction():
         model, report = GLiClassModel.from_pretrained(

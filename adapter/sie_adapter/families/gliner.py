@@ -34,6 +34,7 @@ from sie_adapter.families.extraction import (
     padding_of,
     passes,
     tokenizer_fault,
+    windows,
 )
 from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.tokenizer import bare_tokenizer, fault
@@ -48,7 +49,6 @@ _TOKENS_PER_PASS_ELSEWHERE = 8192
 _TOKENS_PER_WORD = 4  # of the longest window of an encoder that has no limit of its own
 _CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # a window shares this part of itself with the next
 _MIN_ROOM = 8  # labels leave at least this part of a window to the text
 # of a window at most, best first: the decoder compares each with all that stay, or all starts with all ends
 _CANDIDATES = 2048
@@ -240,22 +240,7 @@ class GlinerModel(Extractor[_Made]):
         )
 
     def _windows(self, sizes: list[int], room: int) -> Iterator[tuple[int, int]]:
-        """First word, and last word + 1, of each window: as many words as the model takes and as fit `room` tokens, but
-        at least one.
-        """
-        start, stop, tokens = 0, 0, 0
-        while start < len(sizes):
-            while (
-                stop < len(sizes) and stop - start < self._max_words and (stop == start or tokens + sizes[stop] <= room)
-            ):
-                tokens += sizes[stop]
-                stop += 1
-            yield start, stop
-            if stop == len(sizes):
-                return
-            shared = min(max((stop - start) // _OVERLAP, 2 * self._gliner.config.max_width), (stop - start) // 2)
-            tokens = sum(sizes[stop - shared : stop])
-            start = stop - shared
+        return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _spans(self, words: list[list[str]], batch: Any, request: _Request) -> list[list[Span] | SIEError]:
         """One pass over what the collator made of the words. Positions in the result are of the given words."""

@@ -114,7 +114,7 @@ class TextEncoder:
         """The heads whose rows the answers are made from."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
-        return options.outputs or tuple(self.heads)[:1]
+        return self._parts.reads.get(operation) or options.outputs or tuple(self.heads)[:1]
 
     def answer(
         self,
@@ -128,8 +128,7 @@ class TextEncoder:
         `rows`: those of the inputs; `places`: their numbers in the batch.
         """
         if self._parts.finish is not None:
-            (head,) = self.heads
-            return self._parts.finish(message, group, rows[head], places)
+            return self._parts.finish(message, group, rows, places)
         if message.operation == "score":
             return answers.side_scores(group.options, query, rows, per_row=self._parts.per_row)
         return answers.vectors(group.options, rows)

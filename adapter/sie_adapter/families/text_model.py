@@ -9,13 +9,14 @@ decoder-reranker        causal LM                     answer
 zero-shot-classifier    sequence classification       label
 text-classifier         sequence classification       class
 token-classifier        token classification          token
+pruner                  sequence classification       score, keep
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,25 +31,28 @@ from sie_adapter.answers import Answers
 from sie_adapter.checkpoint import Modules, read_json
 from sie_adapter.device import Compute
 from sie_adapter.entities import entities
-from sie_adapter.heads import Head, Row
+from sie_adapter.heads import Head
 from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
+from sie_adapter.heads.keep import KeepHead
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.late_interaction import Filling, late_interaction
+from sie_adapter.pruning import pruned
 from sie_adapter.tokenizer import fitted, special_ids
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.load_errors import load_failed
+from sie_contracts.messages import Operation
 from sie_contracts.options import TOKEN_STATES
 
 _logger = logging.getLogger("sie.adapter")
-# answers of the inputs of one work item, from the batch, the item's group, the rows of one head, and the rows' numbers
+# answers of the inputs of one work item, from the batch, the item's group, the rows of its heads, and the rows' numbers
 # in the batch
-Finish = Callable[[RunBatch, Group, Sequence[Row], list[int]], Answers]
+Finish = Callable[[RunBatch, Group, answers.Rows, list[int]], Answers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +60,14 @@ class Parts:
     """The heads of one model. `rows`: how the inputs of each operation become rows of ids.
 
     A model that gives vectors has a head for each output, and `per_row` as `answers.side_scores` takes it. Every other
-    model has one head, and `finish` makes answers of its rows.
+    model has `finish`, which makes answers of the rows of the heads that `reads` names for an operation: the first
+    where it names none.
     """
 
     heads: dict[str, Head]
     rows: dict[str, Rows]
     finish: Finish | None = None
+    reads: Mapping[Operation, tuple[str, ...]] = field(default_factory=dict)
     per_row: bool = False
     filling: Filling | None = None
     query_weights: TokenTable | None = None
@@ -124,6 +130,7 @@ class Builder:
             "zero-shot-classifier": self._zero_shot,
             "text-classifier": self._text_classifier,
             "token-classifier": self._token_classifier,
+            "pruner": self._pruner,
         }[self.entry.family]()
 
     # text-encoder
@@ -290,7 +297,7 @@ class Builder:
         return Parts(
             heads={"score": self._sequence_head(self.head)},
             rows={"score": Rows("pair")},
-            finish=lambda message, group, rows, places: answers.class_scores(group.options, rows, activation),
+            finish=lambda message, group, rows, places: answers.class_scores(group.options, rows["score"], activation),
         )
 
     def _sequence_head(self, head: TransformersHead) -> Head:
@@ -320,7 +327,7 @@ class Builder:
             heads={"answer": LastTokenHead(self.head)},
             rows={"score": Rows("pieces")},
             finish=lambda message, group, rows, places: answers.answer_scores(
-                group.options, rows, difference=difference
+                group.options, rows["answer"], difference=difference
             ),
         )
 
@@ -337,7 +344,9 @@ class Builder:
         return Parts(
             heads={"label": self._sequence_head(self.head)},
             rows={"extract": Rows("hypotheses")},
-            finish=lambda message, group, rows, places: answers.zero_shot(group.options, rows, entailment, against),
+            finish=lambda message, group, rows, places: answers.zero_shot(
+                group.options, rows["label"], entailment, against
+            ),
         )
 
     def _text_classifier(self) -> Parts:
@@ -348,7 +357,9 @@ class Builder:
         return Parts(
             heads={"class": self._sequence_head(self.head)},
             rows={"extract": Rows("text", pairs=takes_pairs)},
-            finish=lambda message, group, rows, places: answers.classes(group.options, rows, names, activation),
+            finish=lambda message, group, rows, places: answers.classes(
+                group.options, rows["class"], names, activation
+            ),
         )
 
     def _token_classifier(self) -> Parts:
@@ -357,7 +368,26 @@ class Builder:
         return Parts(
             heads={"token": TokenHead(self.head, self.config.hidden_size, self.compute.device)},
             rows={"extract": Rows("spans")},
-            finish=lambda message, group, rows, places: entities(message, group, rows, places, names),
+            finish=lambda message, group, rows, places: entities(message, group, rows["token"], places, names),
+        )
+
+    def _pruner(self) -> Parts:
+        """A cross-encoder with one more head, which says of each token of the text whether to keep it."""
+        scores = self._cross_encoder()
+        keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)
+        self.head_bytes += keep.memory_bytes
+        activation = self.entry.head.activation or stored_activation(self.folder, self.config)
+
+        def finish(message: RunBatch, group: Group, rows: answers.Rows, places: list[int]) -> Answers:
+            if message.operation == "score":
+                return answers.class_scores(group.options, rows["score"], activation)
+            return pruned(message, group, rows, places, activation)
+
+        return Parts(
+            heads={**scores.heads, "keep": keep},
+            rows={**scores.rows, "extract": Rows("passages")},
+            reads={"extract": ("score", "keep")},
+            finish=finish,
         )
 
 

@@ -103,6 +103,8 @@ class ExtractParams(_Params, kw_only=True):
     precompute_labels: Flag = UNSET
     raw_scores: Flag = UNSET
     hypothesis_template: Annotated[Text, Meta(description="Contains `{}` in place of the label.")] = UNSET
+    prune_threshold: Number = UNSET
+    highlight_threshold: Number = UNSET
     output_schema: Map = UNSET
 
 

@@ -1,0 +1,85 @@
+"""What the folders of the extraction packages say of themselves: which family runs them, and their limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sie_adapter.checkpoint import read_json
+
+UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
+_GLINER_WORDS, _TOKENS_PER_WORD = 384, 4
+_WINDOW = 512  # tokens of a model whose files have no limit
+
+
+@dataclass(frozen=True)
+class Described:
+    """A part of an entry, and the facts that it was made from."""
+
+    entry: dict[str, Any]
+    found: list[str]
+
+
+def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
+    """What `folder`, whose config.json is `raw`, says if it is one of the packages; else None."""
+    if (folder / "gliner_config.json").is_file():
+        return _gliner(folder)
+    if raw.get("model_type") == "extractor" or "GLiNER2" in raw.get("architectures", ()):
+        return _gliner2(folder, raw)
+    if raw.get("model_type") == "GLiClass" or "GLiClassModel" in raw.get("architectures", ()):
+        return _gliclass(raw)
+    return None
+
+
+def tokenizer_limit(folder: Path) -> int | None:
+    """In tokens, None where its configuration has none."""
+    limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    return int(limit) if limit and limit < UNLIMITED else None
+
+
+def _gliner(folder: Path) -> Described:
+    raw = read_json(folder / "gliner_config.json")
+    encoder = raw.get("encoder_config") or {}
+    words = raw.get("max_len", _GLINER_WORDS)
+    limits = [tokenizer_limit(folder), _table(encoder), _TOKENS_PER_WORD * words]
+    entry = {
+        "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
+        "family": "gliner",
+        "outputs": {"entities": 0},
+        "max_tokens": min(limit for limit in limits if limit),
+    }
+    found = [f"family gliner: gliner_config.json, windows of {words} words"]
+    if not encoder:
+        found.append(
+            f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
+        )
+    return Described(entry, found)
+
+
+def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
+    limits = [tokenizer_limit(folder), _table(read_json(folder / "encoder_config" / "config.json")), _WINDOW]
+    entry = {
+        "description": "Entities of types that a request names, by GLiNER2.",
+        "family": "gliner2",
+        "outputs": {"entities": 0},
+        "max_tokens": min(limit for limit in limits if limit),
+    }
+    return Described(entry, [f"family gliner2: config.json, scores by {raw.get('architecture') or 'span'}"])
+
+
+def _table(encoder: dict[str, Any]) -> int | None:
+    """Positions of an encoder; DeBERTa has no table of them."""
+    kind = encoder.get("model_type", "deberta-v2")
+    return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
+
+
+def _gliclass(raw: dict[str, Any]) -> Described:
+    encoder = raw.get("encoder_config") or {}
+    entry = {
+        "description": "Scores of classes that a request names.",
+        "family": "gliclass",
+        "outputs": {"classifications": 0},
+        "max_tokens": min(encoder.get("max_position_embeddings") or _WINDOW, UNLIMITED),
+    }
+    return Described(entry, ["family gliclass: config.json"])

@@ -1,0 +1,408 @@
+"""GLiNER2: entities of the types that a request names, by the package `gliner2`, for models that score spans of words.
+
+    text ──► words that have tokens ──► windows that overlap, each behind the prompt of all labels ──► passes of equal
+         length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
+         windows ──► character offsets
+
+The package's own `batch_extract` is not called. It reads a text of any length at once, finds the full stop that it puts
+behind a text, reads in the place of a word without tokens what stands behind it, and keeps the words of texts. Where
+none of that matters the results are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sie_adapter.checkpoint import _cast, construction, read_json
+from sie_adapter.device import Compute
+from sie_adapter.families.extraction import (
+    ExtractOptions,
+    Extractor,
+    Result,
+    bytes_of,
+    check_encoder,
+    compare,
+    fill,
+    labels_refused,
+    padding_of,
+    passes,
+    read_weights,
+    tokenizer_fault,
+    windows,
+)
+from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+
+# padded, labels included: the states of all spans of a pass take some 0.1 MB a word at 768 wide
+_TOKENS_PER_PASS = {"cpu": 2048}
+_TOKENS_PER_PASS_ELSEWHERE = 16384
+_CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model
+_WORDS_PER_COUNT = 8192
+_MIN_ROOM = 8  # labels leave at least this part of a window to the text
+_CANDIDATES = 16384  # spans of a window at most, best first
+_ENDS = (".", "!", "?")  # the package puts a full stop behind a text without one
+_COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of one text that have tokens: those of word i are `ids[places[i]:places[i + 1]]`, its characters
+    `starts[i]` to `ends[i]`. `closed`: whether it ends a sentence; `is_stopped`: a full stop is put behind the last.
+    """
+
+    ids: NDArray[np.int32]
+    places: NDArray[np.int64]
+    starts: list[int]
+    ends: list[int]
+    closed: list[bool]
+    is_stopped: bool
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What stands before each text. `marks`: the places of the tokens whose states stand for the task and the labels.
+    `words`: token by token as the package names them.
+    """
+
+    ids: list[int]
+    marks: list[int]
+    words: list[str]
+    owners: list[int]  # the number of the word of each token
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Words `start` to `stop` of one text."""
+
+    text: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """First and last words, labels and scores of spans, by label and place."""
+
+    firsts: NDArray[np.int64]
+    lasts: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Texts as the device reads them. `passes`: the windows of each, with the package's batch on the host. `errors`: of
+    texts that are not read.
+    """
+
+    labels: list[str]
+    words: list[_Words]
+    errors: dict[int, SIEError]
+    passes: list[tuple[list[_Window], Any]]
+    padding: int
+
+
+class Gliner2Model(Extractor[_Made]):
+    """A loaded GLiNER2. `extract` may run on several threads at once.
+
+    A result is `{"entities": [{text, label, score, start, end}]}` by start and end; offsets are code points of the
+    text, `end` exclusive. Entities of one label do not overlap, those of two may. A text without words has none. An
+    error instead if its labels cannot be used, if the text holds a token that the model reserves (InvalidInput), or if
+    a state or score is not finite.
+
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels included; longer texts take
+    several.
+    """
+
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Runs no code of the folder. Raises
+        ModelLoadFailed for tensors that are not those of the class.
+        """
+        weights = read_weights(folder, entry)
+        with torch.device("meta"):
+            model = _built(folder, entry, entry.load, weights, eager=False)
+        compare(model.state_dict(), weights, entry)
+        return tokenizer_fault(bare_tokenizer(model.processor.tokenizer), model.encoder)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
+        weights = read_weights(folder, entry)
+        self._model = _built(folder, entry, load, weights, eager=compute.backend == "eager")
+        fill(self._model, weights, entry)
+        _cast(self._model, compute.dtype)
+        self._model.eval().requires_grad_(False).to(compute.device)
+        self._device = compute.device
+        self.precision = compute.precision
+        self._processor = self._model.processor
+        self._counter = bare_tokenizer(self._processor.tokenizer)
+        self.tokenizer: bytes = self._counter.to_str().encode()
+        unknown = self._processor.tokenizer.unk_token_id
+        self._reserved = np.array([number for number in self._counter.get_added_tokens_decoder() if number != unknown])
+        self._stop = self._ids(_ENDS[:1])[0].tolist()
+        encoder = self._model.encoder
+        self.max_tokens = min(entry.max_tokens, _positions(encoder) or entry.max_tokens)
+        self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
+        self.memory_bytes = bytes_of(self._model)
+        self.attention = f"{encoder.config._attn_implementation} padded"
+
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
+        labels = list(dict.fromkeys(options.labels))
+        prompt = self._prompt(labels)
+        words = [self._words(text) for text in texts]
+        errors: dict[int, SIEError] = {
+            index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
+            for index, found in enumerate(words)
+            if np.isin(found.ids, self._reserved).any()
+        }
+        room = self.max_tokens - len(prompt.ids) - len(self._stop)
+        read = [
+            _Window(index, *bounds)
+            for index, found in enumerate(words)
+            if index not in errors
+            for bounds in windows(np.diff(found.places).tolist(), room, room, 2 * self._model.max_width)
+        ]
+        records = [self._record(prompt, words[at.text], at, room) for at in read]
+        lengths = [len(record.input_ids) for record in records]
+        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        batches = [
+            ([read[index] for index in each], self._processor._pad_batch([records[index] for index in each]))
+            for each in chosen
+        ]
+        return _Made(labels, words, errors, batches, padding_of(lengths, chosen))
+
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
+        threshold = options.parameters.get("threshold", 0.5) if options.threshold is None else options.threshold
+        errors = dict(made.errors)
+        found: list[dict[_Window, _Spans]] = [{} for _ in texts]
+        for read, batch in made.passes:
+            for at, spans in zip(read, self._spans(read, batch, float(threshold)), strict=True):
+                if isinstance(spans, SIEError):
+                    errors[at.text] = spans
+                else:
+                    found[at.text][at] = spans
+        return [
+            errors[index] if index in errors else {"entities": _entities(text, words, spans, made.labels)}
+            for index, (text, words, spans) in enumerate(zip(texts, made.words, found, strict=True))
+        ]
+
+    def _prompt(self, labels: list[str]) -> _Prompt:
+        """Raises InvalidInput for labels that cannot be used."""
+        if not labels:
+            raise labels_refused("expected at least one")
+        processor = self._processor
+        words = processor._transform_schema("entities", labels, processor.E_TOKEN, example_mode="none")
+        parts = self._ids([*words, processor.SEP_TEXT])
+        places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
+        # ( [P] entities ( [E] label [E] label .. ) )
+        marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
+        if not all(len(parts[place]) for place in named):
+            raise labels_refused("one of them has no token")
+        if any(np.isin(parts[place], self._reserved).any() for place in named):
+            raise labels_refused("one of them holds a token that the model reserves")
+        if self.max_tokens - places[-1] < self.max_tokens // _MIN_ROOM:
+            raise labels_refused(f"they take {places[-1]} of {self.max_tokens} tokens")
+        return _Prompt(
+            np.concatenate(parts).tolist(),
+            [places[place] for place in marks],
+            words,
+            np.repeat(np.arange(len(parts)), [len(part) for part in parts]).tolist(),
+        )
+
+    def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
+        """The tokens of each word as if it stood alone."""
+        ids, sizes = self._counted(words)
+        return np.split(ids, np.cumsum(sizes)[:-1])
+
+    def _counted(self, words: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The tokens of all words, and how many each has."""
+        encoding = self._counter.encode(list(words), is_pretokenized=True, add_special_tokens=False)
+        owners = np.array(encoding.word_ids, np.int64)
+        return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
+
+    def _words(self, text: str) -> _Words:
+        """Words as the package splits them, in lower case. One without tokens the model could not see."""
+        longest = _CHARACTERS_PER_TOKEN * self.max_tokens
+        split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
+        # a URL at the end swallows the full stop, any other word does not
+        found = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
+        counted = [
+            self._counted([word[:longest] for word, _, _ in found[begin : begin + _WORDS_PER_COUNT]])
+            for begin in range(0, len(found), _WORDS_PER_COUNT)
+        ]
+        sizes = np.concatenate([np.zeros(0, np.int64), *(each for _, each in counted)])
+        kept = [each for each, size in zip(found, sizes.tolist(), strict=True) if size]
+        return _Words(
+            ids=np.concatenate([np.zeros(0, np.int32), *(each for each, _ in counted)]),
+            places=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[sizes > 0])]),
+            starts=[start for _, start, _ in kept],
+            ends=[end for _, _, end in kept],
+            closed=[word.endswith(_ENDS) for word, _, _ in kept],
+            is_stopped=len(split) > len(found),
+        )
+
+    def _record(self, prompt: _Prompt, words: _Words, at: _Window, room: int) -> Any:
+        """The package's record of one window. A word that is too long for the model by itself is cut."""
+        from gliner2.processor import TransformedRecord
+
+        first = words.places[at.start]
+        ids = words.ids[first : words.places[at.stop]][:room].tolist()
+        places = (words.places[at.start : at.stop] - first).tolist()
+        is_last = at.stop == len(words.starts)
+        if words.is_stopped if is_last else not words.closed[at.stop - 1]:
+            places.append(len(ids))
+            ids += self._stop
+        mapped: list[tuple[str, int, int]] = []
+        if self._processor.token_pooling in ("mean", "max"):
+            sizes = np.diff([*places, len(ids)])
+            owners = np.repeat(np.arange(len(places)) + len(prompt.words) + 1, sizes).tolist()
+            mapped = [("schema" if owner < len(prompt.words) else "sep", owner, 0) for owner in prompt.owners]
+            mapped += [("text", owner, 1) for owner in owners]
+        return TransformedRecord(
+            input_ids=prompt.ids + ids,
+            mapped_indices=mapped,
+            schema_tokens_list=[prompt.words],
+            text_tokens=[],
+            structure_labels=[[1, []]],
+            task_types=["entities"],
+            start_token_idx=[],
+            end_token_idx=[],
+            text="",
+            schema={},
+            text_word_first_positions=[len(prompt.ids) + place for place in places],
+            schema_special_positions=[prompt.marks],
+        )
+
+    def _spans(self, read: list[_Window], batch: Any, threshold: float) -> list[_Spans | SIEError]:
+        """The spans of each window whose score reaches the threshold, at most so many."""
+        model, batch = self._model, batch.to(self._device)
+        states = model.encode_tokens(batch)
+        words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
+        logits, _ = model._compute_direct_span_logits_batched(batch, words, marks)
+        is_finite = (torch.isfinite(states).all(-1) | (batch.attention_mask == 0)).all(1).tolist()
+        return [
+            _above(row[0], at, threshold) if finite else _not_finite()
+            for row, at, finite in zip(logits, read, is_finite, strict=True)
+        ]
+
+
+def _not_finite() -> InferenceFailed:
+    return InferenceFailed("the model's scores are not finite", reason="non_finite")
+
+
+def _above(logits: Tensor | None, at: _Window, threshold: float) -> _Spans | SIEError:
+    """`logits`: [1, labels, words, widths], -inf for spans beyond the last word; None where the model counts no entity.
+    The words may be one more than those of the window: a full stop.
+    """
+    if logits is None:
+        none = np.zeros(0, np.int64)
+        return _Spans(none, none, none, np.zeros(0))
+    scores = torch.sigmoid(logits[0].float())
+    if bool((torch.isnan(logits) | torch.isposinf(logits)).any()):
+        return _not_finite()
+    lasts = sum(torch.meshgrid(*(torch.arange(size, device=scores.device) for size in scores.shape[1:]), indexing="ij"))
+    scores = torch.where(lasts < at.stop - at.start, scores, -1.0)
+    if (scores >= max(threshold, 0.0)).sum() > _CANDIDATES:
+        threshold = float(scores.flatten().topk(_CANDIDATES).values[-1])
+    places = (scores >= max(threshold, 0.0)).nonzero()
+    values = scores[tuple(places.T)].double().cpu().numpy()
+    labels, firsts, widths = places.cpu().numpy().T
+    return _Spans(firsts + at.start, firsts + widths + at.start, labels, values)
+
+
+def _entities(text: str, words: _Words, found: dict[_Window, _Spans], labels: list[str]) -> list[dict[str, Any]]:
+    """Of each label the best spans that do not overlap. Where two windows overlap each gives those that begin in the
+    half that it sees more around.
+    """
+    if not found:
+        return []
+    order = sorted(found, key=lambda at: at.start)
+    middles = [(following.start + at.stop) // 2 for at, following in pairwise(order)]
+    own = []
+    for at, begin, end in zip(order, [0, *middles], [*middles, len(words.starts)], strict=True):
+        spans = found[at]
+        rows = np.stack([spans.firsts, spans.lasts, spans.labels])
+        inside = (spans.firsts >= begin) & (spans.firsts < end)
+        own.append((rows[:, inside], spans.scores[inside]))
+    firsts, lasts, kinds = np.concatenate([rows for rows, _ in own], axis=1)
+    scores = np.concatenate([some for _, some in own])
+    kept: list[tuple[int, int, int, float]] = []
+    taken, kind = bytearray(), -1
+    for index in np.lexsort((-scores, kinds)).tolist():
+        if kinds[index] != kind:
+            taken, kind = bytearray(len(words.starts)), int(kinds[index])
+        first, stop = int(firsts[index]), int(lasts[index]) + 1
+        if taken.find(1, first, stop) < 0:
+            taken[first:stop] = b"\1" * (stop - first)
+            kept.append((words.starts[first], words.ends[stop - 1], kind, float(scores[index])))
+    return [
+        {"text": text[start:end], "label": labels[kind], "score": score, "start": start, "end": end}
+        for start, end, kind, score in sorted(kept)
+    ]
+
+
+def _positions(encoder: Any) -> int:
+    """What the encoder's table of absolute positions leaves to a text; 0 without one."""
+    table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
+    if table is None:
+        return 0
+    return int(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
+
+
+def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str, Tensor], *, eager: bool) -> Any:
+    """The package's model as its configurations say, with random weights, and as many embeddings as `weights` have.
+
+    The package would import code that the encoder's configuration names, and give tokens that the weights lack random
+    embeddings.
+    """
+    from gliner2.configuration import ExtractorConfig
+    from gliner2.inference.engine import SpanExtractor
+    from gliner2.processor import SchemaTransformer
+
+    raw = read_json(folder / "config.json")
+    if (kind := raw.get("architecture") or "span") != "span":
+        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiNER2 that scores by {kind}, the family gliner2 by span")
+    if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: the package gliner2 has no counting layer {counting}")
+    encoder = read_json(folder / "encoder_config" / "config.json")
+    if not encoder:
+        raise load_failed("NOT_FOUND", f"{entry.id}: its folder has no encoder_config/config.json")
+    check_encoder(encoder, entry, load)
+    tokenizer = _tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": SchemaTransformer.SPECIAL_TOKENS})
+    described = CONFIG_MAPPING[encoder.pop("model_type", "deberta-v2")].from_dict(
+        {**encoder, "vocab_size": len(tokenizer)}
+    )
+    config = ExtractorConfig.from_dict(raw)
+    config.attn_implementation = "eager" if eager else "sdpa"  # the package falls back to eager
+    with construction():
+        model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
+    table = model.encoder.get_input_embeddings()
+    [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
+    # rows beyond those of the tokens belong to none; that rows are too few is found where the tokenizer is checked
+    if name in weights and len(weights[name]) != len(table.weight):
+        rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
+        model.encoder.set_input_embeddings(rows)
+    return model
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Older folders list their extra tokens, which transformers takes for a map of names."""
+    listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
+    options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}
+    return read_tokenizer(folder, **options)

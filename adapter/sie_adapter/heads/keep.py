@@ -1,0 +1,73 @@
+"""Which tokens of a passage to keep: a small network over the state of each token.
+
+best.pt ──► two layers, by the shapes of its tensors alone ──► float32 logits [tokens] of each sequence
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sie_adapter.checkpoint import linear
+from sie_adapter.heads import Reduced, States, all_finite
+from sie_adapter.packing import Int64
+from sie_contracts.load_errors import load_failed
+
+
+class KeepHead:
+    """`layers`: from states [tokens, width] to logits [tokens, 1], float32."""
+
+    def __init__(self, layers: nn.Module, device: torch.device) -> None:
+        self._layers = layers.to(device)
+
+    @classmethod
+    def load(cls, path: Path, width: int, device: torch.device, model: str) -> KeepHead:
+        """The two layers of `path`, which no file describes: width to any, GELU, and that to 1. Raises ModelLoadFailed:
+        NOT_FOUND without the file, INCOMPATIBLE for other tensors than those of two layers.
+        """
+        if not path.is_file():
+            cause = f"{model}: {path} is not there: copy the head, best.pt, beside the weights of the reranker"
+            raise load_failed("NOT_FOUND", cause)
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise load_failed("INCOMPATIBLE", f"{model}: best.pt holds more than tensors") from error
+        layers = _layers(tensors, width)
+        if layers is None:
+            said = ", ".join(sorted(map(str, tensors))[:6]) if isinstance(tensors, dict) else type(tensors).__name__
+            expected = f"weight and bias of two layers, from {width} to any width and from that to 1"
+            raise load_failed("INCOMPATIBLE", f"{model}: best.pt holds {said}; expected {expected}")
+        first, last = layers
+        return cls(nn.Sequential(first, nn.GELU(), last), device)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(int(parameter.nbytes) for parameter in self._layers.parameters())
+
+    def reduce(self, states: States, sequences: Int64) -> Reduced:
+        """Logits, float32 [tokens] of each sequence, special tokens included."""
+        lengths = states.packed.lengths[sequences]
+        chosen = torch.cat([states.hidden[states.span(int(sequence))] for sequence in sequences]).float()
+        logits: Tensor = self._layers(chosen)[:, 0]
+        owners = np.repeat(np.arange(len(sequences)), lengths)
+        return Reduced(logits.split(lengths.tolist()), all_finite(logits, owners, len(sequences)))
+
+
+def _layers(tensors: object, width: int) -> tuple[nn.Linear, nn.Linear] | None:
+    """The layers by their names, if the tensors are those of two that fit."""
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        return None
+    names = [str(name).removesuffix(".weight") for name in tensors if str(name).endswith(".weight")]
+    if len(names) != 2 or {*tensors} != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
+        return None
+    first, last = sorted(names, key=lambda name: len(tensors[f"{name}.bias"].flatten()), reverse=True)
+    shapes = [tuple(tensors[f"{name}.{part}"].shape) for name in (first, last) for part in ("weight", "bias")]
+    inner = shapes[1][0] if len(shapes[1]) == 1 else 0
+    if shapes != [(inner, width), (inner,), (1, inner), (1,)]:
+        return None
+    made = [linear(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in (first, last)]
+    return made[0], made[1]
