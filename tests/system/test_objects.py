@@ -7,14 +7,16 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import shared
-from cluster import Cluster
+from cluster import Cluster, until
 from local_models import LocalModels
+from pages import DOCS, blocks, run
 from parity import detector_checkpoints
 from parity.dual_checkpoints import image, png
 from parity.test_detector import CLOSE, LABELS, ROUNDED, GroundingDino, _differences
@@ -23,6 +25,8 @@ from PIL import Image
 from sie_sdk import SIEClient, draw
 
 MODEL = "test/grounding-dino"
+OF_THE_PAGE = "IDEA-Research/grounding-dino-tiny"
+LIMIT = 255  # by which its entry is told from that of the package
 SHOWN = image(190, 90, 1)
 pytestmark = shared.OPEN
 
@@ -32,9 +36,26 @@ def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Cl
     folder = open_models.weights / "grounding-dino"
     if not folder.exists():
         detector_checkpoints.grounding_dino(folder)
-    entry = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 256}
+    entry = {
+        "weights": {"path": str(folder)},
+        "family": "detector",
+        "inputs": ["image"],
+        "outputs": {"objects": 0},
+        "max_tokens": LIMIT,
+        "run": {"parameters": {"box_threshold": 0.02, "text_threshold": 0.0}},
+    }
     open_models.add("grounding-dino", entry)
+    open_models.add("of-the-page", {**entry, "id": OF_THE_PAGE})
     shared.wait_until_served(open_cluster, MODEL)
+    until(
+        lambda: all(
+            httpx.get(f"{url}/v1/models/{OF_THE_PAGE}", timeout=10).json()["max_sequence_length"] == LIMIT
+            for url in open_cluster.urls
+        ),
+        shared.SERVED_S,
+        f"{OF_THE_PAGE} to be replaced",
+        open_cluster.log,
+    )
     with httpx.Client(base_url=open_cluster.url, timeout=60) as client:
         yield client
 
@@ -108,3 +129,17 @@ def test_the_client_draws_what_was_found(client: httpx.Client, open_cluster: Clu
     different = (np.asarray(drawn) != np.asarray(SHOWN)).any(2)
     assert different[y + height - 1, x : x + width].any()
     assert drawn.size == SHOWN.size
+
+
+def test_the_example_of_the_page_prints_and_draws_what_was_found(
+    client: httpx.Client, open_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    SHOWN.save("street.jpg")
+    (example,) = blocks(DOCS / "objects.md", "python")
+    printed = run(example.code, open_cluster)
+    file = (tmp_path / "street.jpg").read_bytes()
+    (found,) = asked(client, [given(file)], labels=["a red car", "a traffic light"], threshold=None)
+    assert printed == [f"{one['label']} {round(one['score'], 2)} {one['bbox']}" for one in found["objects"]]
+    assert len(printed) >= 5
+    assert Image.open("found.png").tobytes() == draw(file, found).tobytes()

@@ -38,7 +38,7 @@ BLOCKS = {
     "lora.md": {"": 2},
     "migration.md": {"server": 1, "": 3},
     "models.md": {"server": 1, "": 2},
-    "objects.md": {"vision": 1},
+    "objects.md": {"": 1},
     "pools.md": {"server": 1, "": 1},
     "profiles.md": {"": 1},
     "quantisation.md": {"": 2},
