@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sentencepiece
 import torch
 from parity.tokenizer_recipes import corpus
 from PIL import Image
@@ -31,13 +32,14 @@ from transformers import (
     SiglipConfig,
     SiglipImageProcessorPil,
     SiglipModel,
+    SiglipTokenizer,
     SiglipVisionConfig,
 )
 
 SIZE, PATCH = 48, 16
 PAGE = 64
 WIDTH = 24
-CLIP_TOKENS, SIGLIP_TOKENS = 77, 64
+CLIP_TOKENS, SIGLIP_TOKENS, FIRST_SIGLIP_TOKENS = 77, 64, 16
 _TOWER: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _END = "<|endoftext|>"
 # what published folders say, which is not what the classes of transformers default to
@@ -69,14 +71,16 @@ def clip(folder: Path, *, activation: str = "quick_gelu", eos: int | None = None
     return _with_processor(folder, processor, "CLIPImageProcessor")
 
 
-def siglip(folder: Path) -> Path:
-    """SigLIP 2 of a fixed size, whose tokenizer is Gemma's: it does not change the case of a text."""
-    tokenizer = _gemma_tokenizer()
+def siglip(folder: Path, *, first: bool = False) -> Path:
+    """SigLIP 2 of a fixed size, whose tokenizer is Gemma's: it does not change the case of a text. `first`: the first
+    SigLIP, whose tokenizer is one of sentencepiece.
+    """
+    tokenizer = _sentencepiece_tokenizer(folder) if first else _gemma_tokenizer()
     text = {
         **_TOWER,
         "hidden_size": WIDTH,
         "vocab_size": len(tokenizer),
-        "max_position_embeddings": SIGLIP_TOKENS,
+        "max_position_embeddings": FIRST_SIGLIP_TOKENS if first else SIGLIP_TOKENS,
         "pad_token_id": tokenizer.pad_token_id,
         "projection_size": WIDTH,
     }
@@ -162,6 +166,38 @@ def _clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(
         vocab=vocabulary, merges=[tuple(pair) for pair in state["merges"]], model_max_length=CLIP_TOKENS
     )
+
+
+def _sentencepiece_tokenizer(folder: Path) -> SiglipTokenizer:
+    """With a tokenizer.json beside it, as published folders have it: without what the class does to a text before."""
+    folder.mkdir(parents=True)
+    lines = folder / "corpus.txt"
+    lines.write_text("\n".join(corpus()))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(lines),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=500,
+        pad_id=-1,
+        bos_id=-1,
+        eos_id=1,
+        unk_id=2,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        character_coverage=1.0,
+    )
+    for made in (lines, folder / "spiece.vocab"):
+        made.unlink()
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    scores = [(pieces.id_to_piece(number), pieces.get_score(number)) for number in range(pieces.get_piece_size())]
+    fast = Tokenizer(models.Unigram(scores, 2))
+    fast.normalizer = normalizers.NFKC()
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    fast.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    fast.add_special_tokens(["</s>", "<unk>"])
+    fast.save(str(folder / "tokenizer.json"))
+    return SiglipTokenizer(vocab_file=str(folder / "spiece.model"), model_max_length=FIRST_SIGLIP_TOKENS)
 
 
 def _gemma_tokenizer(*, bos: bool = False) -> GemmaTokenizer:

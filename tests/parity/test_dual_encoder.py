@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import dual_checkpoints
-from parity.dual_checkpoints import CLIP_TOKENS, SIGLIP_TOKENS, SIZE, WIDTH, image, png
+from parity.dual_checkpoints import CLIP_TOKENS, FIRST_SIGLIP_TOKENS, SIGLIP_TOKENS, SIZE, WIDTH, image, png
 from parity.heads_checkpoints import texts
 from parity.table import Agreement, ParityTable
 from PIL import Image
@@ -42,8 +42,10 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "clip": dual_checkpoints.clip,
     "clip gelu": lambda folder: dual_checkpoints.clip(folder, activation="gelu"),
     "clip eos 2": lambda folder: dual_checkpoints.clip(folder, eos=2),
-    "siglip": dual_checkpoints.siglip,
+    "siglip": lambda folder: dual_checkpoints.siglip(folder, first=True),
+    "siglip2": dual_checkpoints.siglip,
 }
+TOKENS = {"siglip": FIRST_SIGLIP_TOKENS, "siglip2": SIGLIP_TOKENS}
 # ragged: square, wide, tall, smaller than the model's size, an odd number of pixels, a strip
 PICTURES = [
     image(width, height, seed)
@@ -114,7 +116,7 @@ class Oracle:
                     text,
                     padding="max_length" if self._is_siglip else False,
                     truncation=True,
-                    max_length=SIGLIP_TOKENS if self._is_siglip else CLIP_TOKENS,
+                    max_length=self._model.config.text_config.max_position_embeddings,
                     return_tensors="pt",
                 ).input_ids
                 found = self._model.get_text_features(input_ids=ids).pooler_output
@@ -155,7 +157,7 @@ def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
             "family": "dual-encoder",
             "inputs": ["text", "image"],
             "outputs": {"dense": WIDTH},
-            "max_tokens": SIGLIP_TOKENS if kind == "siglip" else CLIP_TOKENS,
+            "max_tokens": TOKENS.get(kind, CLIP_TOKENS),
             "load": {"precision": precision},
         }
         resident = engine.residency.ensure(entry["id"], parse_entry(entry))
@@ -194,7 +196,7 @@ def test_vectors_equal_the_oracle(kind: str, precision: str, load: Callable[...,
     table.record(f"dual-encoder {kind}", path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     # SigLIP's classes hand no bounds to attention; its texts are filled up to one length, so nothing is padded
-    assert path == ("padded" if kind == "siglip" else "packed")
+    assert path == ("padded" if kind in TOKENS else "packed")
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
@@ -244,9 +246,27 @@ def test_a_text_that_is_cut_keeps_its_end_token(load: Callable[..., Pair]) -> No
     assert row.truncated
 
 
-def test_case_does_not_matter_to_siglip(load: Callable[..., Pair]) -> None:
-    upper, lower = load("siglip").served.encode(["A CAT And A Dog", "a cat and a dog"])
-    assert np.array_equal(upper, lower)
+def test_case_does_not_matter_to_siglip_nor_punctuation_to_its_first_version(load: Callable[..., Pair]) -> None:
+    for kind, same in (("siglip2", True), ("siglip", True)):
+        upper, lower = load(kind).served.encode(["A CAT And A Dog", "a cat and a dog"])
+        assert np.array_equal(upper, lower) == same
+    for kind, same in (("siglip2", False), ("siglip", True)):
+        marked, plain = load(kind).served.encode(["a cat, and  a dog!", "a cat and a dog"])
+        assert np.array_equal(marked, plain) == same
+
+
+def test_a_first_siglip_without_a_tokenizer_json_is_refused(engine: Engine, tmp_path: Path) -> None:
+    folder = dual_checkpoints.siglip(tmp_path / "siglip", first=True)
+    (folder / "tokenizer.json").unlink()
+    entry = {
+        "id": "dual/slow",
+        "weights": {"path": str(folder)},
+        "family": "dual-encoder",
+        "outputs": {"dense": WIDTH},
+        "max_tokens": FIRST_SIGLIP_TOKENS,
+    }
+    with pytest.raises(ModelLoadFailed, match=r"has no tokenizer\.json"):
+        engine.residency.ensure("dual/slow", parse_entry(entry))
 
 
 def test_a_pooling_is_refused(load: Callable[..., Pair]) -> None:

@@ -42,7 +42,11 @@ ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
         "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
     ),
-    ("siglip", "SiglipModel"): ("google/siglip2-base-patch16-224",),
+    ("siglip", "SiglipModel"): (
+        "google/siglip2-base-patch16-224",
+        "google/siglip-so400m-patch14-224",
+        "google/siglip-so400m-patch14-384",
+    ),
     ("bert", "BertModel"): (
         "sentence-transformers/all-MiniLM-L6-v2",
         "intfloat/e5-small-v2",

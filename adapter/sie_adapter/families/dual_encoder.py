@@ -9,6 +9,8 @@ A row has either token ids or images. The vector of a row with several images is
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -40,6 +42,7 @@ from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation, RunOptions
 
+_METASPACE = "▁"  # sentencepiece writes a space so
 _ARGMAX_EOS = 2  # configurations of that end token are read at the largest id instead (transformers, CLIPTextModel)
 
 
@@ -63,9 +66,6 @@ class _Towers(Protocol):
     filler: int
     width: int
 
-    def adjust(self, tokenizer: Tokenizer) -> None:
-        """Have the tokenizer read texts as the model was trained on them."""
-
     def text(self, hidden: Tensor, packed: Packed) -> Tensor:
         """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
 
@@ -84,9 +84,6 @@ class _Clip:
         self._of_image = model.visual_projection.float()
         self._eos = model.config.text_config.eos_token_id
         self.width: int = model.config.projection_dim
-
-    def adjust(self, tokenizer: Tokenizer) -> None:
-        """Its tokenizer does all by itself."""
 
     def text(self, hidden: Tensor, packed: Packed) -> Tensor:
         ends = to_device(self._ends(packed), hidden.device)
@@ -121,13 +118,6 @@ class _Siglip:
         self.filled: int = config.max_position_embeddings
         self.filler: int = config.pad_token_id
         self.width: int = config.projection_size
-
-    def adjust(self, tokenizer: Tokenizer) -> None:
-        """Texts were in lower case, which the tokenizer of SigLIP 2 leaves to its caller. Source: transformers,
-        Siglip2Tokenizer.
-        """
-        own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
     def text(self, hidden: Tensor, packed: Packed) -> Tensor:
         last = packed.bounds[1 : len(packed.order) + 1].astype(np.int64) - 1
@@ -191,7 +181,7 @@ class DualEncoder:
         processor_of(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
         table = model.text_model.get_input_embeddings().num_embeddings
-        return fault(fitted(load_tokenizer(folder, entry.load), table)[0], table, Needs())
+        return fault(fitted(_tokenizer(folder, entry.load), table)[0], table, Needs())
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
@@ -215,8 +205,7 @@ class DualEncoder:
         self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
         self.width = self._towers.width
         self._check_width(entry)
-        tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
-        self._towers.adjust(tokenizer)
+        tokenizer, _ = fitted(_tokenizer(folder, load), self.vocabulary)
         self.tokenizer = tokenizer.to_str().encode()
         patch = model.config.vision_config.patch_size
         patches = (recipe.height // patch) * (recipe.width // patch)
@@ -302,6 +291,40 @@ class DualEncoder:
     ) -> Answers:
         """One answer per input of `group`."""
         return answers.vectors(group.options, rows)
+
+
+def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
+    """The tokenizer of `folder`, which reads texts as the model was trained on them. Raises ModelLoadFailed.
+
+    SigLIP's texts were in lower case; those of its first version had no punctuation and no two spaces in a row, which
+    the library does in a tokenizer that is not a fast one. Source: transformers, SiglipTokenizer and Siglip2Tokenizer.
+    """
+    if read_json(folder / "config.json").get("model_type") != "siglip":
+        return load_tokenizer(folder, load)
+    file = folder / "tokenizer.json"
+    if read_json(folder / "tokenizer_config.json").get("tokenizer_class") != "SiglipTokenizer":
+        return _normalised(load_tokenizer(folder, load), [normalizers.Lowercase()])
+    if not file.is_file():
+        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer.json: copy it from the repository of the weights")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return _normalised(
+        tokenizer,
+        [
+            normalizers.Replace(_METASPACE, " "),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(),
+        ],
+    )
+
+
+def _normalised(tokenizer: Tokenizer, first: list[Any]) -> Tokenizer:
+    own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
+    tokenizer.normalizer = normalizers.Sequence([*first, *own])
+    return tokenizer
 
 
 def _model_type(folder: Path, entry: ModelEntry) -> str:
