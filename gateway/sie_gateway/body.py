@@ -15,6 +15,7 @@ from typing import Any
 
 from sie_contracts import arrays, plain
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
+from sie_contracts.messages import MENTION_BYTES, Mention
 from sie_contracts.names import did_you_mean
 from sie_contracts.option_values import describe
 from sie_contracts.options import FIELDS
@@ -33,6 +34,7 @@ class Item:
 
     `pair` is the second text of a pair. Without any of them the item holds nothing that a model can use; `instead` says
     then what field it has in their place. `unfit`: why no model can run it. `unknown`: its fields that mean nothing.
+    `mentions`: entities of its metadata, where the model reads them.
     """
 
     text: str | None
@@ -46,6 +48,7 @@ class Item:
     unfit: ErrorInfo | None = None
     instead: str = ""
     unknown: tuple[str, ...] = ()
+    mentions: tuple[Mention, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -67,6 +70,7 @@ class Item:
             size += ID_BYTES * len(self.tokens)
         if self.images:
             size += self.image_bytes
+        size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
         return size if self.vectors is None else size + self.vectors.nbytes
 
 

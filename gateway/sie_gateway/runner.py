@@ -12,7 +12,9 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from sie_contracts import families
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
 from sie_contracts.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
@@ -25,6 +27,7 @@ from sie_gateway.chunk import Chunk
 from sie_gateway.demand import ColdStarts
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.inbox import Collector, Inbox
+from sie_gateway.mentions import mentions
 from sie_gateway.metrics import Metrics
 from sie_gateway.queue import Stored, WorkQueue
 from sie_runtime.failpoints import failpoint
@@ -76,7 +79,9 @@ class Runner:
         finished = Finished(request, refused)
         if not runnable:
             return finished
-        items = [request.items[index] for index in runnable] if refused else request.items
+        items: Sequence[Item] = [request.items[index] for index in runnable] if refused else request.items
+        if _reads_mentions(request):
+            items = [replace(item, mentions=mentions(item)) for item in items]
         lane, priority, resolved = request.lane, request.priority, request.resolved
         limits = chunk.Limits(
             self._admission.chunk_cost(lane, priority, resolved.residency),
@@ -313,13 +318,22 @@ def _unusable(item: Item, request: Understood, takers: _Takers) -> Failed | None
     if item.is_empty:
         message = f"text: expected a string, got {describe(None)}{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
+    if _reads_mentions(request):
+        try:
+            mentions(item)
+        except InvalidInput as error:
+            return Failed(error.info())
     return None
+
+
+def _reads_mentions(request: Understood) -> bool:
+    return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
 
 
 def _input(item: Item) -> Input:
     """The part of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.images:
-        return Input(item.text)
+        return Input(item.text, mentions=item.mentions)
     return Input(
         item.text,
         tokens=item.tokens,

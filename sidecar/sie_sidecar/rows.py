@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, Layout, Rows, RunBatch
-from sie_contracts.messages import Input, Operation, RunOptions, Vectors
+from sie_contracts.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.trace_context import NONE, Context
 from sie_sidecar import cost
 from sie_sidecar.image_frames import Prepared
@@ -292,11 +292,14 @@ def to_batch(
     rows: list[Row] = []
     groups: list[Group] = []
     texts: list[str] = []
+    mentions: list[tuple[Mention, ...]] = []
     for part in parts:
         options = _answered(part.work.options)
         groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
         if layout in ("raw", "spans", "passages"):
             texts += reached(texts_of(part.work), part.rows)
+        if layout == "raw":
+            mentions += [()] * (part.work.query is not None) + [given.mentions for given in part.work.inputs]
         rows += part.rows
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
@@ -328,6 +331,7 @@ def to_batch(
             [(number, image.height, image.width, *image.upright) for number, image in seen], np.int32
         ).tobytes(),
         pixels=b"".join(image.pixels for _, image in seen),
+        mentions=tuple(mentions) if any(mentions) else (),
     )
 
 

@@ -1,11 +1,12 @@
-"""Small random folders of GLiNER, GLiNER2 and GLiClass models, each of the package's real class, with small tokenizers
-of their kinds.
+"""Small random folders of GLiNER, GLiNER2, GLiREL and GLiClass models, each of the package's real class, with small
+tokenizers of their kinds.
 
 Weights are scaled up from their initial values, so that scores differ from text to text and from label to label.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import json
@@ -20,7 +21,7 @@ from oracle import WORDS
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-from transformers import DebertaV2Config, PreTrainedTokenizerFast
+from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFast
 
 from sie_adapter.device import AttentionFacts, Compute
 from sie_contracts.entries import ModelEntry, parse_entry
@@ -220,11 +221,58 @@ def gliner2_folder(
     return folder
 
 
+def glirel_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """A folder that the package loads too, beside that of its backbone."""
+    from glirel import GLiREL
+
+    backbone = folder.with_name(f"{folder.name}-backbone")
+    tokenizer = copy.deepcopy(_wrapped("unigram"))
+    tokenizer.save_pretrained(backbone)
+    described = {name: value for name, value in DEBERTA.items() if name != "model_type"}
+    DebertaV2Model(DebertaV2Config(**described, vocab_size=len(tokenizer))).save_pretrained(backbone)
+    settings: dict[str, Any] = {
+        "model_name": str(backbone),
+        "hidden_size": 64,
+        "max_width": 12,
+        "max_len": 60,
+        "dropout": 0.1,
+        "fine_tune": True,
+        "subtoken_pooling": "first",
+        "span_marker_mode": "markerv1",
+        "rel_mode": "marker",
+        "label_embed_strategy": "label",
+        "max_entity_pair_distance": None,
+        "scorer": "dot",
+        "fixed_relation_types": True,
+        "num_train_rel_types": 15,
+        "refine_relation": True,
+        "refine_prompt": True,
+        "ffn_mul": 4,
+        "coref_classifier": False,
+        "add_entity_markers": False,
+        "random_drop": False,
+        "loss_func": "binary_cross_entropy_loss",
+        "eval_every": 0,
+        "name": "toy",
+        "device": "cpu",
+    }
+    torch.manual_seed(0)
+    model = GLiREL(argparse.Namespace(**settings))
+    _shake(model, seed)
+    for parameter in model.refine_prompt.output.parameters():
+        parameter.data *= 0.02  # else all scores are 0 or 1
+    model.save_pretrained(folder)
+    if config:
+        file = folder / "glirel_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
 def entry_of(
     folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None
 ) -> ModelEntry:
     """A catalogue entry for a folder."""
-    output = "classifications" if family == "gliclass" else "entities"
+    output = {"gliclass": "classifications", "glirel": "relations"}.get(family, "entities")
     run = {"parameters": parameters} if parameters else {}
     raw = {
         "id": f"test/{folder.name}",

@@ -33,6 +33,7 @@ ORACLES = {
     "vision-language": "transformers, ColPaliForRetrieval with its processor",
     "gliner": "gliner, GLiNER",
     "gliner2": "gliner2, GLiNER2",
+    "glirel": "glirel 1.2.1, GLiREL",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",
     "detector": "transformers, GroundingDinoForObjectDetection and Owlv2ForObjectDetection with their processors",
     "lora": "peft, PeftModel",

@@ -132,6 +132,7 @@ ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
         "urchade/gliner_multi-v2.1",
         "urchade/gliner_multi_pii-v1",
         "fastino/gliner2-base-v1",
+        "jackboyla/glirel-large-v0",
         "knowledgator/gliclass-small-v1.0",
         "knowledgator/gliclass-base-v1.0",
         "knowledgator/gliclass-large-v1.0",

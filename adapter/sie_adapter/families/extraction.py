@@ -30,6 +30,7 @@ from sie_adapter.tokenizer import fault
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.load_errors import load_failed
+from sie_contracts.messages import Mention
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -45,16 +46,19 @@ class ExtractOptions:
     """What to look for in one text. `labels` keep the client's order and case, `threshold` None is the model's own
     default.
 
-    `parameters`: options of the family, merged with the entry's own and checked for their types.
+    `parameters`: options of the family, merged with the entry's own and checked for their types. `mentions`: places of
+    the text that the client names.
     """
 
     labels: tuple[str, ...]
     threshold: float | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    mentions: tuple[Mention, ...] = ()
 
     def same(self) -> bytes:
         """Equal for options that mean the same."""
-        return msgspec.json.encode((self.labels, self.threshold, self.parameters), order="deterministic")
+        named = (self.labels, self.threshold, self.parameters, self.mentions)
+        return msgspec.json.encode(named, order="deterministic")
 
 
 class Made(Protocol):

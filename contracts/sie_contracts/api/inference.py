@@ -105,6 +105,7 @@ class ExtractParams(_Params, kw_only=True):
     hypothesis_template: Annotated[Text, Meta(description="Contains `{}` in place of the label.")] = UNSET
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
+    top_k: Whole = UNSET
     output_schema: Map = UNSET
 
 

@@ -1,0 +1,229 @@
+"""GLiREL: relations between the entities that an item names, by the package `glirel`.
+
+    text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
+    best labels of each pair
+
+A score depends on all labels and their order. The package's own `predict_relations` is not called: it takes words alone
+for a text, cuts off what it does not read, accepts entities that no text has, and fails where there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sie_adapter.checkpoint import construction
+from sie_adapter.device import Compute
+from sie_adapter.families.extraction import (
+    ExtractOptions,
+    Extractor,
+    Result,
+    bytes_of,
+    check_encoder,
+    compare,
+    describe_backbone,
+    fill,
+    labels_refused,
+    read_weights,
+    tokenizer_fault,
+)
+from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InferenceFailed, InvalidInput
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+from sie_contracts.messages import Mention
+
+_WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # as the package splits a text
+_MIN_ROOM = 8  # labels leave at least this part of the model's tokens to the text
+_THRESHOLD, _TOP_K = 0.3, 10
+
+Span = tuple[int, int]  # first and last word
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Words of each text, and the span of each of its entities."""
+
+    labels: list[str]
+    read: list[tuple[list[str], list[Span]] | InvalidInput]
+    padding: int = 0
+
+
+class GlirelModel(Extractor[_Made]):
+    """A loaded GLiREL. `extract` may run on several threads at once; the model runs for one of them at a time.
+
+    A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`: the
+    entities as they were given, with a score of 1, and of each pair of them the `top_k` best labels whose score is
+    above the threshold, best first. Fewer than two entities have no relation. An error instead if labels or entities
+    cannot be used, if an entity stands behind what the model reads (InvalidInput), or if the scores are not finite.
+
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included.
+    """
+
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Runs no code of the folder. Raises
+        ModelLoadFailed for tensors that are not those of the class.
+        """
+        model = _built(folder, entry, entry.load, torch.device("cpu"))
+        compare(model.state_dict(), read_weights(folder, entry), entry)
+        backbone = model.token_rep_layer.bert_layer
+        return tokenizer_fault(bare_tokenizer(backbone.tokenizer), backbone.model)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
+        self._device = compute.device
+        self._model = _built(folder, entry, load, compute.device)
+        fill(self._model, read_weights(folder, entry), entry)
+        self._model.eval().requires_grad_(False)
+        self._model.float().to(compute.device)
+        self.precision = "float32"  # of the package's LSTM and its masks
+        backbone = self._model.token_rep_layer.bert_layer
+        self._counter = bare_tokenizer(backbone.tokenizer)
+        self._reserved = {*self._counter.get_added_tokens_decoder()} - {backbone.tokenizer.unk_token_id}
+        self._around = len(self._counter.encode("").ids)
+        self.tokenizer: bytes = self._counter.to_str().encode()
+        self.vocabulary: int = backbone.model.get_input_embeddings().num_embeddings
+        self.max_tokens = entry.max_tokens
+        self._max_words: int = self._model.base_config.max_len
+        self.memory_bytes = bytes_of(self._model)
+        self.attention = f"{backbone.model.config._attn_implementation} padded"
+        self._running = threading.Lock()  # the model's tokenizer is part of its pass
+
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
+        labels = list(dict.fromkeys(options.labels))
+        prompt = self._prompt_tokens(labels)
+        return _Made(labels, [self._read(text, options.mentions, prompt) for text in texts])
+
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
+        threshold = options.parameters.get("threshold", _THRESHOLD) if options.threshold is None else options.threshold
+        most = options.parameters.get("top_k", _TOP_K)
+        results: list[Result] = []
+        for text, read in zip(texts, made.read, strict=True):
+            if isinstance(read, InvalidInput):
+                results.append(read)
+                continue
+            scores = self._scores(*read, made.labels) if len(read[1]) > 1 else torch.zeros(0, len(made.labels))
+            if not bool(torch.isfinite(scores).all()):
+                results.append(InferenceFailed("the model's scores are not finite", reason="non_finite"))
+                continue
+            found = _relations(scores, made.labels, _named(text, options.mentions), float(threshold), int(most))
+            results.append({"entities": _entities(text, options.mentions), "relations": found})
+        return results
+
+    def _prompt_tokens(self, labels: list[str]) -> int:
+        """Tokens of a request that are not of the text. Raises InvalidInput for labels that cannot be used."""
+        if not labels:
+            raise labels_refused("expected at least one")
+        model = self._model
+        prompt = [part for label in labels for part in (model.rel_token, label)] + [model.sep_token]
+        encoding = self._counter.encode(prompt, is_pretokenized=True, add_special_tokens=False)
+        tokens = len(encoding.ids) + self._around
+        if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
+            raise labels_refused("one of them has no token")
+        if sum(number in self._reserved for number in encoding.ids) != len(labels) + 1:
+            raise labels_refused("one of them holds a token that the model reserves")
+        if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
+            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens")
+        return tokens
+
+    def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
+        """The words that the model reads, as many as fit, and the span of each entity; or why it cannot."""
+        found = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
+        longest = self.max_tokens * 16
+        words = [word[:longest] for word, _, _ in found[: self._max_words]]
+        encoding = self._counter.encode(words, is_pretokenized=True, add_special_tokens=False)
+        read = encoding.word_ids[: self.max_tokens - prompt]
+        if len(read) < len(encoding.word_ids):
+            words = words[: read[-1] if read else 0]
+        starts, ends = [start for _, start, _ in found], [end for _, _, end in found]
+        spans: list[Span] = []
+        for index, mention in enumerate(mentions):
+            first, last = bisect_right(ends, mention.start), bisect_left(starts, mention.end) - 1
+            path = f"metadata.entities[{index}]"
+            if last < first:
+                return InvalidInput(f"{path}: there is no word at its place", reason="schema", param=path)
+            if last >= len(words):
+                message = f"{path}: it ends behind the {len(words)} words that the model reads with these labels"
+                return InvalidInput(message, reason="input_too_long", param=path, extras={"limit": len(words)})
+            spans.append((first, last))
+        return words, spans
+
+    def _scores(self, words: list[str], spans: list[Span], labels: list[str]) -> Tensor:
+        """[pairs, labels], float32 on the host: of each entity with each other, in their order."""
+        entities = [[first, last, "", ""] for first, last in spans]
+        with self._running:
+            batch = self._model.collate_fn([{"tokenized_text": list(words), "ner": entities}], list(labels))
+            scores: Tensor = self._model.compute_score(batch)[0][0]
+        if scores.shape != (len(spans) * (len(spans) - 1), len(labels)):
+            raise RuntimeError(f"the model gave scores of the shape {tuple(scores.shape)}")
+        return torch.sigmoid(scores.float()).cpu()
+
+
+def _named(text: str, mentions: Sequence[Mention]) -> list[str]:
+    return [text[mention.start : mention.end] for mention in mentions]
+
+
+def _entities(text: str, mentions: Sequence[Mention]) -> list[dict[str, Any]]:
+    return [
+        {"text": name, "label": mention.label, "score": 1.0, "start": mention.start, "end": mention.end}
+        for name, mention in zip(_named(text, mentions), mentions, strict=True)
+    ]
+
+
+def _relations(
+    scores: Tensor, labels: list[str], names: list[str], threshold: float, most: int
+) -> list[dict[str, Any]]:
+    """Best first; equal scores in the order of the pairs and of the labels."""
+    pairs = [(head, tail) for head in range(len(names)) for tail in range(len(names)) if head != tail]
+    found = []
+    for (head, tail), row in zip(pairs, scores.tolist(), strict=True):
+        ranked = sorted(range(len(labels)), key=lambda number: -row[number])[:most]
+        found += [(row[number], head, tail, number) for number in ranked if row[number] > threshold]
+    return [
+        {"head": names[head], "tail": names[tail], "relation": labels[number], "score": score}
+        for score, head, tail, number in sorted(found, key=lambda one: (-one[0], *one[1:]))
+    ]
+
+
+def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
+    """The package's model as its configurations say, with random weights.
+
+    The package loads the backbone's own weights first, from the folder or the repository that the configuration names.
+    Those of the model replace them, so it is given a folder without any.
+    """
+    from glirel import GLiREL
+
+    raw: dict[str, Any] = json.loads((folder / "glirel_config.json").read_text())
+    if raw.get("fixed_relation_types") is not True:
+        cause = "fixed_relation_types is not true: the package then orders labels otherwise in each process"
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+    for name in ("add_entity_markers", "max_entity_pair_distance"):
+        if raw.get(name):
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: {name} is {raw[name]}, with which the package scores none")
+    raw = {"max_entity_pair_distance": None, "encoder_config": None, **raw, "device": str(device)}
+    describe_backbone(raw, "model_name", "encoder_config", folder, entry)
+    encoder = raw.pop("encoder_config")
+    check_encoder(encoder, entry, load)
+    tokenizer = read_tokenizer(Path(raw["model_name"]))
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer.save_pretrained(place)
+        (Path(place) / "config.json").write_text(json.dumps(encoder))
+        save_file({}, Path(place) / "model.safetensors", {"format": "pt"})
+        with construction():
+            return GLiREL(argparse.Namespace(**{**raw, "model_name": place}))

@@ -1,0 +1,78 @@
+"""Entities that a client names in an item: what is read of them, what is refused, and their way to the adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sie_adapter.raw import extract_options
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import Group, RunBatch
+from sie_contracts.messages import Input, Mention, RunOptions
+from sie_gateway.body import Item
+from sie_gateway.mentions import MAX_LABEL, MAX_MENTIONS, mentions
+from sie_sidecar.rows import Part, Row, Work, to_batch
+
+TEXT = "Ada met 😀 Bob"
+ADA, BOB = Mention("person", 0, 3), Mention("person", 10, 13)
+
+
+def entity(**changes: Any) -> dict[str, Any]:
+    return {"text": "Ada", "label": "person", "start": 0, "end": 3, **changes}
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"entities": None}, {"entities": []}, "a note", ["entities"]])
+def test_an_item_may_name_none(metadata: Any) -> None:
+    assert mentions(Item(TEXT, metadata=metadata)) == ()
+
+
+def test_they_keep_the_order_of_the_client() -> None:
+    named = [entity(start=10, end=13), {**entity(), "note": 1}]
+    assert mentions(Item(TEXT, metadata={"entities": named})) == (BOB, ADA)
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"person": "Ada"}, "metadata.entities"),
+        (["Ada"], "metadata.entities[0]"),
+        ([entity(), entity(label=None)], "metadata.entities[1].label"),
+        ([entity(label="")], "metadata.entities[0].label"),
+        ([entity(label="x" * (MAX_LABEL + 1))], "metadata.entities[0].label"),
+        ([entity(start="0")], "metadata.entities[0].start"),
+        ([entity(start=True)], "metadata.entities[0].start"),
+        ([entity(start=-1)], "metadata.entities[0].start"),
+        ([entity(start=13, end=14)], "metadata.entities[0].start"),
+        ([entity(end=0)], "metadata.entities[0].end"),
+        ([entity(end=14)], "metadata.entities[0].end"),
+        ([entity(end=3.0)], "metadata.entities[0].end"),
+        ([entity()] * (MAX_MENTIONS + 1), "metadata.entities"),
+    ],
+)
+def test_what_is_no_place_of_the_text_is_refused_with_its_path(given: Any, path: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        mentions(Item(TEXT, metadata={"entities": given}))
+    assert (refused.value.reason, refused.value.param) == ("schema", path)
+    assert "Ada" not in refused.value.message
+
+
+def test_they_count_in_a_message() -> None:
+    plain, named = Input(TEXT), Input(TEXT, mentions=(ADA, BOB))
+    assert named.nbytes >= plain.nbytes + 2 * len("person")
+    assert Item(TEXT, mentions=(ADA, BOB)).size >= Item(TEXT).size + 2 * len("person")
+
+
+def test_they_reach_the_options_of_their_own_text() -> None:
+    row = Row(np.zeros(2, np.int32), 2)
+    parts = [
+        Part([row, row], Work([Input("one"), Input(TEXT, mentions=(ADA, BOB))], None, RunOptions(labels=("knows",)))),
+        Part([row], Work([Input("two")], None, RunOptions())),
+    ]
+    batch = to_batch("b", "org/model", "extract", "raw", parts)
+    assert batch.mentions == ((), (ADA, BOB), ())
+    assert [option.mentions for option in extract_options(batch)] == [(), (ADA, BOB), ()]
+    assert to_batch("b", "org/model", "extract", "raw", parts[1:]).mentions == ()
+    bare = RunBatch("b", "org/model", "extract", bytes(4), b"", (Group(0, 1),), texts=("two",))
+    assert extract_options(bare)[0].mentions == ()
