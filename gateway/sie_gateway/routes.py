@@ -15,6 +15,7 @@ from msgspec import Meta
 from sie_contracts.api import dialects as api
 from sie_contracts.api import inference as native_api
 from sie_contracts.api import operations as operations_api
+from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.api.shapes import MINI
 from sie_contracts.configs import config_shape
@@ -136,7 +137,7 @@ def _dialect(
 
 
 _RERANK = "Cohere, Jina"
-_RANKS = Content(list[api.TeiRank], example=[{"index": 0, "score": 0.98}])
+_RANKS = Content(list[tei_api.TeiRank], example=[{"index": 0, "score": 0.98}])
 _EMBED = ("Cohere", "Vectors of texts, in several dtypes at once")
 _CLASSES = ("Infinity", "Classes of texts")
 _EMBEDDINGS = _dialect(
@@ -174,8 +175,8 @@ DIALECTS = (
             _RERANK,
             "Documents, ranked by relevance; with `texts` in place of `documents` as Text Embeddings Inference does it",
         ),
-        Content((api.Rerank, api.TeiRerank), example=api.TeiRerank.EXAMPLE),
-        (api.Ranked, list[api.TeiRank]),
+        Content((api.Rerank, tei_api.TeiRerank), example=tei_api.TeiRerank.EXAMPLE),
+        (api.Ranked, list[tei_api.TeiRank]),
         family("infinity"),
         shapes=(tei.shape,),
     ),
@@ -192,55 +193,55 @@ _MAIN = (
     "main_task",
     tei.main_task,
     "The operation of the model, as Text Embeddings Inference reports it",
-    Content((api.TeiEmbed, api.TeiPredict, api.TeiSimilarity, api.TeiRerank)),
+    Content((tei_api.TeiEmbed, tei_api.TeiPredict, tei_api.TeiSimilarity, tei_api.TeiRerank)),
     Content(list[Any], example=[[0.02, -0.07]]),
 )
 _Tei = tuple[str, Handler, str, Any, Any]
 _EITHER_TEI: tuple[_Tei, ...] = (
-    ("embed", tei.embed, "Dense vectors of texts", api.TeiEmbed, Content(api.Embeddings, example=[[0.02, -0.07]])),
+    ("embed", tei.embed, "Dense vectors of texts", tei_api.TeiEmbed, Content(api.Embeddings, example=[[0.02, -0.07]])),
     (
         "embed_all",
         tei.embed_all,
         "The hidden state of every token",
-        api.TeiEmbedAll,
+        tei_api.TeiEmbedAll,
         Content(api.TokenEmbeddings, example=[[[0.1, 0.2], [0.3, 0.4]]]),
     ),
     (
         "embed_sparse",
         tei.embed_sparse,
         "Sparse vectors of texts",
-        api.TeiEmbedAll,
-        Content(list[list[api.TeiWeight]], example=[[{"index": 7592, "value": 1.2}]]),
+        tei_api.TeiEmbedAll,
+        Content(list[list[tei_api.TeiWeight]], example=[[{"index": 7592, "value": 1.2}]]),
     ),
     (
         "predict",
         tei.predict,
         "Classes of texts or pairs",
-        api.TeiPredict,
+        tei_api.TeiPredict,
         Content((list[api.Label], list[list[api.Label]]), example=api.CLASSES),
     ),
     (
         "similarity",
         tei.similarity,
         "Cosine similarity of one sentence with others",
-        api.TeiSimilarity,
+        tei_api.TeiSimilarity,
         Content(list[float], example=[0.83]),
     ),
     (
         "tokenize",
         tei.tokenize,
         "Tokens of texts",
-        api.TeiTokenize,
+        tei_api.TeiTokenize,
         Content(
-            list[list[api.TeiToken]],
+            list[list[tei_api.TeiToken]],
             example=[[{"id": 7592, "text": "hello", "special": False, "start": 0, "stop": 5}]],
         ),
     ),
-    ("decode", tei.decode, "Texts from token ids", api.TeiDecode, Content(list[str], example=["hello"])),
+    ("decode", tei.decode, "Texts from token ids", tei_api.TeiDecode, Content(list[str], example=["hello"])),
 )
 _NAMED_TEI: tuple[_Tei, ...] = (
     *_EITHER_TEI,
-    ("rerank", tei.rerank, "Texts, ranked by relevance to a query", api.TeiRerank, _RANKS),
+    ("rerank", tei.rerank, "Texts, ranked by relevance to a query", tei_api.TeiRerank, _RANKS),
 )
 
 
@@ -254,8 +255,8 @@ TEI = (
     *(_tei(f"/{row[0]}", row) for row in _EITHER_TEI),
     *(_tei(f"/tei/{{model:path}}/{row[0]}", row) for row in _NAMED_TEI),
     _tei("/tei/{model:path}", _MAIN),
-    _tei("/info", ("info", tei.info, "The server and the default model", None, api.TeiInfo)),
-    _tei("/tei/{model:path}/info", ("info", tei.info, "The server and this model", None, api.TeiInfo)),
+    _tei("/info", ("info", tei.info, "The server and the default model", None, tei_api.TeiInfo)),
+    _tei("/tei/{model:path}/info", ("info", tei.info, "The server and this model", None, tei_api.TeiInfo)),
 )
 
 

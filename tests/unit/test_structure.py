@@ -15,6 +15,8 @@ SET_ELSEWHERE = {
     "sie_runtime.protocol self.cycle.server_state": "uvicorn makes its cycles itself",
     "sie_runtime.protocol self.cycle.transport": "uvicorn makes its cycles itself",
     "sie_adapter.checkpoint model.config.use_cache": "the configuration of a model of transformers",
+    "sie_adapter.families.dual_encoder model.text_model.embeddings": "replaced in a model of transformers",
+    "sie_adapter.families.vision_language language.config.is_causal": "the configuration of a model of transformers",
     "sie_adapter.device libc.mallinfo2.restype": "how ctypes learns what a function returns",
     "sie_adapter.heads.transformers_head self.backbone.pooler": "taken out of a model of transformers",
     "sie_adapter.heads.transformers_head model.config.pad_token_id": "the configuration of a model of transformers",

@@ -1,0 +1,163 @@
+"""Bodies and replies of the routes of Text Embeddings Inference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from sie_contracts import __version__
+from sie_contracts.api.shapes import MINI, Flag, ManyTexts, Number, Text, TokenIds, Whole, one_of
+
+
+class _Truncated(Struct, kw_only=True):
+    model: Text = UNSET
+    prompt_name: Text = UNSET
+    truncate: bool | UnsetType | None = UNSET
+    truncation_direction: Literal["left", "right", "Left", "Right"] | UnsetType = UNSET
+
+
+TeiInputs = Annotated[Any, one_of(str, TokenIds, Annotated[list[str | TokenIds], Meta(min_length=1)])]
+
+
+class TeiEmbedAll(_Truncated, kw_only=True):
+    """Texts or token ids."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
+
+    inputs: TeiInputs
+    dimensions: Whole = UNSET
+
+
+class TeiEmbed(TeiEmbedAll, kw_only=True):
+    """Texts or token ids; `normalize` is true by default."""
+
+    normalize: Flag = UNSET
+
+
+class TeiWeight(Struct, kw_only=True):
+    """A word of the vocabulary and its weight."""
+
+    index: Whole = UNSET
+    value: Number = UNSET
+
+
+class TeiPredict(_Truncated, kw_only=True):
+    """Texts, or pairs of texts."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
+
+    inputs: Annotated[list[str | ManyTexts], Meta(min_length=1)] | str
+    raw_scores: Flag = UNSET
+
+
+class TeiSentences(Struct, kw_only=True):
+    """One sentence, and the sentences to compare it with."""
+
+    source_sentence: str
+    sentences: ManyTexts
+
+
+class TeiSimilarityParameters(_Truncated, kw_only=True):
+    """How the sentences are encoded."""
+
+    dimensions: Whole = UNSET
+    normalize: Flag = UNSET
+
+
+class TeiSimilarity(Struct, kw_only=True):
+    """Sentences to compare."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": {"source_sentence": "Hello", "sentences": ["Hi"]}}
+
+    model: Text = UNSET
+    inputs: TeiSentences
+    parameters: TeiSimilarityParameters | UnsetType = UNSET
+
+
+class TeiTokenize(Struct, kw_only=True):
+    """Texts to tokenize."""
+
+    EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
+
+    model: Text = UNSET
+    prompt_name: Text = UNSET
+    inputs: ManyTexts | str
+    add_special_tokens: Flag = UNSET
+
+
+class TeiToken(Struct, kw_only=True):
+    """A token, and where it begins and ends in the bytes of the text."""
+
+    id: Whole = UNSET
+    text: Text = UNSET
+    special: Flag = UNSET
+    start: int | UnsetType | None = UNSET
+    stop: int | UnsetType | None = UNSET
+
+
+class TeiDecode(Struct, kw_only=True):
+    """Token ids to decode."""
+
+    EXAMPLE: ClassVar[Any] = {"ids": [101, 102]}
+
+    model: Text = UNSET
+    ids: Annotated[Any, one_of(TokenIds, Annotated[list[TokenIds], Meta(min_length=1)])]
+    skip_special_tokens: Flag = UNSET
+
+
+class TeiRerank(_Truncated, kw_only=True):
+    """Texts to rank."""
+
+    EXAMPLE: ClassVar[Any] = {"query": "Who?", "texts": ["Ada", "Bob"]}
+
+    query: str
+    texts: ManyTexts
+    raw_scores: Flag = UNSET
+    return_text: Flag = UNSET
+
+
+class TeiRank(Struct, kw_only=True):
+    """The place of a text in the request, its score and, where it was asked for, the text."""
+
+    index: Whole = UNSET
+    score: Number = UNSET
+    text: Text = UNSET
+
+
+class TeiInfo(Struct, kw_only=True):
+    """What serves a model."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model_id": MINI,
+        "model_sha": "8b3219a92973c328a8e22fadcfa821b5dc75636a",
+        "model_dtype": "float32",
+        "served_model_name": MINI,
+        "model_type": {"embedding": {"pooling": "mean"}},
+        "max_concurrent_requests": 512,
+        "max_input_length": 256,
+        "max_batch_tokens": 16384,
+        "max_batch_requests": None,
+        "max_client_batch_size": 2048,
+        "auto_truncate": True,
+        "tokenization_workers": 1,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+    model_id: str
+    model_sha: str
+    model_dtype: str
+    served_model_name: str
+    model_type: dict[str, Any]
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+    sha: str | None
+    docker_label: str | None
