@@ -12,11 +12,11 @@ from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput, SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
 from sie_contracts.trace_context import NONE, Context
-from sie_gateway.body import Item
 from sie_gateway.grant import ANYBODY, Charge, Grant
 from sie_runtime.http import Body, Receive
 
 if TYPE_CHECKING:
+    from sie_gateway.body import Item
     from sie_gateway.finished import Finished
     from sie_runtime.spans import Span
 

@@ -8,7 +8,7 @@ import base64
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,8 +18,10 @@ from sie_contracts import arrays
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
-from sie_gateway.body import Item
 from sie_runtime.http import Body
+
+if TYPE_CHECKING:
+    from sie_gateway.body import Item
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
