@@ -27,6 +27,7 @@ from sie_adapter.checkpoint import Modules, construction, read_json, read_module
 from sie_adapter.comparison import compare_files
 from sie_adapter.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.families.text_model import stored_activation
+from sie_adapter.image_folders import described_by_image_model
 from sie_adapter.late_interaction import late_interaction
 from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.load_errors import load_failed
@@ -76,7 +77,8 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
 
 def _describe(folder: Path, report: Inspection) -> None:
     raw = read_json(folder / "config.json")
-    if (described := described_by_package(folder, raw)) is not None:
+    described = described_by_package(folder, raw) or described_by_image_model(folder, raw)
+    if described is not None:
         report.entry.update(described.entry)
         report.found.extend(described.found)
     else:
@@ -189,7 +191,7 @@ def _config(folder: Path) -> PretrainedConfig:
             "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which no family here runs"
         )
     if getattr(config, "vision_config", None) is not None:
-        raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, which no family here does")
+        raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, and no family here runs it")
     return config
 
 

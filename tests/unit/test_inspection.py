@@ -15,7 +15,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from overlays import wanted_models
-from parity import gliner_checkpoints, heads_checkpoints
+from parity import detector_checkpoints, dual_checkpoints, gliner_checkpoints, heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
 from safetensors.torch import load_file, save_file
@@ -281,6 +281,35 @@ def test_other_folders_load_and_answer_too(
 
 
 # what a folder does not say, and what it is not
+
+
+@pytest.mark.parametrize(
+    ("build_folder", "family", "outputs", "max_tokens"),
+    [
+        (dual_checkpoints.clip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.CLIP_TOKENS),
+        (dual_checkpoints.siglip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.SIGLIP_TOKENS),
+        (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
+        (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
+        (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
+    ],
+)
+def test_models_of_images_become_entries_that_load(
+    build_folder: Callable[[Path], object],
+    family: str,
+    outputs: dict[str, int],
+    max_tokens: int,
+    tmp_path: Path,
+    engine: Engine,
+) -> None:
+    folder = tmp_path / "model"
+    build_folder(folder)
+    report = inspect(folder, "me/seen", {"path": str(folder)})
+    entry = entry_of(report)
+    assert (entry.family, entry.outputs, entry.max_tokens) == (family, outputs, max_tokens)
+    assert "image" in entry.inputs
+    assert "preprocessor_config.json" in entry.weights.digests
+    resident = engine.residency.ensure(f"me/{family}-{folder.parent.name}", entry)
+    assert resident.weights.rows
 
 
 def test_what_no_file_says_is_named(tmp_path: Path) -> None:
