@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ from transformers import (
     SiglipTokenizer,
     SiglipVisionConfig,
 )
+
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.messages import Input
+from sie_sidecar import images
+from sie_sidecar.image_frames import Prepared
 
 SIZE, PATCH = 48, 16
 PAGE = 64
@@ -241,3 +248,18 @@ def png(picture: Image.Image) -> bytes:
     written = io.BytesIO()
     picture.save(written, "PNG")
     return written.getvalue()
+
+
+def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[Prepared]]:
+    """The pixels of the inputs that have images, by their index, as worker processes make them."""
+    assert layout.images is not None
+    return {
+        index: [_prepared(file, layout.images) for file in each.images]
+        for index, each in enumerate(inputs)
+        if each.images
+    }
+
+
+def _prepared(file: bytes, recipe: Recipe) -> Prepared:
+    made = images.prepare(file, recipe)
+    return Prepared(made.pixels, *made.size, made.upright, made.digest())

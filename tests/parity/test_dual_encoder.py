@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import dual_checkpoints
-from parity.dual_checkpoints import CLIP_TOKENS, FIRST_SIGLIP_TOKENS, SIGLIP_TOKENS, SIZE, WIDTH, image, png
+from parity.dual_checkpoints import CLIP_TOKENS, FIRST_SIGLIP_TOKENS, SIGLIP_TOKENS, SIZE, WIDTH, image, png, seen
 from parity.heads_checkpoints import texts
 from parity.table import Agreement, ParityTable
 from PIL import Image
@@ -24,13 +24,11 @@ from sie_adapter.engine import Engine
 from sie_adapter.families.dual_encoder import DualEncoder
 from sie_contracts.entries import parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.images import Recipe
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Failed, Input, Ok, RunOptions
 from sie_contracts.settings import Settings
-from sie_sidecar import images, layouts
+from sie_sidecar import layouts
 from sie_sidecar import rows as rowing
-from sie_sidecar.image_frames import Prepared
 from sie_sidecar.rows import Part, Work
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -55,12 +53,6 @@ PICTURES = [
 ]
 
 
-def _prepared(file: bytes, recipe: Recipe) -> Prepared:
-    """As a worker process makes it."""
-    made = images.prepare(file, recipe)
-    return Prepared(made.pixels, *made.size, made.upright, made.digest())
-
-
 @dataclass(frozen=True)
 class Served:
     """A model in the engine of this process, asked as the sidecar asks."""
@@ -73,14 +65,8 @@ class Served:
     def encode(self, given: Sequence[Given], **options: Any) -> list[Any]:
         """The vector of each input, or its error: all of them one batch."""
         layout = self.weights.rows["encode"]
-        assert layout.images is not None
         inputs = [Input(each) if isinstance(each, str) else Input(images=tuple(map(png, each))) for each in given]
-        seen = {
-            index: [_prepared(file, layout.images) for file in each.images]
-            for index, each in enumerate(inputs)
-            if each.images
-        }
-        work = Work(inputs, None, RunOptions(("dense",), **options), seen)
+        work = Work(inputs, None, RunOptions(("dense",), **options), seen(inputs, layout))
         (made,) = layouts.make(self.tokenizer, layout, [work])
         batch = rowing.to_batch("b", self.name, "encode", layout.layout, [Part(made.rows, work)])
         with torch.inference_mode():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import dual_checkpoints
-from parity.dual_checkpoints import PAGE, PATCH, WIDTH, image, png
+from parity.dual_checkpoints import PAGE, PATCH, WIDTH, image, png, seen
 from parity.table import Agreement, ParityTable
 from PIL import Image
 from transformers import AutoProcessor, ColPaliForRetrieval
@@ -24,14 +24,12 @@ from sie_adapter.families.vision_language import VisionLanguage
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.images import Recipe
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Failed, Input, Ok, Operation
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
-from sie_sidecar import images, layouts
+from sie_sidecar import layouts
 from sie_sidecar import rows as rowing
-from sie_sidecar.image_frames import Prepared
 from sie_sidecar.rows import Part, Work
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -61,12 +59,6 @@ def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
     )
 
 
-def _prepared(file: bytes, recipe: Recipe) -> Prepared:
-    """As a worker process makes it."""
-    made = images.prepare(file, recipe)
-    return Prepared(made.pixels, *made.size, made.upright, made.digest())
-
-
 @dataclass(frozen=True)
 class Served:
     """A model in the engine of this process, asked as gateway and sidecar ask."""
@@ -81,14 +73,8 @@ class Served:
         resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
         _, asked = run_options(resolved, options, operation)
         layout = self.weights.rows[operation]
-        assert layout.images is not None
         inputs = [Input(each) if isinstance(each, str) else Input(images=(png(each),)) for each in given]
-        seen = {
-            index: [_prepared(file, layout.images) for file in each.images]
-            for index, each in enumerate(inputs)
-            if each.images
-        }
-        work = Work(inputs, None if query is None else Input(query), asked.run, seen)
+        work = Work(inputs, None if query is None else Input(query), asked.run, seen(inputs, layout))
         (made,) = layouts.make(self.tokenizer, layout, [work])
         assert made.error is None, made.error
         assert not made.unfit, made.unfit
@@ -238,7 +224,8 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
     assert layout.images is not None
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
     _, asked = run_options(resolved, {}, "encode")
-    work = Work([Input(images=(png(PAGES[0]),))], None, asked.run, {0: [_prepared(png(PAGES[0]), layout.images)]})
+    inputs = [Input(images=(png(PAGES[0]),))]
+    work = Work(inputs, None, asked.run, seen(inputs, layout))
     (made,) = layouts.make(served.tokenizer, layout, [work])
     expected = oracle.processor.process_images([PAGES[0]]).input_ids[0].tolist()
     assert made.rows[0].ids.tolist() == expected
