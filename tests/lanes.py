@@ -12,7 +12,6 @@ build/tests/LANE.log. All lanes run, also after one that failed. Exit status: 0,
 """
 
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "tests"
 NO_TESTS = 5  # pytest's exit status when it selects none
+COLLECTED = "PYTEST_COLLECTED"  # in the environment: arguments by which the process that is forked collects (worker.py)
 _TESTPATHS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]["testpaths"]
 
 
@@ -56,10 +56,18 @@ def _has_more_than_avx2() -> bool:
     return not about.exists() or "flags" not in (text := about.read_text()) or " avx512f" in text
 
 
-_GROUPS = ("--dist", "loadgroup", "--no-loadscope-reorder")  # those of tests/conftest.py, in their order
+def _processes(count: int) -> tuple[str, ...]:
+    """Options: so many, forked from one that has collected the tests, to each the groups of tests/conftest.py in their
+    order.
+    """
+    python = shlex.join([sys.executable, str(ROOT / "tests" / "worker.py")])
+    options = ("--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "5")
+    return ("--tx", f"{count}*popen//python={python}", *options)
+
+
 LANES = (
     # more processes than two cores: most tests of the whole system wait for something
-    Lane("parallel", options=("-n", "5", *_GROUPS), environ={"OMP_NUM_THREADS": "1"}),
+    Lane("parallel", options=_processes(6), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial"),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(
@@ -70,7 +78,7 @@ LANES = (
         is_redundant=not _has_more_than_avx2(),
     ),
 )
-SYSTEM = (Lane("system", "debian", options=("-n", "3", *_GROUPS)),)
+SYSTEM = (Lane("system", "debian", options=_processes(3)),)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -95,7 +103,12 @@ def command(lane: Lane, arguments: Sequence[str]) -> list[str]:
     argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", lane.markers, *lane.options]
     argv += ["--durations=80", "--durations-min=1"]
     argv += ["--color=yes"] if sys.stdout.isatty() else []
-    return [*argv, *(arguments or lane.files())]
+    return [*argv, *collected(lane, arguments)]
+
+
+def collected(lane: Lane, arguments: Sequence[str]) -> list[str]:
+    """The arguments by which pytest collects."""
+    return [*(arguments or lane.files())]
 
 
 class Beside:
@@ -121,8 +134,8 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
     """The exit status of pytest. Its output goes to the terminal and to the lane's log."""
     argv = command(lane, arguments)
     print(f"{lane.name}: {shlex.join(argv)}", flush=True)
-    began_s, used_s = time.monotonic(), _used_s()
-    environ = os.environ | lane.environ
+    began_s = time.monotonic()
+    environ = os.environ | lane.environ | {COLLECTED: shlex.join(collected(lane, arguments))}
     with (LOGS / f"{lane.name}.log").open("wb") as log:
         child = subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert child.stdout is not None
@@ -133,18 +146,8 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
                 sys.stdout.buffer.flush()
         finally:
             child.wait()  # after Ctrl-C pytest, which had it too, takes its clusters down first
-    print(
-        f"{lane.name}: {time.monotonic() - began_s:.0f} s, {_used_s() - used_s:.0f} s of processors with all that it"
-        " started",
-        flush=True,
-    )
+    print(f"{lane.name}: {time.monotonic() - began_s:.0f} s", flush=True)
     return child.returncode
-
-
-def _used_s() -> float:
-    """Processor seconds of processes that ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

@@ -40,8 +40,13 @@ from setproctitle import getproctitle, setproctitle
 
 from sie_cli import supervisor
 
-Kind = Literal["sie", "engine", "fixed_cost_adapter"]
-ENTRIES: dict[Kind, str] = {"sie": "sie_cli.main", "engine": "sie_cli.main", "fixed_cost_adapter": "fixed_cost_adapter"}
+Kind = Literal["sie", "engine", "fixed_cost_adapter", "tests"]
+ENTRIES: dict[Kind, str] = {
+    "sie": "sie_cli.main",
+    "engine": "sie_cli.main",
+    "fixed_cost_adapter": "fixed_cost_adapter",
+    "tests": "worker",
+}
 _PROCESSES = ("sie_gateway.process", "sie_config.process", "sie_sidecar.process", "sie_sidecar.recording")
 # what `sie adapter` has imported when it forks the process that serves: it starts no thread
 _ENGINE = ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server")
@@ -49,6 +54,7 @@ IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first 
     "sie": _PROCESSES,
     "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve", "sie_cli.standalone"),
     "fixed_cost_adapter": (),
+    "tests": (),
 }
 _SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they end, and the folder of their sockets
 _lock = threading.Lock()
@@ -57,22 +63,35 @@ _beside: socket.socket | None = None  # the control connection to the zygote of 
 
 
 class Forked:
-    """A process that the zygote forked, with what is used of `subprocess.Popen`."""
+    """A process that the zygote forked, with what is used of `subprocess.Popen`. `stdout` has its errors too."""
 
     def __init__(self, kind: Kind, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        with open(os.devnull, "rb") as nothing:
+            self._start(kind, argv, environ, (nothing.fileno(), writing, writing))
+        os.close(writing)
+        self.stdout = os.fdopen(reading, encoding="utf-8")
+
+    @classmethod
+    def in_place(cls, kind: Kind) -> Forked:
+        """Of this process: with its arguments, its environment and its standard streams."""
+        forked = cls.__new__(cls)
+        forked._start(kind, sys.argv, os.environ, (0, 1, 2))
+        return forked
+
+    def _start(
+        self, kind: Kind, argv: Sequence[str], environ: Mapping[str, str], streams: tuple[int, int, int]
+    ) -> None:
         self.argv = list(argv)
         self.returncode: int | None = None
         self._ending = threading.Lock()
-        reading, writing = os.pipe()
         told, tells = os.pipe()
         request = json.dumps({"argv": self.argv, "environ": dict(environ), "cwd": str(Path.cwd())}).encode()
         with _lock:
             control = _beside or _zygote(kind)
-            socket.send_fds(control, [len(request).to_bytes(4, "big")], [writing, tells])
+            socket.send_fds(control, [len(request).to_bytes(4, "big")], [tells, *streams])
             control.sendall(request)
-        os.close(writing)
         os.close(tells)
-        self.stdout = os.fdopen(reading, encoding="utf-8")
         self.status_file = told  # readable when it has ended
         self._told = os.fdopen(told, encoding="ascii")
         self.pid = int(self._told.readline())
@@ -80,13 +99,13 @@ class Forked:
     def poll(self) -> int | None:
         return self.returncode if self._ended(0) else None
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float | None) -> int:
         """Raises subprocess.TimeoutExpired."""
         if not self._ended(timeout_s) or self.returncode is None:
             raise subprocess.TimeoutExpired(self.argv, timeout_s)
         return self.returncode
 
-    def _ended(self, timeout_s: float) -> bool:
+    def _ended(self, timeout_s: float | None) -> bool:
         with self._ending:  # which several threads may ask for
             if self.returncode is None and select.select([self._told], [], [], timeout_s)[0]:
                 with self._told as told:
@@ -177,7 +196,7 @@ def _zygote(kind: Kind) -> socket.socket:
 
 def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
     """The next request and its descriptors; None when nobody is there any more."""
-    head, descriptors, _, _ = socket.recv_fds(control, 4, 2)
+    head, descriptors, _, _ = socket.recv_fds(control, 4, 4)
     if not head:
         return None
     size, body = int.from_bytes(head, "big"), b""
@@ -231,7 +250,7 @@ def fork_on_request(*, listener: socket.socket | None = None, control: socket.so
                 for pid in [pid for pid, who in asked.items() if who is each and pid in told]:
                     os.kill(pid, signal.SIGKILL)
                 continue
-            job, (output, status) = request
+            job, (status, *streams) = request
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
@@ -240,8 +259,9 @@ def fork_on_request(*, listener: socket.socket | None = None, control: socket.so
                     connection.close()
                 for descriptor in (woken, wakes, status, *told.values(), *filter(None, [owner])):
                     os.close(descriptor)
-                return _become(job, output, parent)
-            os.close(output)
+                return _become(job, streams, parent)
+            for stream in streams:
+                os.close(stream)
             told[pid] = status
             asked[pid] = each
             _tell(status, pid)
@@ -254,13 +274,15 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _become(job: dict[str, object], output: int, parent: int) -> list[str]:
-    """What a start would have given it: a session, output, folder, environment. It is killed when the zygote ends."""
+def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list[str]:
+    """What a start would have given it: a session, standard streams, folder, environment. It is killed when the zygote
+    ends.
+    """
     os.setsid()
     _end_with(parent)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    for standard, stream in enumerate(streams):
+        os.dup2(stream, standard)
+        os.close(stream)
     os.chdir(str(job["cwd"]))
     os.environ.clear()
     os.environ.update(job["environ"])  # type: ignore[call-overload]
@@ -299,6 +321,8 @@ if __name__ == "__main__":
     entry = importlib.import_module(ENTRIES[kind])
     for module in IMPORTS[kind]:
         importlib.import_module(module)
+    if kind == "tests":
+        entry.collect()
     gc.collect()
     gc.freeze()
     sys.argv = fork_on_request(listener=socket.socket(fileno=int(sys.argv[2])))
