@@ -24,23 +24,20 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from sie_adapter import answers
-from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, load_model, read_json
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.heads import Head, Reduced, Row, States
+from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
+from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.images import Tower, processor_of
 from sie_adapter.linear import block_linears
-from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed, Shown, expanded
-from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Group, Rows, RunBatch, Side
+from sie_contracts.ipc import Rows, Side
 from sie_contracts.load_errors import load_failed
-from sie_contracts.messages import Operation, RunOptions
 
 _METASPACE = "▁"  # sentencepiece writes a space so
 _ARGMAX_EOS = 2  # configurations of that end token are read at the largest id instead (transformers, CLIPTextModel)
@@ -166,11 +163,8 @@ class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         return found
 
 
-class DualEncoder:
-    """A loaded model. `forward` may run on several threads at once.
-
-    Every attribute means what it means in `TextEncoder`; `backbone` is the text tower.
-    """
+class DualEncoder(PackedModel):
+    """A loaded model; `backbone` is the text tower."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -181,17 +175,14 @@ class DualEncoder:
         processor_of(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
         table = model.text_model.get_input_embeddings().num_embeddings
-        return fault(fitted(_tokenizer(folder, entry.load), table)[0], table, Needs())
+        return fault_of_tokenizer(_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
         entry.
         """
         kind = _model_type(folder, entry)
-        self.max_tokens = entry.max_tokens
-        self.precision = compute.precision
-        self.needs = Needs()
-        self._compute = compute
+        super().__init__(entry, compute)
         recipe, normalisation = processor_of(folder, entry)
         with torch.inference_mode():
             model: Any = load_model(AutoModel, folder, load, compute)
@@ -201,10 +192,9 @@ class DualEncoder:
                 block_linears(model.vision_model)
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
             model.text_model.embeddings = _Embeddings(model.text_model.embeddings)
-            self.backbone = Backbone(model.text_model, compute, entry.max_tokens)
-        self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
+            self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
         self.width = self._towers.width
-        self._check_width(entry)
+        self._check_width(entry, "dense", self.width)
         tokenizer, _ = fitted(_tokenizer(folder, load), self.vocabulary)
         self.tokenizer = tokenizer.to_str().encode()
         patch = model.config.vision_config.patch_size
@@ -214,7 +204,6 @@ class DualEncoder:
         self.rows = {"encode": Rows("text", side, side, tokens=True, images=images)}
         self.heads: dict[str, Head] = {"dense": _VectorHead(self._towers)}
         self._tower = Tower(self._towers.image, normalisation, compute)
-        self.loras = Loras(model.text_model, compute, lambda: self.backbone.forward(self.backbone.sample((8,))))
 
     @staticmethod
     def _check_positions(entry: ModelEntry, limit: int) -> None:
@@ -223,21 +212,12 @@ class DualEncoder:
                 "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions"
             )
 
-    def _check_width(self, entry: ModelEntry) -> None:
-        found = entry.outputs.get("dense")
-        if found != self.width:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs.dense is {found}, the model's is {self.width} wide")
-
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Texts filled up to the length that the model was trained with."""
         if not self._towers.filled:
             return batch
         wanted = np.where(batch.lengths > 0, self._towers.filled, 0)
         return expanded(batch, wanted, self._towers.filler, attended=True)
-
-    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Every row needs a pass."""
-        return None
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """The chosen rows of texts, packed, then those of images."""
@@ -276,21 +256,6 @@ class DualEncoder:
         return torch.stack(
             [own[0] if len(own) == 1 else each.mean(0) for own, each in zip(vectors.split(counts), unit, strict=True)]
         )
-
-    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
-        return options.outputs or ("dense",)
-
-    def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
-    ) -> Answers:
-        """One answer per input of `group`."""
-        return answers.vectors(group.options, rows)
 
 
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:

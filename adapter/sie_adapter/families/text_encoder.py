@@ -11,19 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from sie_adapter import answers
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, read_modules
 from sie_adapter.device import Compute
+from sie_adapter.families.packed_model import PackedModel
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
-from sie_adapter.lora import Loras
-from sie_adapter.packing import Int64, Items, Packed
+from sie_adapter.packing import Int64, Items
 from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions, ModelEntry
@@ -34,16 +32,10 @@ from sie_contracts.messages import Operation, RunOptions
 # Short sequences with which the packed path of a model that ranks is tried beside the usual ones: its scores are
 # compared by rank as well, which needs many of them.
 _RANKED_SAMPLES = 45
-_LORA_SAMPLE = (8, 24)
 
 
-class TextEncoder:
-    """A loaded model. `forward` may run on several threads at once.
-
-    `tokenizer`: tokenizer.json without truncation and padding. `needs`: what the heads need of it. `rows`: how the
-    inputs of each operation become ids. `vocabulary`: ids are below it. `width`: of a hidden state. `attention`: the
-    backend in use, with `padded` where the packed path is not equal to the model's own.
-    """
+class TextEncoder(PackedModel):
+    """A loaded model of texts."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -62,26 +54,23 @@ class TextEncoder:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
         entry.
         """
-        self.max_tokens = entry.max_tokens
-        self.precision = compute.precision
+        super().__init__(entry, compute)
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, load)
         samples = 0 if families.row(entry.family).gives_vectors else _RANKED_SAMPLES
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)
-            self.backbone = Backbone(builder.backbone, compute, entry.max_tokens, samples)
+            self._run_on(Backbone(builder.backbone, compute, entry.max_tokens, samples), builder.backbone, compute)
             self._parts = builder.parts()
         self.heads = self._parts.heads
         self.rows = self._parts.rows
+        self.per_row = self._parts.per_row
         self.tokenizer = builder.tokenizer.to_str().encode()
         is_decoder = any(isinstance(head, LastTokenHead) for head in self.heads.values())
         self.needs = Needs.of(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
-        self.vocabulary = self.backbone.vocabulary
         self.width = self.backbone.width
-        self.attention = self.backbone.attention
         self.memory_bytes = self.backbone.memory_bytes + builder.head_bytes
         self._check_limits(entry)
-        self.loras = Loras(builder.backbone, compute, lambda: self.forward(self.backbone.sample(_LORA_SAMPLE)))
 
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions
@@ -100,21 +89,10 @@ class TextEncoder:
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed:
-        """Lay out the chosen items with this architecture's positions."""
-        return self.backbone.pack(batch, chosen)
-
-    def forward(self, packed: Packed) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order. Under
-        inference mode only.
-        """
-        return self.backbone.forward(packed)
-
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
         """The heads whose rows the answers are made from."""
-        if options.muvera is not None:
-            return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
-        return self._parts.reads.get(operation) or options.outputs or tuple(self.heads)[:1]
+        own = self._parts.reads.get(operation) if options.muvera is None else None
+        return own or super().heads_for(operation, options)
 
     def answer(
         self,
@@ -124,11 +102,7 @@ class TextEncoder:
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> Answers:
-        """One answer per input of `group`. `query`: rows of the query that documents are scored against, by head;
-        `rows`: those of the inputs; `places`: their numbers in the batch.
-        """
+        """One answer per input of `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)
-        if message.operation == "score":
-            return answers.side_scores(group.options, query, rows, per_row=self._parts.per_row)
-        return answers.vectors(group.options, rows)
+        return super().answer(message, group, query, rows, places)

@@ -7,35 +7,31 @@ ids of a text, or of the prompt of a page ┘
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 from transformers import ColPaliForRetrieval
 
-from sie_adapter import answers
-from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, load_model, read_json
 from sie_adapter.device import Compute
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.heads import Head, Row
+from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
+from sie_adapter.heads import Head
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.images import Tower, processor_of
 from sie_adapter.linear import block_linears
-from sie_adapter.lora import Loras
 from sie_adapter.packing import Features, Int64, Items, Packed, Shown
-from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.ipc import Group, ImageTokens, Rows, RunBatch
+from sie_contracts.ipc import ImageTokens, Rows
 from sie_contracts.load_errors import load_failed
-from sie_contracts.messages import Operation, RunOptions
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # behind the image. Source: transformers, ColPaliProcessor
 _PATCHES_PER_TOKEN = 4  # of the tower, which take about the time of one token of the language model
@@ -48,11 +44,8 @@ class _Pass(Packed):
     shown: Sequence[Shown] = ()
 
 
-class VisionLanguage:
-    """A loaded model. `forward` may run on several threads at once.
-
-    Every attribute means what it means in `TextEncoder`; `backbone` is the language model.
-    """
+class VisionLanguage(PackedModel):
+    """A loaded model; `backbone` is the language model."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -63,16 +56,14 @@ class VisionLanguage:
         processor_of(folder, entry)
         model: Any = empty_model(ColPaliForRetrieval, folder, entry.load)
         table = model.vlm.get_input_embeddings().num_embeddings
-        return fault(fitted(load_tokenizer(folder, entry.load), table)[0], table, Needs())
+        return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
         entry.
         """
         _check_type(folder, entry)
-        self.max_tokens = entry.max_tokens
-        self.precision = compute.precision
-        self.needs = Needs()
+        super().__init__(entry, compute)
         recipe, normalisation = processor_of(folder, entry)
         with torch.inference_mode():
             model: Any = load_model(ColPaliForRetrieval, folder, load, compute, float32_head=True)
@@ -82,8 +73,7 @@ class VisionLanguage:
             if compute.device.type == "cpu":
                 block_linears(vlm.vision_tower)
                 block_linears(vlm.multi_modal_projector)
-            self.backbone = Backbone(language, compute, entry.max_tokens)
-        self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
+            self._run_on(Backbone(language, compute, entry.max_tokens), language, compute)
         self.width: int = model.config.embedding_dim
         tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         # the prompts have the only special tokens
@@ -104,14 +94,9 @@ class VisionLanguage:
         }
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(model.embedding_proj_layer, compute.device)}
         self._tower = Tower(lambda pixels: vlm.get_image_features(pixels).pooler_output, normalisation, compute)
-        self.loras = Loras(language, compute, lambda: self.backbone.forward(self.backbone.sample((8,))))
 
     def _check(self, entry: ModelEntry, tokenizer: Tokenizer, tokens: ImageTokens) -> None:
-        if entry.outputs.get("multivector") != self.width:
-            found = entry.outputs.get("multivector")
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: outputs.multivector is {found}, the model's is {self.width} wide"
-            )
+        self._check_width(entry, "multivector", self.width)
         if (length := tokens.count + len(tokens.after)) > entry.max_tokens:
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the row of an image has {length}"
@@ -120,14 +105,6 @@ class VisionLanguage:
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: the token of images, {tokens.token}, is not its tokenizer's"
             )
-
-    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Nothing is filled up: the tokens that extend a query are a part of its prompt."""
-        return batch
-
-    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Every row needs a pass."""
-        return None
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """Lay out the chosen items, with the images of each."""
@@ -142,25 +119,6 @@ class VisionLanguage:
         if isinstance(packed, _Pass) and packed.shown:
             packed.features = Features(self._image_token, self._tower.forward(packed.shown).flatten(0, 1))
         return self.backbone.forward(packed)
-
-    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
-        if options.muvera is not None:
-            return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
-        return options.outputs or ("multivector",)
-
-    def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
-    ) -> Answers:
-        """One answer per input of `group`: token vectors, or MaxSim with those of the query."""
-        if message.operation == "score":
-            return answers.side_scores(group.options, query, rows, per_row=False)
-        return answers.vectors(group.options, rows)
 
 
 def _attend_both_ways(language: Any) -> None:
