@@ -50,7 +50,7 @@ $(CLIENTS)/.installed: tests/clients.txt
 	touch $@
 
 test-long: $(VENV)/.dev $(CLIENTS)/.installed
-	$(PYTEST) tests -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
+	$(BIN)/python tests/lanes.py --long $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check --quiet .

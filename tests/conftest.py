@@ -29,11 +29,28 @@ def _context(*args: Any, **options: Any) -> ssl.SSLContext:
 ssl.create_default_context = _context
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-xdist starts processes."""
     import zygote
 
     zygote.share()
+    if config.option.verbose > 0 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_AtOnce(config))
+
+
+class _AtOnce:
+    """With -v a failure is told when it happens, not only at the end: a run of an hour may be cut off."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)  # after the line of the test
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.get_terminal_writer()
+            terminal.line()
+            terminal.line(f"{report.when} of {report.nodeid}:")
+            terminal.line(report.longreprtext)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

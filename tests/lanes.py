@@ -4,11 +4,12 @@
     python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
     python tests/lanes.py tests/unit/test_options.py
     python tests/lanes.py --system         what `make test-system` promises
+    python tests/lanes.py --long           what `make test-long` promises, an hour of two cores
 
 A lane is a set of markers with its own environment. A lane of one marker collects only the files that name the marker:
 collecting all of them takes 10 s of a processor. What a lane prints, the 80 slowest tests included, is kept in
-build/tests/LANE.log. All lanes run, also after one that failed. Exit status: 0, or that of the first lane that failed;
-5 if no lane selected a test, as pytest has it.
+build/tests/LANE.log as it comes; the long lanes print each test, and a failure at once. All lanes run, also after one
+that failed. Exit status: 0, or that of the first lane that failed; 5 if no lane selected a test, as pytest has it.
 """
 
 import os
@@ -32,6 +33,8 @@ _TESTPATHS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
 class Lane:
     name: str
     marker: str = ""  # that all of its tests have; none: those without any
+    selected: str = ""  # an expression of markers in place of the usual one
+    paths: Sequence[str] = ()  # in place of the files that name the marker
     options: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     beside: bool = False  # the others; what it printed is shown when they have ended
@@ -39,13 +42,15 @@ class Lane:
 
     @property
     def markers(self) -> str:
+        if self.selected:
+            return self.selected
         others = [f"not {other}" for other in ("debian", "long") if other != self.marker]
         return " and ".join([self.marker or "not serial", *others])
 
     def files(self) -> list[str]:
-        """Those in which one of its tests may be; none for all."""
-        if not self.marker:
-            return []
+        """Those in which one of its tests may be, or folders; none for all."""
+        if self.paths or not self.marker:
+            return [*self.paths]
         tests = (path for folder in _TESTPATHS for path in sorted((ROOT / folder).rglob("test_*.py")))
         return [str(path.relative_to(ROOT)) for path in tests if f"mark.{self.marker}" in path.read_text("utf-8")]
 
@@ -79,12 +84,25 @@ LANES = (
     ),
 )
 SYSTEM = (Lane("system", "debian", options=_processes(3)),)
+_PATIENT = ("-v", "--hypothesis-profile=long")
+LONG = (
+    Lane(
+        "long",
+        selected="(long or hypothesis) and not serial",
+        paths=("tests",),
+        # fewer than in `make test`: long tests take more memory, and more of them have bounds of time
+        options=(*_PATIENT, *_processes(3)),
+        environ={"OMP_NUM_THREADS": "1"},
+    ),
+    Lane("long-serial", selected="long and serial", paths=("tests",), options=_PATIENT),
+)
+_SETS = {"--system": SYSTEM, "--long": LONG}
 
 
 def main(arguments: Sequence[str]) -> int:
-    lanes, is_test = LANES, arguments[:1] != ["--system"]
+    lanes, is_test = LANES, not arguments or arguments[0] not in _SETS
     if not is_test:
-        lanes, arguments = SYSTEM, arguments[1:]
+        lanes, arguments = _SETS[arguments[0]], arguments[1:]
     lanes = [lane for lane in lanes if not lane.is_redundant]
     LOGS.mkdir(parents=True, exist_ok=True)
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]

@@ -53,13 +53,15 @@ def rendered(file: str, **values: Any) -> list[Object]:
 
 
 def check_images() -> None:
+    """Skips the test where podman has not all images of the chart."""
     wanted = {
         container["image"]
         for workload in workloads(rendered("values.yaml")).values()
         for container in workload["spec"]["template"]["spec"]["containers"]
     }
     absent = sorted(name for name in wanted if not engine.has_image(name))
-    assert not absent, f"podman has no image {', '.join(absent)}: docs/kubernetes.md says how to build them"
+    if absent:
+        pytest.skip(f"podman has no image {', '.join(absent)}: docs/kubernetes.md says how to build them")
 
 
 @asynccontextmanager

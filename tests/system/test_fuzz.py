@@ -81,7 +81,7 @@ async def fuzzed(stack: Stack, count: int, seed: int) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("count", [150, pytest.param(200_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 async def test_bent_bodies(stack: Stack, count: int) -> None:
     await fuzzed(stack, count, seed=count)
 

@@ -1,9 +1,10 @@
 """The images and docker-compose.yml for real: built by buildah on a base that debootstrap makes, run by podman.
 
 They need no registry of images: the base is a Debian with Python 3.11, and the image of the broker is made of the
-nats-server that is installed here. They need root and the packages debootstrap, buildah, podman, runc, busybox-static,
-and golang-github-containernetworking-plugin-dnsname. Layers are kept in build/images, or in the folder IMAGES_STORE.
-BUILD_ARGS: what a build needs on this machine, such as mounts of the configuration of pip. RUN_ARGS: of a container.
+nats-server that is installed here. They need root, a mirror of Debian, and the packages debootstrap, buildah, podman,
+runc, busybox-static, and golang-github-containernetworking-plugin-dnsname. Layers are kept in build/images, or in the
+folder IMAGES_STORE. BUILD_ARGS: what a build needs on this machine, such as mounts of the configuration of pip.
+RUN_ARGS: of a container.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import pytest
 from cluster import MODEL, until
 from dockerfiles import ROOT, VERSION, budgets
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
+NEEDED = ("debootstrap", "buildah", "podman", "runc", "/bin/busybox")
+ABSENT = [name for name in NEEDED if shutil.which(name) is None]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(5400),
+    pytest.mark.skipif(os.geteuid() != 0, reason="debootstrap needs root"),
+    pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)}"),
+]
 
 STORE = Path(os.environ.get("IMAGES_STORE", ROOT / "build" / "images"))
 STORAGE = ("--root", str(STORE / "root"), "--runroot", str(STORE / "run"), "--storage-driver", "overlay")

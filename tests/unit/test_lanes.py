@@ -37,6 +37,18 @@ def test_what_is_asked_for_takes_the_place_of_the_files() -> None:
     assert lanes.command(lane, [])[-1] == lane.files()[-1]
 
 
+def test_a_long_test_is_in_one_of_the_long_lanes_and_told_by_its_name() -> None:
+    """Also those of folders that no other lane looks into."""
+    told = [lanes.command(lane, []) for lane in lanes.LONG]
+    assert [argv[argv.index("-m", 3) + 1] for argv in told] == [
+        "(long or hypothesis) and not serial",
+        "long and serial",
+    ]
+    for argv in told:
+        assert {"-v", "--hypothesis-profile=long"} <= set(argv)
+        assert argv[-1] == "tests"
+
+
 def test_a_group_is_in_the_id_by_which_processes_are_given_tests(request: pytest.FixtureRequest) -> None:
     """Else each test of a file may come to another process, which starts the file's cluster again."""
     assert request.node.nodeid.endswith("@test_lanes") == getattr(request.config.option, "loadgroup", False)
