@@ -84,7 +84,8 @@ LANES = (
     ),
 )
 SYSTEM = (Lane("system", "debian", options=_processes(3)),)
-_PATIENT = ("-v", "--hypothesis-profile=long")
+# 1,000 examples may take longer than what is long for others
+_PATIENT = ("-v", "--hypothesis-profile=long", "--timeout=300")
 LONG = (
     Lane(
         "long",
@@ -94,7 +95,7 @@ LONG = (
         options=(*_PATIENT, *_processes(3)),
         environ={"OMP_NUM_THREADS": "1"},
     ),
-    Lane("long-serial", selected="long and serial", paths=("tests",), options=_PATIENT),
+    Lane("long-serial", selected="(long or hypothesis) and serial", paths=("tests",), options=_PATIENT),
 )
 _SETS = {"--system": SYSTEM, "--long": LONG}
 

@@ -72,7 +72,7 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_proces
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_hundreds_of_adversarial_batches_at_the_limit(wide: Path, tmp_path: Path) -> None:
-    """O3. Each kind of batch comes scores of times; a batch takes a third of a second of a processor."""
+    """O3. Each kind of batch comes scores of times; a batch takes a seventh of a second of a processor."""
     fail_and_learn(wide, tmp_path, 300, 20, 1000)
 
 
