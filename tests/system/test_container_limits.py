@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, *MARKS]
 FILE = "values-kind.yaml"
 PROCESSES = 128  # threads count; a fifth of the lowest bound of a managed cluster
 DISK_BYTES = 4 << 20
-MAX_KILLS, ADVERSARIAL_S, RESTARTED_AFTER = 3, 600.0, 10
+MAX_KILLS, ADVERSARIAL_S, RESTARTED_AFTER = 3, 180.0, 10
 FREE_BYTES = 96 << 20  # that an adapter's limit leaves above what it holds
 WORDS = "harbour kernel winter planet "
 LARGE = [WORDS * 60] * 120  # in one request, of more tokens than a batch may have
@@ -127,7 +127,7 @@ async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expe
     assert not any("poison" in line for line in pod.container("worker-sidecar").log())
 
 
-async def test_ten_minutes_of_adversarial_batches_at_a_small_limit(expected: Expected) -> None:
+async def test_minutes_of_adversarial_batches_at_a_small_limit(expected: Expected) -> None:
     """X3. At most MAX_KILLS, and nobody whose inputs fit one by one is refused; the sizes that fit outlive a restart
     of the container.
     """
@@ -143,7 +143,7 @@ async def test_ten_minutes_of_adversarial_batches_at_a_small_limit(expected: Exp
         async with crowd(node, expected) as clients, httpx.AsyncClient(headers=CLIENT, timeout=200) as client:
             await answers(clients, CLIENTS)
             end_s = time.monotonic() + ADVERSARIAL_S
-            while time.monotonic() < end_s:
+            while time.monotonic() < end_s or asked < 2 * RESTARTED_AFTER:
                 items = [WORDS * generator.randint(1, 90) for _ in range(generator.randint(1, 100))]
                 answer = await client.post(url, json={"items": items}, headers={"x-sie-timeout-ms": "150000"})
                 assert answer.status_code == 200, answer.text
