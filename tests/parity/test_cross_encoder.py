@@ -212,7 +212,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("named", long_but(NAMED, list(NAMED)[:2]))
 def test_the_activation_is_the_one_that_the_folder_names(
     named: str, engine: ScoringEngine, folders: Folders, tmp_path: Path
 ) -> None:

@@ -157,7 +157,7 @@ def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(
             assert_equal(result["entities"], expected)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(KINDS, ["span"]))
 def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
     """64 ragged texts, three label lists and two thresholds in one batch: each of the first 16 and of the odd last ones
     as if it were alone.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import ragged_documents
+from selection import long_but
 from transformers import AutoModel, AutoTokenizer
 
 from sie_adapter.engine import Engine
@@ -142,7 +143,7 @@ def folder_of(model: Loaded) -> str:
 # token ids
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", long_but(DENSE, ["bert", "qwen3 causal"]))
 @pytest.mark.parametrize("truncate", ["END", "START"])
 def test_the_ids_of_texts_give_the_bits_of_their_vectors(
     name: str, truncate: str, load: Callable[[str], Loaded]
@@ -289,7 +290,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Calla
 # token states
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", long_but(STATES, ["bert with dense", "modernbert", "qwen3 causal"]))
 def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str], Loaded]) -> None:
     """A row for each token, special ones too, without the layers behind the pooling; in one batch, and beside dense
     vectors.

@@ -98,13 +98,16 @@ def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngin
 
 @pytest.mark.parametrize(
     ("labels", "problem_type"),
-    [
-        (("good",), None),
-        (("good", "bad"), None),
-        (NAMES, "multi_label_classification"),
-        (("stars",), "regression"),
-        (NAMES, "regression"),
-    ],
+    long_but(
+        [
+            (("good",), None),
+            (("good", "bad"), None),
+            (NAMES, "multi_label_classification"),
+            (("stars",), "regression"),
+            (NAMES, "regression"),
+        ],
+        [(("good", "bad"), None), (NAMES, "multi_label_classification")],
+    ),
 )
 def test_the_activation_is_the_one_that_the_model_names(
     labels: tuple[str, ...], problem_type: str | None, engine: ScoringEngine, folders: Folders

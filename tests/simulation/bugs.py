@@ -171,7 +171,7 @@ BUGS: dict[str, Bug] = {
     "leases are not renewed": Bug(_never_renewed, 20, "was delivered again", long=True),
     "a result of another chunk is accepted": Bug(_another_chunk, 10, "not the vector", long=True),
     "a publish is repeated under a new message id": Bug(_new_message_id, 20, "in the stream twice", long=True),
-    "the cost budget of a batch is ignored": Bug(_limits(cost=lambda cost: 4 * cost), 10, "the budget is"),
+    "the cost budget of a batch is ignored": Bug(_limits(cost=lambda cost: 4 * cost), 10, "the budget is", long=True),
     "a batch has too many work items": Bug(
         _limits(requests=lambda requests: 4 * requests), 10, "the limit is", long=True
     ),
@@ -182,9 +182,9 @@ BUGS: dict[str, Bug] = {
     "suspects run with others": Bug(_together, 40, "ended an adapter, and others", long=True),
     "slots are in the wrong order": Bug(_slots_reversed, 5, "not the vector", long=True),
     "the permit of a lost batch is kept": Bug(_permit_leaked, 40, "", long=True),
-    "LoRAs share a batch": Bug(_loras_mixed, 10, "not the vector"),
+    "LoRAs share a batch": Bug(_loras_mixed, 10, "not the vector", long=True),
     "a collector stays open": Bug(_collector_kept, 3, "open collectors"),
-    "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for"),
+    "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for", long=True),
     "held cost is not given back": Bug(_held_cost_kept, 3, "held cost", long=True),
 }
 

@@ -19,6 +19,7 @@ from parity import detector_checkpoints, dual_checkpoints, gliner_checkpoints, h
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
 from safetensors.torch import load_file, save_file
+from selection import long_but
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from transformers import (
     AutoModelForCausalLM,
@@ -257,17 +258,20 @@ def entailment_folder(folder: Path) -> Path:
     return build_head(folder, "bert", AutoModelForSequenceClassification, labels)
 
 
+OTHER_FOLDERS: list[Any] = [
+    (heads_checkpoints.bge_m3, "text-encoder", {"dense", "sparse", "multivector", "score"}),
+    (stanford_folder, "text-encoder", {"multivector"}),
+    (idf_folder, "text-encoder", {"sparse"}),
+    (routed_folder, "text-encoder", {"sparse"}),
+    (entailment_folder, "zero-shot-classifier", {"classifications"}),
+    (gliner_checkpoints.gliner2_folder, "gliner2", {"entities"}),
+    (gliner_checkpoints.gliclass_folder, "gliclass", {"classifications"}),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "family", "outputs"),
-    [
-        (heads_checkpoints.bge_m3, "text-encoder", {"dense", "sparse", "multivector", "score"}),
-        (stanford_folder, "text-encoder", {"multivector"}),
-        (idf_folder, "text-encoder", {"sparse"}),
-        (routed_folder, "text-encoder", {"sparse"}),
-        (entailment_folder, "zero-shot-classifier", {"classifications"}),
-        (gliner_checkpoints.gliner2_folder, "gliner2", {"entities"}),
-        (gliner_checkpoints.gliclass_folder, "gliclass", {"classifications"}),
-    ],
+    long_but(OTHER_FOLDERS, [each for each in OTHER_FOLDERS if each[0] in (heads_checkpoints.bge_m3, idf_folder)]),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_other_folders_load_and_answer_too(

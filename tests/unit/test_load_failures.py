@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from inprocess import InProcess
 from safetensors.torch import load_file, save_file
+from selection import long_but
 from unit.adapter import toys
 
 from sie_adapter.engine import Engine
@@ -234,7 +235,7 @@ def entry_of(case: Case, **folders: Path) -> ModelEntry:
     return parse_entry({"id": "toy/failing", "outputs": {"dense": 32}, "max_tokens": 64, **fields, "weights": paths})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", long_but(CASES, list(CASES)[::3]))
 async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
     name: str,
     hub: str,

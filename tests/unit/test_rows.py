@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import WORDS
 from parity import tokenizer_recipes as recipes
+from selection import long_but
 from transformers import PreTrainedTokenizerFast
 
 from sie_contracts.ipc import Layout, Rows, Side
@@ -30,6 +31,7 @@ KINDS = {
     "unigram": recipes.XLM_ROBERTA,
     "unigram types": recipes.DEBERTA,
 }
+EACH = long_but(KINDS, ["wordpiece", "unigram types"])
 MODEL_LIMIT = 64
 CUTS: tuple[Truncate, ...] = ("END", "START", "NONE")
 
@@ -90,7 +92,7 @@ def check_pair(kind: str, row: Row, left: str, right: str, limit: int, truncate:
         assert (row.types.tolist() if row.types is not None else [0] * len(row.ids)) == expected["token_type_ids"][0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(query=st.one_of(SHORT, TEXTS), texts=st.lists(TEXTS, min_size=1, max_size=4), limit=LIMITS, truncate=TRUNCATE)
 @example(query="", texts=[""], limit=6, truncate="END")
@@ -103,7 +105,7 @@ def test_a_pair_is_what_the_library_cuts_in_its_second_text(
         check_pair(kind, row, query, text, limit, truncate, "only_second")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=3),
@@ -128,7 +130,7 @@ def test_a_hypothesis_is_what_the_library_leaves_whole(
     assert next(found, None) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(query=TEXTS, text=TEXTS, limit=LIMITS)
 @example(query="river " * 60, text="paper " * 60, limit=40)
@@ -146,7 +148,7 @@ def test_a_long_query_keeps_its_share_and_what_the_document_leaves(
     assert row.ids.tolist() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(query=SHORT, text=TEXTS, limit=st.integers(24, MODEL_LIMIT), truncate=TRUNCATE)
 def test_pieces_are_tokenised_one_by_one_and_only_the_document_is_cut(
@@ -164,7 +166,7 @@ def test_pieces_are_tokenised_one_by_one_and_only_the_document_is_cut(
     assert row.truncated == (whole > len(row.ids))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(query=TEXTS, text=TEXTS, limit=st.integers(40, MODEL_LIMIT))
 @example(query="river " * 60, text="paper", limit=40)
@@ -197,7 +199,7 @@ def test_a_field_that_a_client_writes_is_text() -> None:
     assert row.ids.tolist() == plain("byte-level", "{document} | {query} {document}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), limit=LIMITS, truncate=TRUNCATE)
 def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit: int, truncate: Truncate) -> None:
@@ -217,7 +219,7 @@ def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit
     assert np.frombuffer(offsets_of(found), np.int32).size == 2 * sum(len(row.ids) for row in found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=4), query=TEXTS, limit=LIMITS, truncate=TRUNCATE, cap=st.integers(5, 80)
@@ -240,7 +242,7 @@ def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
         assert row.truncated == (len(tokenizer(text)["input_ids"]) + 1 > most)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), instruction=TEXTS, limit=LIMITS)
 def test_passages_are_pairs_with_the_places_of_their_text(

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_rows import (
     CUTS,
+    EACH,
     EXAMPLES,
-    KINDS,
     LIMITS,
     MODEL_LIMIT,
     SHORT,
@@ -71,7 +71,7 @@ def vectors(count: int, width: int = WIDTH, seed: int = 0) -> Vectors:
 # token ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(text=TEXTS, limit=LIMITS, truncate=TRUNCATE)
 @example(text="", limit=6, truncate="END")
@@ -95,7 +95,7 @@ def test_the_ids_of_a_text_give_the_row_of_the_text(kind: str, text: str, limit:
         assert (row.full, row.truncated, row.cost) == (expected.full, expected.truncated, expected.cost)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @pytest.mark.parametrize("truncate", CUTS)
 @pytest.mark.parametrize(
     ("prefix", "suffix"), [("query: ", ""), ("", " ?"), ("find the paper ", " in winter"), ("instruct:\n", "")]
@@ -173,7 +173,7 @@ def test_a_model_that_reads_something_else_refuses_each_such_input_by_itself(lay
 # pairs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(left=st.one_of(SHORT, TEXTS), right=TEXTS, alone=TEXTS, limit=LIMITS, truncate=TRUNCATE)
 @example(left="", right="", alone="", limit=6, truncate="END")

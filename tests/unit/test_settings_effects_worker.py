@@ -197,13 +197,13 @@ async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals
     await cluster.gateway()
     soon, late = await cluster.adapter("soon.sock"), await cluster.adapter("late.sock")
     quick = await cluster.sidecar(soon, SIE_WORKER_PING_INTERVAL_MS="100")
-    patient = await cluster.sidecar(late, SIE_WORKER_PING_INTERVAL_MS="100", SIE_WORKER_READYZ_STALE_MULT="10")
+    patient = await cluster.sidecar(late, SIE_WORKER_PING_INTERVAL_MS="100", SIE_WORKER_READYZ_STALE_MULT="30")
     soon.freeze()
     late.freeze()
     since_s = asyncio.get_running_loop().time()
 
     async def unready(sidecar: SidecarProcess) -> float:
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(20):
             while (answer := await sidecar.get("/readyz")).status_code == 200:
                 pass
         assert answer.text == "not ready: the adapter does not answer"
@@ -211,7 +211,7 @@ async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals
 
     assert await unready(quick) >= 0.2
     assert (await patient.get("/readyz")).status_code == 200
-    assert await unready(patient) >= 0.9
+    assert await unready(patient) >= 2.9
 
 
 # identity

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_rows import EXAMPLES, KINDS, SHORT, TEXTS, library, ours, plain
+from test_rows import EACH, EXAMPLES, SHORT, TEXTS, library, ours, plain
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows
@@ -49,7 +49,7 @@ def counted(kind: str, inputs: list[Input], run: RunOptions) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=4), special=st.booleans(), prefix=st.sampled_from(["", "query: ", "é "])
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_the_library_with_their_bytes(
                 assert found["starts"][index] == len(whole[:start].encode())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), prefix=st.sampled_from(["", "query: "]))
 @example(texts=["river mountain " * 3000, "", ALL_HARD], prefix="query: ")
@@ -96,7 +96,7 @@ def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: lis
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @EXAMPLES
 @given(text=SHORT, skip=st.booleans())
 def test_ids_are_read_back_as_the_library_does(kind: str, text: str, skip: bool) -> None:

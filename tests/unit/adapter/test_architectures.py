@@ -16,8 +16,8 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packing import Items, expanded
 
 USUAL = (
-    *("bert", "modernbert", "deberta-v2", "mpnet", "nomic_bert", "gte", "jina_embeddings_v3"),
-    *("mistral", "qwen3", "gemma3_text bidirectional"),
+    *("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3"),
+    "gemma3_text bidirectional",
 )
 
 
