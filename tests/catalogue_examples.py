@@ -98,6 +98,7 @@ GLINER = entry(
 )
 NLI = entry("org/nli", family="zero-shot-classifier", outputs={"classifications": 0})
 DETECTOR = entry("org/detector", family="detector", inputs=["image"], outputs={"objects": 0})
+READER = entry("org/reader", family="document-reader", inputs=["image"], outputs={"entities": 0, "data": 0})
 THEIRS = entry(
     "org/theirs",
     family="their-family",
@@ -119,6 +120,7 @@ CATALOGUE = Catalogue(
             GLINER,
             NLI,
             DETECTOR,
+            READER,
             THEIRS,
             entry("toy"),
             entry("TOY"),

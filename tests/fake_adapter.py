@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, fingerprint
 from sie_contracts.entries import ModelEntry, parse_entry
-from sie_contracts.errors import ErrorInfo, LoraLoading, ModelLoading, SIEError
+from sie_contracts.errors import ErrorInfo, InternalFailure, LoraLoading, ModelLoading, SIEError
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome
 
 WIDTH = 8
@@ -90,6 +90,8 @@ class FakeAdapter:
         self.hold_relief = False
         self.refusals: dict[str, SIEError] = {}
         self.failures: dict[str, ErrorInfo] = {}
+        self.writes: set[str] = set()  # models whose answers are written beside the lanes
+        self.cancels: list[str] = []  # batches that were cancelled while they ran
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loads: list[str] = []
         self.may_drop: list[tuple[str, ...]] = []  # that each of these loads was offered
@@ -110,6 +112,7 @@ class FakeAdapter:
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._attending: set[asyncio.Task[None]] = set()
+        self._readers: dict[asyncio.StreamWriter, asyncio.StreamReader] = {}
 
     async def start(self) -> FakeAdapter:
         self._server = await asyncio.start_unix_server(self._accept, self.path)
@@ -185,7 +188,10 @@ class FakeAdapter:
                 if self._frozen:
                     continue
                 if isinstance(request, ipc.RunBatch):
+                    self._readers[writer] = reader
                     await self._run(request, writer)
+                elif isinstance(request, ipc.Cancel):
+                    continue  # its batch has ended
                 elif isinstance(request, ipc.EnsureReady):
                     await self._send(writer, await self._load(request))
                 elif isinstance(request, ipc.EnsureLora):
@@ -246,7 +252,8 @@ class FakeAdapter:
             request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20
         )
         self.loaded[request.model] = loaded
-        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows(tokens=True)})
+        rows = ipc.Rows(tokens=True, writes=request.model in self.writes)
+        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": rows})
 
     async def _load_lora(self, request: ipc.EnsureLora) -> ipc.Reply:
         self.lora_loads.append(request.lora)
@@ -274,13 +281,33 @@ class FakeAdapter:
         self._note()
         try:
             await self._send(writer, ipc.BatchStarted(batch.batch))
-            if self.hold_batches:
+            if self.hold_batches and batch.model in self.writes:
+                if await self._held_or_cancelled(self._readers[writer]):
+                    self.cancels.append(batch.batch)
+                    await self._send(writer, ipc.Refused(InternalFailure("cancelled").info(), batch.batch))
+                    return
+            elif self.hold_batches:
                 await self._hold()
             done = msgspec.structs.replace(_computed(batch, self.failures), dropped=self.dropped)
         finally:
             self.running -= 1
             self._note()
         await self._send(writer, done)
+
+    async def _held_or_cancelled(self, reader: asyncio.StreamReader) -> bool:
+        """Whether a Cancel came before it was let go."""
+        held = asyncio.ensure_future(self._hold())
+        told = asyncio.ensure_future(ipc.read_frame(reader))
+        try:
+            await asyncio.wait([held, told], return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                return False
+            assert isinstance(ipc.request(told.result()), ipc.Cancel)
+            return True
+        finally:
+            held.cancel()
+            told.cancel()
+            await asyncio.gather(held, told, return_exceptions=True)
 
 
 def _computed(batch: ipc.RunBatch, failures: Mapping[str, ErrorInfo]) -> ipc.BatchDone:

@@ -345,6 +345,7 @@ EXAMPLES: dict[str, Any] = {
     ),
     "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc3-Drain": ipc.Drain(),
+    "ipc3-Cancel": ipc.Cancel(),
     "ipc3-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
     "ipc3-Pong-fetching": ipc.Pong(4711, fetching={"org/model": Fetched(1 << 20, 1 << 30, 5e6)}),
     "ipc3-Description": ipc.Description(3, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
@@ -374,6 +375,7 @@ EXAMPLES: dict[str, Any] = {
         1.25,
         ("org/other",),
     ),
+    "ipc3-Ready-writes": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", writes=True)}),
     "ipc3-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}

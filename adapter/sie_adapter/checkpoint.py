@@ -74,9 +74,11 @@ def load_model(
     *,
     float32_head: bool = False,
     changes: Mapping[str, Any] = MappingProxyType({}),
+    decodes: bool = False,
 ) -> PreTrainedModel:
     """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads
-    by itself, `changes` those of its configuration.
+    by itself, `changes` those of its configuration. `decodes`: the caller runs a decoder that it may have beside an
+    encoder.
 
     With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is
     float32.
@@ -84,7 +86,7 @@ def load_model(
     Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
-    model = _from_files(auto_class, folder, load, consumed, options, changes)
+    model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
     _cast(model, compute.dtype, float32_head=float32_head)
     model.config.use_cache = False
     return model.eval().requires_grad_(False).to(compute.device)
@@ -97,11 +99,12 @@ def empty_model(
     consumed: Iterable[str] = (),
     *,
     changes: Mapping[str, Any] = MappingProxyType({}),
+    decodes: bool = False,
 ) -> PreTrainedModel:
     """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
     Raises as that.
     """
-    return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes)
+    return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
 
 def _from_files(
@@ -111,11 +114,13 @@ def _from_files(
     consumed: Iterable[str],
     options: dict[str, Any],
     changes: Mapping[str, Any],
+    *,
+    decodes: bool,
 ) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and not decodes:
         raise load_failed(
             "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"
         )

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
 from sie_adapter.passes import Passes
 from sie_adapter.raw import extract_options, run_raw
+from sie_adapter.reading import Readings
 from sie_adapter.remedies import Remedies
 from sie_adapter.residency import DeviceMemory, Permission, Residency
 from sie_adapter.spoilt import afresh
@@ -87,7 +89,9 @@ class Engine:
         self._instrumentation = (
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
-        self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
+        cores = devices.usable_cores()
+        self.lanes = Lanes(cores if self.device.type == "cpu" else 1, self.execute)
+        self.readings = Readings(self.device, torch_threads=max(1, cores // 2))
         if self._instrumentation is not None:
             self.lanes.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)
@@ -134,14 +138,30 @@ class Engine:
             _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
-    def execute(self, message: RunBatch, preparation: Any = None, permission: Permission | None = None) -> Reply:
+    def writes(self, message: RunBatch) -> bool:
+        """Whether the batch is written beside the lanes: its caller calls `execute` on a thread of its own."""
+        try:
+            with self.residency.use(message.model, message.fingerprint) as resident:
+                rows = resident.weights.rows.get(message.operation)
+                return rows is not None and rows.writes
+        except SIEError:
+            return False
+
+    def execute(
+        self,
+        message: RunBatch,
+        preparation: Any = None,
+        permission: Permission | None = None,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> Reply:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused, with the models that were
         unloaded for it. Memory that grew above the threshold is relieved after it. Never raises.
 
-        `preparation`: what the family made of its texts before. `permission`: made when the batch arrived.
+        `preparation`: what the family made of its texts before. `permission`: made when the batch arrived. `is_gone`: a
+        batch of a model that writes is refused between two of its steps if this says that nobody waits for it.
         """
         permission = permission or self.residency.permission(message.may_drop)
-        reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation)
+        reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
         try:
             self.residency.relieve(permission)
         except Exception as error:
@@ -149,13 +169,17 @@ class Engine:
             _logger.exception("memory could not be given back after a batch of %s", message.model)
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
-    def _run(self, message: RunBatch, make_room: Callable[[], bool], preparation: Any) -> BatchDone | Refused:
+    def _run(
+        self, message: RunBatch, make_room: Callable[[], bool], preparation: Any, is_gone: Callable[[], bool]
+    ) -> BatchDone | Refused:
         """Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 weights: Any = resident.weights  # one of the two protocols below
                 remedied = functools.partial(self.remedies.count, message.model)
                 rows = weights.rows.get(message.operation)
+                if rows is not None and rows.writes:
+                    weights = weights.reading(functools.partial(self.readings.read, is_gone=is_gone))
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message, self.device, make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
@@ -238,7 +262,9 @@ class Engine:
 
     def stop(self, timeout_s: float) -> bool:
         """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
+        began_s = time.monotonic()
         ended = self.lanes.stop(timeout_s)
+        ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
         self.frontier.save()
         return ended
 

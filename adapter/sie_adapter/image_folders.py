@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from sie_adapter.extraction_folders import UNLIMITED, Described, tokenizer_limit
+from sie_adapter.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
 _PAGES_TOKENS = 2048
@@ -60,10 +61,30 @@ def _detector(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def _donut(config: Any, folder: Path) -> dict[str, Any]:
+    tasks = _tasks(folder)
+    return {
+        "description": "What is on the picture of a page, written by Donut.",
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": config.decoder.max_position_embeddings,
+        **({"run": {"parameters": {"task": tasks[0]}}} if tasks else {}),
+    }
+
+
+def _tasks(folder: Path) -> list[str]:
+    """The tokens of Donut that no other token closes: they begin what is written."""
+    names = read_tokenizer(folder).get_added_vocab()
+    opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)
+    return sorted(opened, key=names.__getitem__)
+
+
 _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any]]] = {
     "clip": _dual_encoder,
     "siglip": _dual_encoder,
     "colpali": _pages,
     "grounding-dino": _detector,
     "owlv2": _detector,
+    "vision-encoder-decoder": _donut,
 }

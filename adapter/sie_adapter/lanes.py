@@ -138,11 +138,14 @@ class Lanes:
         finally:
             self._busy_since[lane] = 0.0
             job.finished.set()
-        if ran is None:
-            return
+        if ran is not None:
+            self.tell(job, *ran)
+
+    def tell(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+        """Tell the listeners of a batch that was answered, here or beside the lanes."""
         for listener in self.listeners:
             try:
-                listener(job, *ran)
+                listener(job, reply, began_ns, ended_ns)
             except Exception:  # who listens must not end the lane
                 _logger.exception("batch %s is not told of", job.message.batch)
 

@@ -52,6 +52,7 @@ def extract_options(message: RunBatch) -> list[ExtractOptions]:
             group.options.threshold,
             group.options.parameters,
             message.mentions[row] if message.mentions else (),
+            group.options.instruction,
         )
         for group in message.groups
         for row in range(group.start, group.stop)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -98,6 +99,8 @@ class Server:
                 if isinstance(request, ipc.RunBatch):
                     self._run_batch(connection, request)
                     continue
+                if isinstance(request, ipc.Cancel):
+                    continue  # its batch has ended
                 try:
                     _send(connection, self._answer(request))
                 finally:
@@ -132,6 +135,11 @@ class Server:
 
         # a model that is used while the batch waits for a lane stays
         permission = self._engine.residency.permission(request.may_drop)
+        if self._engine.writes(request):
+            self._write(request, answer, permission, functools.partial(_is_gone, connection))
+            if broken:
+                raise broken[0]
+            return
         run: Callable[[ipc.RunBatch], Reply] | None = None
         if is_raw := bool(request.texts) and not request.ids:
             # said before its texts are touched: should they end the process, they are the suspects
@@ -143,6 +151,22 @@ class Server:
         job.finished.wait()
         if broken:
             raise broken[0]
+
+    def _write(
+        self,
+        request: ipc.RunBatch,
+        answer: Callable[[Reply], None],
+        permission: Permission,
+        is_gone: Callable[[], bool],
+    ) -> None:
+        """A batch that is written beside the lanes. This thread waits for it."""
+        answer(ipc.BatchStarted(request.batch))
+        job = Job(request, answer, is_started=True)
+        began_ns = time.time_ns()
+        reply = self._engine.execute(request, permission=permission, is_gone=is_gone)
+        ended_ns = time.time_ns()
+        answer(reply)
+        self._engine.lanes.tell(job, reply, began_ns, ended_ns)
 
     def _answer(self, request: Request) -> Reply:
         may_drop = request.may_drop if isinstance(request, (ipc.Ping, ipc.EnsureReady)) else ()
@@ -166,7 +190,8 @@ class Server:
             case ipc.Ping():
                 residency.relieve(permission)
                 fetching = self._engine.loader.sources.fetching()
-                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches, permission.dropped, fetching)
+                busy_s = max(lanes.busy_s(), self._engine.readings.busy_s())
+                return ipc.Pong(os.getpid(), busy_s, lanes.batches, permission.dropped, fetching)
             case ipc.Describe():
                 return self._engine.describe()
             case ipc.EnsureReady():
@@ -217,6 +242,15 @@ class Server:
 def _send(connection: socket.socket, reply: Reply) -> None:
     connection.settimeout(SEND_TIMEOUT_S)
     connection.sendall(ipc.frame(reply))
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether the peer closed its end, or sent something while its batch runs, which can only be a Cancel. Never
+    waits.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))
 
 
 def _is_trusted(connection: socket.socket) -> bool:

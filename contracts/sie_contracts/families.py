@@ -129,6 +129,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parameters=frozenset({"threshold", "multi_label"}),
             needs_labels=True,
         ),
+        "document-reader": Family(
+            implementation="sie_adapter.families.document_reader:DocumentReader",
+            parameters=frozenset({"task", "max_new_tokens"}),
+            transformers_class="VisionEncoderDecoderModel",
+            ignores_text_beside_images=True,
+        ),
         "detector": Family(
             implementation="sie_adapter.families.detector:Detector",
             parameters=frozenset({"threshold", "box_threshold", "text_threshold", "score_threshold"}),

@@ -124,7 +124,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
     multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
     pixels; None: an input may have none. `image_tokens`: the ids of such an input; None: its row has none, and an input
-    may have several images.
+    may have several images. `writes`: the answer is written token by token, beside the batches of other models: a batch
+    may take minutes, it holds no lane of the device, and its rows join those that are being written.
     """
 
     layout: Layout = "text"
@@ -135,6 +136,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     vectors: int = 0
     images: Recipe | None = None
     image_tokens: ImageTokens | None = None
+    writes: bool = False
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,6 +197,12 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     images: bytes = b""
     pixels: bytes = b""
     mentions: tuple[tuple[Mention, ...], ...] = ()
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits any more for the batch that was sent on this connection. Never answered: the batch itself has its
+    reply as always, a refusal if this came in time. Only a model that `writes` is interrupted.
+    """
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -368,7 +376,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     dropped: tuple[str, ...] = ()
 
 
-Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | ApplyConfig | Drain
+Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | Cancel | ApplyConfig | Drain
 Reply = Pong | Description | Ready | BatchStarted | BatchDone | Done | Refused
 
 _encode = msgspec.msgpack.Encoder().encode

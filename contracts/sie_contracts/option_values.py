@@ -22,6 +22,8 @@ SCORE_MODES = {
     "hybrid": ("dense", "sparse", "multivector"),
 }
 MAX_HYPOTHESIS = 1000  # characters
+MAX_TASK = 100  # characters
+MAX_NEW_TOKENS = 1 << 20
 MAX_OWN_BYTES = 64 << 10  # of an option that only a family outside this project knows
 
 
@@ -95,6 +97,12 @@ def hypothesis(path: str, value: Any) -> str:
     return value
 
 
+def task(path: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TASK:
+        raise bad(path, value, f"the name of a task, at most {MAX_TASK} characters")
+    return value
+
+
 def any_value(path: str, value: Any) -> Any:
     """An option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
     try:
@@ -129,6 +137,8 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "prune_threshold": number,
     "highlight_threshold": number,
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
+    "task": task,
+    "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,
     "merge_adjacent_entities": boolean,

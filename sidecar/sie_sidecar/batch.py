@@ -84,7 +84,8 @@ class Device:
 class Job(Generic[T]):
     """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same).
     `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
-    `budget_s` seconds when it was published. `pixel_bytes`: of its images.
+    `budget_s` seconds when it was published. `pixel_bytes`: of its images. `writes`: its answer is written beside the
+    lanes of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -97,6 +98,7 @@ class Job(Generic[T]):
     budget_s: float = math.inf
     time_cost: float = 0.0
     pixel_bytes: int = 0
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Batch(Generic[T]):
     key: BatchKey
     jobs: tuple[Job[T], ...]
     cost: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether its answers are written beside the lanes."""
+        return any(job.writes for job in self.jobs)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
 """The queue before the device: what waits for it, what is at it, and who may send the next batch.
 
 put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
+   └──► writing ──► next (a work item) ──► run ──► end
+
+What models write token by token waits in a line of its own, and holds no lane: the adapter puts the rows of all such
+work items together. It takes no credit from other work either.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sie_contracts import costs, ipc
@@ -26,6 +31,11 @@ from sie_sidecar.sizing import Ahead
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
+
+
+WRITTEN_AT_ONCE = 16  # work items that the adapter writes at a time; each has a connection
+WRITTEN_READY = 16  # those that may wait here; more are left to other workers
+_LONGEST_S = 86_400.0  # that an event loop is asked to wait
 
 
 class DeviceQueue:
@@ -51,10 +61,13 @@ class DeviceQueue:
         self._tracer = tracer
         self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
+        self.writing: Waiting[InFlight] = Waiting()
         self.wake = asyncio.Event()  # something changed that decides what is sent next
         self._ended = asyncio.Event()  # a batch left the adapter
         self.is_taken = False  # for an input that runs alone
-        self.sent = 0  # batches at the adapter
+        self.sent = 0  # batches at the adapter for its lanes
+        self._written: dict[int, asyncio.Event] = {}  # by the identity of work that is written: nobody waits for it
+        self._writers: set[str] = set()  # consumers whose work is written
         self.number = 0  # batches that were ever sent
         self.rate = Rate()
         self._ahead = Ahead()
@@ -103,7 +116,9 @@ class DeviceQueue:
         time_cost = costs.text_cost(cost, sum(row.cost**2 for row in own), crossover)
         budget_s = item.budget_ms / 1000
         bulk, size = item.priority == "bulk", sum(row.pixel_bytes for row in own)
-        return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, size)
+        rows = ready.rows.get(item.operation) if ready is not None else None
+        writes = rows is not None and rows.writes
+        return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, size, writes)
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
         """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of
@@ -111,16 +126,34 @@ class DeviceQueue:
         """
         job = self.job(flight, flight.received_s if back else self.clock())
         flight.move("waiting", job)
+        line = self._line(job)
+        if job.writes:
+            self._inventory.count(flight, 0)
+            self._writers.add(flight.lease.delivery.consumer)
         if back:
-            self.waiting.put_back(job)
+            line.put_back(job)
         else:
-            self.waiting.add(job)
+            line.add(job)
+
+    def _line(self, job: Job[InFlight]) -> Waiting[InFlight]:
+        return self.writing if job.writes else self.waiting
+
+    def is_full_of(self, consumer: str) -> bool:
+        """Whether no more work of this consumer is to be pulled: enough waits to be written."""
+        return consumer in self._writers and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
         """It must not run any more."""
         if flight.job is not None:
-            self.waiting.remove(flight.job)
+            self._line(flight.job).remove(flight.job)
             flight.job = None
+
+    def abandon(self, flight: InFlight) -> bool:
+        """Nobody waits for it any more: have the adapter stop if it is written now. False if it is not."""
+        if id(flight) not in self._written:
+            return False
+        self._written[id(flight)].set()
+        return True
 
     def next(self, *, more_expected: bool) -> Batch[InFlight] | Wait | None:
         """The batch to send now, which counts as sent, or until when to wait; None: until something changes.
@@ -131,6 +164,10 @@ class DeviceQueue:
         allowed = depth if self.link.connected and not self.is_taken else 0
         device = batches.Device(self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes))
         action = batches.next_batch(self.waiting, now_s, self.limits, device)
+        if not isinstance(action, Batch) and allowed and len(self._written) < WRITTEN_AT_ONCE:
+            single = replace(self.limits, requests=1)
+            device = batches.Device(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
+            action = batches.next_batch(self.writing, now_s, single, device) or action
         if isinstance(action, Batch):
             for job in action.jobs:
                 job.work.move("sealed")
@@ -142,25 +179,48 @@ class DeviceQueue:
 
     def begin(self, batch: Batch[InFlight]) -> None:
         """It takes a place at the adapter, until `end`."""
+        if batch.writes:
+            flight = batch.jobs[0].work
+            gone = self._written[id(flight)] = asyncio.Event()
+            # an answer may take longer than anybody waits: then its row makes room for others
+            asyncio.get_running_loop().call_later(min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), gone.set)
+            return
         self.sent += 1
         self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
 
     def end(self, batch: Batch[InFlight]) -> None:
-        self.sent -= 1
-        self._ahead.ended(id(batch), self.clock(), self.lanes)
-        self._metrics.batches.set(self.sent)
+        if batch.writes:
+            flight = batch.jobs[0].work
+            del self._written[id(flight)]
+            self._inventory.made_room(flight)
+        else:
+            self.sent -= 1
+            self._ahead.ended(id(batch), self.clock(), self.lanes)
+        self.note_sent()
         self._ended.set()
         self.wake.set()
+
+    def note_sent(self) -> None:
+        """Tell the metrics how many batches are at the adapter."""
+        self._metrics.batches.set(self.sent + len(self._written))
+
+    def ran(self, batch: Batch[InFlight], seconds: float) -> None:
+        """A batch took the device so long."""
+        self._line(batch.jobs[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
         """Have the adapter run a batch; `on_started` is called when the device has it. Raises AdapterGone, SIEError."""
         self.number += 1
         with spans.batch(self._tracer, [job.work for job in batch.jobs]) as span:
             frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
-            done = await self.link.run_batch(frame, on_started)
+            done = await self.link.run_batch(frame, on_started, self._gone(batch))
         if len(done.outcomes) != note.items:
             raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
         return done, note
+
+    def _gone(self, batch: Batch[InFlight]) -> asyncio.Event | None:
+        """Is set when nobody waits for a batch that is written: it was abandoned, or its budget is over."""
+        return self._written.get(id(batch.jobs[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
         """A batch of this work item, which does not wait in the queue. Raises NotReady: its model has changed."""
@@ -173,7 +233,7 @@ class DeviceQueue:
     async def take(self) -> None:
         """Send no more batches until `give_back`. Returns when nothing else is at the adapter."""
         self.is_taken = True
-        while self.sent:
+        while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:

@@ -96,7 +96,7 @@ class Dispatch:
             if flight.hosted is not None:
                 flight.hosted.used(sealed_s)
                 flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options.lora)
-        self._metrics.batches.set(self._device.sent)
+        self._device.note_sent()
         self._device.rate.sent(sealed_s)
         started, ran = False, 0
 
@@ -139,7 +139,7 @@ class Dispatch:
 
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.jobs[0].work.hosted
-        device.waiting.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
+        device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
         recording.ran(batch, note, done, device.lanes)
         view, start = memoryview(done.block), 0
         for job in batch.jobs:
@@ -150,6 +150,8 @@ class Dispatch:
         if hosted is not None:
             hosted.filled(note.tokens / device.limits.cost)
             self._metrics.ran(hosted.name, note, done, device.limits.cost)
+        if batch.writes:  # an answer takes as long as it is: no reason to gather less
+            return
         answered_s = self._clock()
         for job in batch.jobs:
             self._quantum.answered(answered_s - job.work.received_s, answered_s)

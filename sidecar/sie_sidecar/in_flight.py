@@ -4,7 +4,8 @@
         ▲                                 │   ▲
         └── model evicted, adapter gone ◄─┘   └── isolated: an input of it was in a batch that killed an adapter
 
-It is settled from any stage: cancelled, late, refused or answered. A cancelled item that runs is answered all the same.
+It is settled from any stage: cancelled, late, refused or answered. A cancelled item that runs is answered all the same,
+unless its answer is written a token at a time: the adapter stops that.
 """
 
 from __future__ import annotations

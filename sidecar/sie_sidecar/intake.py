@@ -114,11 +114,13 @@ class Intake:
             _logger.error("a cancellation could not be read: %s", error)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop what is in flight for these requests and not at the device yet."""
+        """Drop what is in flight for these requests and not at the device yet, or written there a token at a time."""
         dropped = [
             flight
             for flight in self._inventory
-            if flight.item.request in requests and flight.stage not in ("running", "settled")
+            if flight.item.request in requests
+            and flight.stage != "settled"
+            and (flight.stage != "running" or self._device.abandon(flight))
         ]
         for flight in dropped:
             self._device.withdraw(flight)

@@ -79,6 +79,10 @@ class Inventory:
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
+    def made_room(self, flight: InFlight) -> None:
+        """It is not written any more: one more of its consumer may come."""
+        self._on_free(flight.lease.delivery.consumer)
+
     def count(self, flight: InFlight, cost: int) -> None:
         """So many of its tokens wait for the device; 0 once it is there, or over."""
         if cost < flight.counted:

@@ -59,6 +59,26 @@ class _Connection:
         self._writer.close()
 
 
+@contextlib.asynccontextmanager
+async def _cancelled_when(gone: asyncio.Event | None, connection: _Connection) -> AsyncIterator[None]:
+    """Within: the batch on this connection is cancelled once `gone` is set. It is answered all the same."""
+    if gone is None:
+        yield
+        return
+
+    async def cancel() -> None:
+        await gone.wait()
+        with contextlib.suppress(AdapterGone):  # whoever waits for the answer learns of it
+            await connection.send(ipc.frame(ipc.Cancel()))
+
+    cancelling = asyncio.create_task(cancel())
+    try:
+        yield
+    finally:
+        cancelling.cancel()
+        await asyncio.wait([cancelling])
+
+
 async def _connect(path: str) -> _Connection:
     try:
         return _Connection(*await asyncio.open_unix_connection(path, limit=1 << 20))
@@ -83,6 +103,7 @@ class AdapterLink:
         self._stale_s = stale_s
         self._clock = clock
         self._idle: asyncio.LifoQueue[_Connection] = asyncio.LifoQueue()
+        self._more: asyncio.LifoQueue[_Connection] = asyncio.LifoQueue()  # for batches that hold no lane
         self._all: list[_Connection] = []
         self._control: _Connection | None = None
         self._control_lock = asyncio.Lock()  # one question at a time
@@ -170,7 +191,7 @@ class AdapterLink:
         self._lost.clear()
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
-        self._idle = asyncio.LifoQueue()
+        self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
         self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always left to batches
         for connection in connections:
             self._idle.put_nowait(connection)
@@ -238,11 +259,18 @@ class AdapterLink:
         return getting.result()
 
     @contextlib.asynccontextmanager
-    async def _borrowed(self) -> AsyncIterator[_Connection]:
+    async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_Connection]:
+        """A connection that comes back. `more`: one beside those for batches, opened if need be; whoever asks bounds
+        their number.
+        """
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
-        pool = self._idle
-        connection = await self._next(pool) if pool.empty() else pool.get_nowait()
+        pool = self._more if more else self._idle
+        if more and pool.empty():
+            connection = await _connect(self.path)
+            self._all.append(connection)
+        else:
+            connection = await self._next(pool) if pool.empty() else pool.get_nowait()
         try:
             yield connection
         except AdapterGone:
@@ -282,9 +310,11 @@ class AdapterLink:
             raise AdapterGone(f"{self.path}: answered EnsureLora with {type(done).__name__}")
         return done.digest
 
-    async def run_batch(self, batch: ipc.RunBatch, on_started: Callable[[], None]) -> ipc.BatchDone:
+    async def run_batch(
+        self, batch: ipc.RunBatch, on_started: Callable[[], None], gone: asyncio.Event | None = None
+    ) -> ipc.BatchDone:
         """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a
-        refused batch.
+        refused batch. Of a batch that is written `gone` is set when nobody waits for it any more.
 
         A batch that the adapter would not read is refused here: it would end the connection, and with it everybody's.
         """
@@ -296,12 +326,13 @@ class AdapterLink:
             raise PayloadTooLarge(
                 f"the input is too large to run: {error}", extras={"limit": ipc.MAX_REQUEST_BYTES}
             ) from error
-        async with self._borrowed() as connection:
+        async with self._borrowed(more=gone is not None) as connection:
             await connection.send(frame)
-            answer = await connection.receive()
-            if isinstance(answer, ipc.BatchStarted):
-                on_started()
+            async with _cancelled_when(gone, connection):
                 answer = await connection.receive()
+                if isinstance(answer, ipc.BatchStarted):
+                    on_started()
+                    answer = await connection.receive()
         done = self._unwrapped(answer)
         if not isinstance(done, ipc.BatchDone):
             raise AdapterGone(f"{self.path}: answered RunBatch with {type(done).__name__}")

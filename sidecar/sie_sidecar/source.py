@@ -71,7 +71,8 @@ class Source:
         self.pulling = pulling
 
     def _role(self, consumer: str) -> Role:
-        return "none" if consumer in self._paused else self.assignment.role(consumer)
+        held = consumer in self._paused or self._device.is_full_of(consumer)
+        return "none" if held else self.assignment.role(consumer)
 
     def _holds(self, model: str) -> bool:
         """Whether no more work of it is to wait here: some does, or it could not even be loaded for now."""

@@ -25,8 +25,18 @@ pytestmark = [
     # PEFT asks transformers for it
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md by test_objects.py
-ELSEWHERE = ("quickstart.md", "coming-from.md", "bundles.md", "tuning.md", "sdk.md", "image-search.md", "objects.md")
+# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md by test_objects.py,
+# documents.md by test_documents.py
+ELSEWHERE = (
+    "quickstart.md",
+    "coming-from.md",
+    "bundles.md",
+    "tuning.md",
+    "sdk.md",
+    "image-search.md",
+    "objects.md",
+    "documents.md",
+)
 # those that want a server of their own come last
 OTHERS = sorted(
     (page for page in DOCS.glob("*.md") if pages.runs(page) and page.name not in ELSEWHERE),

@@ -160,8 +160,9 @@ REMOTE = {
     "jinaai/jina-reranker-v2-base-multilingual",
     f"{OPENSEARCH}-doc-v3-gte",
 }
+DONUT = ("cord-v2", "docvqa", "rvlcdip")
 # its family names the class itself; tests/parity loads one
-WITHOUT_AUTO_CLASS = {"vidore/colpali-v1.3-hf"}
+WITHOUT_AUTO_CLASS = {"vidore/colpali-v1.3-hf", *(f"naver-clova-ix/donut-base-finetuned-{each}" for each in DONUT)}
 UNPROVEN = REMOTE | {"GritLM/GritLM-7B", "sugiv/stablebridge-pruner-highlighter"}
 _SMALL = {
     "vocab_size": 64,

@@ -33,6 +33,7 @@ BLOCKS = {
     "families.md": {"file": 2},
     "first-hour.md": {"kubernetes": 10},
     "doctor.md": {"": 2, "machine": 1},
+    "documents.md": {"": 1},
     "image-search.md": {"": 2},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},

@@ -15,7 +15,13 @@ import torch
 import yaml
 from click.testing import CliRunner
 from overlays import wanted_models
-from parity import detector_checkpoints, dual_checkpoints, gliner_checkpoints, heads_checkpoints
+from parity import (
+    detector_checkpoints,
+    dual_checkpoints,
+    gliner_checkpoints,
+    heads_checkpoints,
+    reader_checkpoints,
+)
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
 from safetensors.torch import load_file, save_file
@@ -295,6 +301,7 @@ def test_other_folders_load_and_answer_too(
         (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
         (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
         (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
+        (reader_checkpoints.donut, "document-reader", {"entities": 0, "data": 0}, reader_checkpoints.DONUT_TOKENS),
     ],
 )
 def test_models_of_images_become_entries_that_load(

@@ -462,6 +462,10 @@ def test_a_threshold_is_the_request_s_the_profile_s_the_model_s_or_the_family_s(
         ("org/detector", "box_threshold", "0.5"),
         ("org/detector", "text_threshold", True),
         ("org/detector", "score_threshold", [0.5]),
+        ("org/reader", "task", 1),
+        ("org/reader", "task", "x" * 101),
+        ("org/reader", "max_new_tokens", 0),
+        ("org/reader", "max_new_tokens", "all"),
     ],
 )
 def test_an_option_of_a_family_is_checked(spec: str, name: str, value: Any) -> None:

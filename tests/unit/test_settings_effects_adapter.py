@@ -407,6 +407,9 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
             if message.batch == "second":
                 prepared.set()
 
+        def writes(self, message: RunBatch) -> bool:
+            return False
+
         def execute(self, message: RunBatch, permission: object) -> Reply:
             return hold(message)
 

@@ -47,17 +47,18 @@ class ExtractOptions:
     default.
 
     `parameters`: options of the family, merged with the entry's own and checked for their types. `mentions`: places of
-    the text that the client names.
+    the text that the client names. `instruction`: what a reader is asked of a page.
     """
 
     labels: tuple[str, ...]
     threshold: float | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     mentions: tuple[Mention, ...] = ()
+    instruction: str = ""
 
     def same(self) -> bytes:
         """Equal for options that mean the same."""
-        named = (self.labels, self.threshold, self.parameters, self.mentions)
+        named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction)
         return msgspec.json.encode(named, order="deterministic")
 
 

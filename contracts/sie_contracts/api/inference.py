@@ -106,6 +106,8 @@ class ExtractParams(_Params, kw_only=True):
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
+    task: Annotated[Text, Meta(description="Readers of documents: what to write, such as `<s_docvqa>`.")] = UNSET
+    max_new_tokens: Annotated[Whole, Meta(description="Readers of documents: the most that is written.")] = UNSET
     output_schema: Map = UNSET
 
 

@@ -1,0 +1,137 @@
+"""The next token of a row is the likeliest one, under the rules that a model's generation_config.json has for it.
+
+What comes out equals `generate(num_beams=1, do_sample=False)` of transformers; its own processors change the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as library
+
+from sie_contracts.errors import InferenceFailed
+
+Finish = Literal["stop", "length", "repetition"]
+
+_REPEATED, _TIMES = 64, 3  # so many tokens, so often in a row, are a loop
+# options that change greedy scores and that no rule here applies
+_REFUSED = (
+    "sequence_bias",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "stop_strings",
+    "guidance_scale",
+    "watermarking_config",
+    "penalty_alpha",
+)
+_NEUTRAL: tuple[object, ...] = (None, 0, 1.0, [])
+
+
+def unknown_rule(config: GenerationConfig) -> str:
+    """The first option of a configuration that cannot be kept; empty if there is none."""
+    return next((name for name in _REFUSED if getattr(config, name, None) not in _NEUTRAL), "")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How one row goes on. `prompt`: the ids before its first token. `most`: tokens that it may have. `ends`: the ids
+    that end it.
+    """
+
+    prompt: Sequence[int]
+    most: int
+    ends: frozenset[int]
+    processors: Any = ()
+    forced_end: bool = False  # its last token is an end, whatever the scores say
+    stops_loops: bool = False
+
+    def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
+        """`scores` [vocabulary], float32, as the rules change them for the token after `written`."""
+        if not self.processors:
+            return scores
+        ids = torch.tensor([[*self.prompt, *written]], device=scores.device)
+        changed: Tensor = self.processors(ids, scores[None].clone())[0]
+        return changed
+
+    def finish(self, written: Sequence[int]) -> Finish | None:
+        """Why the row has ended with these tokens; None if it goes on."""
+        if written and written[-1] in self.ends and not (self.forced_end and len(written) == self.most):
+            return "stop"
+        if len(written) >= self.most:
+            return "length"
+        if self.stops_loops and len(written) >= _REPEATED * _TIMES:
+            blocks = (written[-_REPEATED * (time + 1) : len(written) - _REPEATED * time] for time in range(_TIMES))
+            first, *others = blocks
+            if all(block == first for block in others):
+                return "repetition"
+        return None
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The rules of one model. `ends`: ids after which nothing follows. `bad`: ids that are never written."""
+
+    config: GenerationConfig
+    device: torch.device
+    ends: frozenset[int]
+    bad: tuple[int, ...] = ()
+    stops_loops: bool = False
+    _end_list: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_end_list", sorted(self.ends))
+
+    def rules(self, prompt: Sequence[int], most: int) -> Rules:
+        """Of a row with this prompt that may have `most` tokens."""
+        found = library.LogitsProcessorList(self._processors(len(prompt), most))
+        forced = self.config.forced_eos_token_id is not None
+        return Rules(prompt, most, self.ends, found, forced, self.stops_loops)
+
+    def _processors(self, begin: int, most: int) -> list[Any]:
+        """In the order in which the library applies them. Source: transformers, GenerationMixin."""
+        config, found = self.config, []
+        if config.repetition_penalty not in _NEUTRAL:
+            found.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+        if config.no_repeat_ngram_size:
+            found.append(library.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+        bad = [*(config.bad_words_ids or []), *([number] for number in self.bad)]
+        if bad:
+            found.append(library.NoBadWordsLogitsProcessor(bad, self._end_list))
+        if config.min_length:
+            found.append(library.MinLengthLogitsProcessor(config.min_length, self._end_list, device=self._on))
+        if config.min_new_tokens:
+            least = library.MinNewTokensLengthLogitsProcessor
+            found.append(least(begin, config.min_new_tokens, self._end_list, device=self._on))
+        if config.forced_bos_token_id is not None:
+            found.append(library.ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
+        if config.forced_eos_token_id is not None:
+            forced = config.forced_eos_token_id
+            found.append(library.ForcedEOSTokenLogitsProcessor(begin + most, forced, device=self._on))
+        if config.suppress_tokens:
+            found.append(library.SuppressTokensLogitsProcessor(config.suppress_tokens, device=self._on))
+        if config.begin_suppress_tokens:
+            index = begin if begin > 1 or config.forced_bos_token_id is None else begin + 1
+            first = library.SuppressTokensAtBeginLogitsProcessor
+            found.append(first(config.begin_suppress_tokens, index, device=self._on))
+        return found
+
+    @property
+    def _on(self) -> str:
+        return str(self.device)
+
+
+def best(scores: Tensor) -> list[int]:
+    """The likeliest token of each row of `scores` [rows, vocabulary]; -1 for a row that is not finite."""
+    found = scores.max(-1)
+    return torch.where(torch.isfinite(found.values), found.indices, -1).tolist()  # type: ignore[no-any-return]
+
+
+def not_finite() -> InferenceFailed:
+    """The error of a row of which `best` gives -1."""
+    return InferenceFailed("the model's scores are not finite", reason="non_finite")

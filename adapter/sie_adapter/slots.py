@@ -1,0 +1,255 @@
+"""Keys and values of the rows that a model writes: a slot for each row, so that rows come and go between two steps.
+
+    a row's own states, of its prompt ──► add ──► [slots, heads, positions, width], of each layer
+    a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
+    a row that leaves ──► remove: the last row moves into its slot
+
+The first `len` slots hold rows, so no step copies what was there before it. A row begins at position 0, whatever its
+mates are; what lies behind its end is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+_STEP = 64  # positions are allocated, and masked, in multiples of this
+_GROWTH = 1.5
+
+States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
+
+
+class Begun(NamedTuple):
+    """A row whose prompt was read. `own`: states of the prompt. `seen`: those of what it looks at beside it, for a
+    model with an encoder. `logits` [vocabulary] of its first token. `shift`: from the place of a token in the row to
+    its position.
+    """
+
+    own: States
+    logits: Tensor
+    seen: States = ()
+    shift: int = 0
+
+
+def prompted(caches: Cache) -> tuple[States, States]:
+    """What a pass over a prompt left in the caches of the library: `own` and `seen` of a row."""
+    if isinstance(caches, EncoderDecoderCache):
+        return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
+    return _states(caches), ()
+
+
+def empty(*, has_encoder: bool = False) -> Cache:
+    """The cache for a pass over a prompt."""
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_encoder else DynamicCache()
+
+
+def _states(cache: Cache) -> States:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by the type checker
+    """One layer, as the attention of the library asks for it during a step."""
+
+    is_sliding = False
+
+    def __init__(self, kept: _Kept, number: int) -> None:
+        super().__init__()
+        self._kept, self._number = kept, number
+        self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor:
+        return self._kept.view(self._number)[0]
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """The base class clears it."""
+
+    @property
+    def values(self) -> Tensor:
+        return self._kept.view(self._number)[1]
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """The base class clears it."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("the layer is made with its states")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Put one new state of each row, [rows, heads, 1, width], at the row's end."""
+        self._kept.write(self._number, key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._kept.width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._kept.width, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Kept:
+    """States of one kind: [slots, heads, positions, width] of each layer."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._ends: Tensor | None = None  # [rows] on the device, for a step
+        self.width = 0
+
+    def add(self, states: States) -> None:
+        keys = states[0][0]
+        length, slot = keys.shape[2], len(self.lengths)
+        self._reserve(states, slot + 1, max(length + 1, *self.lengths, 1))
+        for (keys, values), (own_keys, own_values) in zip(self._layers, states, strict=True):
+            keys[slot, :, :length] = own_keys[0]
+            values[slot, :, :length] = own_values[0]
+        self.lengths.append(length)
+        self._ends = None
+
+    def remove(self, slot: int) -> None:
+        last = len(self.lengths) - 1
+        if slot != last:
+            length = self.lengths[last]
+            for keys, values in self._layers:
+                keys[slot, :, :length] = keys[last, :, :length]
+                values[slot, :, :length] = values[last, :, :length]
+        self.lengths[slot] = self.lengths[last]
+        self.lengths.pop()
+        self._ends = None
+        if not self.lengths:
+            self._layers = []
+
+    def _reserve(self, states: States, slots: int, positions: int) -> None:
+        """Have room for so many. What a slot held before stays in it: finite numbers, which are masked."""
+        has_slots, has_positions = self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
+        if slots <= has_slots and positions <= has_positions:
+            return
+        slots = has_slots if slots <= has_slots else max(slots, 2 * has_slots)
+        positions = has_positions if positions <= has_positions else max(positions, int(_GROWTH * has_positions))
+        positions = -(-positions // _STEP) * _STEP
+        used = len(self.lengths)
+
+        def grown(old: Tensor | None, like: Tensor) -> Tensor:
+            new = like.new_zeros(slots, like.shape[1], positions, like.shape[3])
+            if old is not None:
+                new[:used, :, : old.shape[2]] = old[:used]
+            return new
+
+        before: list[Any] = self._layers or [(None, None)] * len(states)
+        self._layers = []
+        for number, (keys, values) in enumerate(states):
+            old_keys, old_values = before[number]
+            self._layers.append((grown(old_keys, keys), grown(old_values, values)))
+            before[number] = (None, None)  # no more than one layer is there twice
+
+    def ready(self) -> None:
+        """A step begins: each row gets one position more."""
+        self._reserve(self._layers, len(self.lengths), max(self.lengths) + 1)
+        self.open(max(self.lengths) + 1)
+
+    def open(self, needed: int) -> None:
+        """Show so many positions, or a few more."""
+        keys = self._layers[0][0]
+        self.width = min(keys.shape[2], -(-needed // _STEP) * _STEP)
+        if self._ends is None:
+            self._ends = torch.tensor(self.lengths, device=keys.device)
+
+    @property
+    def ends(self) -> Tensor:
+        """Length of each row, [rows]."""
+        assert self._ends is not None
+        return self._ends
+
+    def view(self, number: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._layers[number]
+        return keys[: len(self.lengths), :, : self.width], values[: len(self.lengths), :, : self.width]
+
+    def write(self, number: int, new_keys: Tensor, new_values: Tensor) -> None:
+        keys, values = self._layers[number]
+        rows = torch.arange(len(self.lengths), device=keys.device)
+        keys[rows, :, self.ends] = new_keys[:, :, 0]
+        values[rows, :, self.ends] = new_values[:, :, 0]
+
+    def advance(self) -> None:
+        self.lengths = [length + 1 for length in self.lengths]
+        self._ends = self.ends + 1
+
+    def mask(self, *, with_next: bool) -> Tensor:
+        """Which positions each row attends to, bool [rows, 1, 1, width]."""
+        places = torch.arange(self.width, device=self.ends.device)
+        ends = self.ends[:, None]
+        return (places <= ends if with_next else places < ends)[:, None, None]
+
+    def cache(self) -> Cache:
+        return Cache(layers=[_Layer(self, number) for number in range(len(self._layers))])
+
+
+class Slots:
+    """The rows of one model. Used by one thread. A step is `ready`, a pass of the model with `cache`, `positions` and
+    the masks, then `advance`; a step that failed before that has changed nothing.
+    """
+
+    def __init__(self) -> None:
+        self._own, self._seen = _Kept(), _Kept()
+        self._shifts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._shifts)
+
+    def add(self, begun: Begun) -> None:
+        """Take a row in, behind the others."""
+        self._own.add(begun.own)
+        if begun.seen:
+            self._seen.add(begun.seen)
+        self._shifts.append(begun.shift)
+
+    def remove(self, slot: int) -> None:
+        """Let a row go. The last one has its slot then."""
+        self._own.remove(slot)
+        if self._seen.lengths:
+            self._seen.remove(slot)
+        self._shifts[slot] = self._shifts[-1]
+        self._shifts.pop()
+
+    def ready(self) -> None:
+        """A step begins."""
+        self._own.ready()
+        if self._seen.lengths:
+            self._seen.open(max(self._seen.lengths))
+
+    def advance(self) -> None:
+        """A step has ended: each row is one token longer."""
+        self._own.advance()
+
+    def cache(self) -> Cache:
+        """What the attention of the library reads and extends."""
+        own = self._own.cache()
+        if not self._seen.lengths:
+            return own
+        both = EncoderDecoderCache(own, self._seen.cache())
+        both.is_updated = dict.fromkeys(range(len(own.layers)), True)
+        return both
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the token that each row gets in this step, [rows, 1]."""
+        ends = self._own.ends
+        return (ends + torch.tensor(self._shifts, device=ends.device))[:, None]
+
+    @property
+    def mask(self) -> Tensor:
+        """What a row sees of itself, bool [rows, 1, 1, positions]."""
+        return self._own.mask(with_next=True)
+
+    @property
+    def seen_mask(self) -> Tensor:
+        """What a row sees of its encoder's states, bool [rows, 1, 1, positions]."""
+        return self._seen.mask(with_next=False)

@@ -1,0 +1,352 @@
+"""What readers write equals `generate` of transformers, token for token, whoever reads beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import reader_checkpoints
+from parity.dual_checkpoints import image, png, seen
+from parity.gliner_checkpoints import on_cpu
+from PIL import Image
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.document_reader import DocumentReader
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.packing import Shown
+from sie_adapter.reading import Written, _Call, _Loop, _Row
+from sie_contracts.entries import parse_entry
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import Failed, Input, Ok, RunOptions
+from sie_contracts.settings import Settings
+from sie_sidecar import images, layouts
+from sie_sidecar import rows as rowing
+from sie_sidecar.rows import Part, Work
+from sie_sidecar.tokens import ModelTokenizer
+
+PAGES = [
+    image(width, height, seed)
+    for seed, (width, height) in enumerate([(128, 160), (300, 120), (60, 171), (90, 90), (40, 31), (257, 320)])
+]
+MOST = 24
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of reader. `oracle` is made of a folder; it gives the ids that the library writes after a prompt."""
+
+    build: Callable[[Path], Path]
+    oracle: Callable[[Path], Callable[[Image.Image, ExtractOptions], list[int]]]
+    asked: Sequence[ExtractOptions]
+    entry: Mapping[str, Any]
+
+
+def asks(task: str, instruction: str = "", most: int | None = MOST) -> ExtractOptions:
+    parameters: dict[str, Any] = {"task": task} if task else {}
+    if most is not None:
+        parameters["max_new_tokens"] = most
+    return ExtractOptions((), parameters=parameters, instruction=instruction)
+
+
+def donut_oracle(folder: Path) -> Callable[[Image.Image, ExtractOptions], list[int]]:
+    """As the model card has it."""
+    from transformers import AutoTokenizer, DonutImageProcessorPil, DonutProcessor, VisionEncoderDecoderModel
+
+    model = VisionEncoderDecoderModel.from_pretrained(folder).eval()
+    processor = DonutProcessor(DonutImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+    tokenizer = processor.tokenizer
+
+    def written(shown: Image.Image, options: ExtractOptions) -> list[int]:
+        prompt = options.parameters["task"]
+        if options.instruction:
+            prompt += f"<s_question>{options.instruction}</s_question><s_answer>"
+        pixels = processor(images=shown, return_tensors="pt").pixel_values
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+        found = model.generate(
+            pixels,
+            decoder_input_ids=ids,
+            max_new_tokens=options.parameters["max_new_tokens"],
+            num_beams=1,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bad_words_ids=[[tokenizer.unk_token_id]],
+        )
+        return found[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    return written
+
+
+KINDS = {
+    "donut": Kind(
+        reader_checkpoints.donut,
+        donut_oracle,
+        [asks("<s_cord-v2>"), asks("<s_docvqa>", "where is the river?"), asks("<s_docvqa>", "a queue of vectors, or")],
+        {"max_tokens": reader_checkpoints.DONUT_TOKENS},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    engine: Engine
+    name: str
+    folder: Path
+    weights: DocumentReader
+    tokenizer: ModelTokenizer
+    known: dict[tuple[int, bytes], list[int]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Any:
+        return self.weights._kind
+
+    def prompts(self, kind: Kind) -> list[Any]:
+        """Each page with each question."""
+        return [self.kind.prompt(self.shown(page), each) for page in PAGES for each in kind.asked]
+
+    def shown(self, page: Image.Image) -> Shown:
+        made = images.prepare(png(page), self.kind.recipe)
+        return Shown(np.frombuffer(made.pixels, np.uint8).reshape(*made.size, 3), *made.upright)
+
+    def ask(self, files: Sequence[Sequence[bytes]], options: Sequence[RunOptions]) -> list[Any]:
+        """The results of inputs, or their errors: all of them one batch."""
+        layout, parts = self.weights.rows["extract"], []
+        for given, option in zip(files, options, strict=True):
+            inputs = [Input(text="" if not given else None, images=tuple(given))]
+            work = Work(inputs, None, option, seen(inputs, layout))
+            (made,) = layouts.make(self.tokenizer, layout, [work])
+            parts.append(Part(made.rows, work))
+        reply = self.engine.execute(rowing.to_batch("b", self.name, "extract", layout.layout, parts))
+        assert isinstance(reply, BatchDone), reply
+        return [_value(outcome) for outcome in reply.outcomes]
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, Failed):
+        return outcome.error
+    assert isinstance(outcome, Ok)
+    return outcome.data
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
+
+
+@pytest.fixture(scope="module")
+def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    root = tmp_path_factory.mktemp("readers")
+
+    @cache
+    def loaded(name: str) -> Served:
+        folder = KINDS[name].build(root / name)
+        entry = parse_entry(_entry(name, folder))
+        resident = engine.residency.ensure(entry.id, entry)
+        weights = resident.weights
+        assert isinstance(weights, DocumentReader)
+        return Served(engine, entry.id, folder, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def expected(load: Callable[[str], Served]) -> Callable[[str], list[list[int]]]:
+    """What the library writes for each page with each question, one by one."""
+
+    @cache
+    def written(name: str) -> list[list[int]]:
+        oracle = KINDS[name].oracle(load(name).folder)
+        with torch.inference_mode():
+            return [oracle(page, each) for page in PAGES for each in KINDS[name].asked]
+
+    return written
+
+
+def _entry(name: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": f"reader/{name}",
+        "weights": {"path": str(folder)},
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "load": {"precision": "float32"},
+        **KINDS[name].entry,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ids_equal_generate(
+    name: str, load: Callable[[str], Served], expected: Callable[[str], list[list[int]]]
+) -> None:
+    """All pages with all questions at once, against the library one by one. No toy writes the same for all of them."""
+    served = load(name)
+    found = served.engine.readings.read(served.kind, served.prompts(KINDS[name]))
+    assert [each.ids for each in found] == expected(name)
+    assert len({tuple(each.ids) for each in found}) > len(PAGES)
+    assert len({len(each.ids) for each in found}) > 2
+    assert max(len(set(each.ids)) for each in found) > 5
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_page_that_joins_between_steps_changes_no_id(
+    every: int, name: str, load: Callable[[str], Served], expected: Callable[[str], list[list[int]]]
+) -> None:
+    served = load(name)
+    prompts = served.prompts(KINDS[name])
+    rows = [_Row(_Call(lambda: False, 1), prompt) for prompt in prompts]
+    left, turns = list(rows), 0
+    loop = _Loop(served.kind, torch.device("cpu"))
+    with torch.inference_mode():
+        while left or not loop.is_idle:
+            if left and turns % every == 0:
+                loop.waiting.append(left.pop())
+            loop.turn()
+            turns += 1
+    assert [row.ids for row in rows] == expected(name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_two_callers_at_once_get_the_same(
+    name: str, load: Callable[[str], Served], expected: Callable[[str], list[list[int]]]
+) -> None:
+    served = load(name)
+    found: list[list[Written]] = []
+    prompts = served.prompts(KINDS[name])
+
+    def read() -> None:
+        found.append(served.engine.readings.read(served.kind, prompts))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [[each.ids for each in part] for part in found] == [expected(name)] * 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_half_the_bits_write_something(name: str, load: Callable[[str], Served]) -> None:
+    """The tokens of a random model are nearly alike, so they differ in bfloat16. Its scores do not: those of the first
+    token are compared.
+    """
+    served = load(name)
+    entry = parse_entry(_entry(name, served.folder))
+    half: Any = DocumentReader(served.folder, entry, entry.load, on_cpu(torch.bfloat16))
+    assert half.precision == "bfloat16"
+    for page in PAGES[:3]:
+        with torch.inference_mode():
+            left, right = (
+                kind.begin([kind.prompt(served.shown(page), KINDS[name].asked[0])])[0].logits.float()
+                for kind in (served.kind, half._kind)
+            )
+        assert torch.cosine_similarity(left, right, 0) > 0.99
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], Served]) -> None:
+    page, asked = png(PAGES[0]), KINDS[name].asked[0]
+    options = RunOptions((), parameters=dict(asked.parameters), instruction=asked.instruction)
+    none, one, two = load(name).ask([[], [page], [page, page]], [options] * 3)
+    assert one["data"]["completion_tokens"] <= MOST
+    assert (none.reason, none.param) == ("unsupported_modality", "images")
+    assert (two.reason, two.param, two.extras) == ("invalid_media", "images", {"limit": 1})
+
+
+# Donut
+
+
+def written(served: Served, task: str, text: str, finish: Any = "stop") -> dict[str, Any]:
+    """What becomes of a text that Donut wrote."""
+    options = asks(task, "where" if task == "<s_docvqa>" else "")
+    prompt = served.kind.prompt(served.shown(PAGES[0]), options)
+    ids = [*served.kind.tokenizer.encode(text, add_special_tokens=False).ids, *([2] if finish == "stop" else [])]
+    found: dict[str, Any] = served.kind.result(prompt, Written(ids, finish))
+    return found
+
+
+def told(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    assert all((one["score"], one["start"], one["bbox"]) == (1.0, None, None) for one in found["entities"])
+    return [(one["label"], one["text"]) for one in found["entities"]]
+
+
+def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Served]) -> None:
+    """Of two lines, as in the files of CORD."""
+    text = "<s_menu><s_nm>river</s_nm><s_price>3</s_price><sep/><s_nm>queue</s_nm><s_price>4</s_price></s_menu>"
+    found = written(load("donut"), "<s_cord-v2>", text)
+    tree = {"menu": [{"nm": "river", "price": "3"}, {"nm": "queue", "price": "4"}]}
+    assert found["data"] == {"document": tree}
+    leaves = [("menu.nm", "river"), ("menu.price", "3"), ("menu.nm", "queue"), ("menu.price", "4")]
+    assert told(found) == leaves
+
+
+def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Served]) -> None:
+    found = written(load("donut"), "<s_cord-v2>", "<s_menu><s_nm>river</s_nm>", "length")
+    assert found["data"]["text"].replace(" ", "") == "<s_menu><s_nm>river</s_nm>"
+
+
+def test_an_answer_is_told_without_its_question(load: Callable[[str], Served]) -> None:
+    found = written(load("donut"), "<s_docvqa>", "river</s_answer>")
+    assert told(found) == [("answer", "river")]
+    assert found["data"]["document"] == {"question": "where", "answer": "river"}
+
+
+def test_a_class_is_an_entity(load: Callable[[str], Served]) -> None:
+    found = written(load("donut"), "<s_rvlcdip>", "<s_class><invoice/></s_class>")
+    assert told(found) == [("document_class", "invoice")]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "param"),
+    [
+        (asks(""), "task", "task"),
+        (asks("<s_synthdog>"), "task", "task"),
+        (asks("</s_menu>"), "task", "task"),
+        (asks("<s_docvqa>"), "instruction_required", "instruction"),
+        (asks("<s_docvqa>", "a</s_question>b"), "reserved_token", "instruction"),
+        (asks("<s_docvqa>", "river " * 200), "input_too_long", "instruction"),
+    ],
+)
+def test_what_donut_cannot_be_asked_is_refused(
+    options: ExtractOptions, reason: str, param: str, load: Callable[[str], Served]
+) -> None:
+    served = load("donut")
+    with pytest.raises(InvalidInput) as refused:
+        served.kind.prompt(served.shown(PAGES[0]), options)
+    assert (refused.value.reason, refused.value.param) == (reason, param)
+
+
+def test_what_is_written_is_bounded_by_the_positions_of_the_model(load: Callable[[str], Served]) -> None:
+    served = load("donut")
+    shown = served.shown(PAGES[0])
+    for asked, most in (
+        (asks("<s_cord-v2>", most=None), reader_checkpoints.DONUT_TOKENS - 1),
+        (asks("<s_cord-v2>"), MOST),
+    ):
+        assert served.kind.prompt(shown, asked).rules.most == most
+    assert served.kind.prompt(shown, asks("<s_rvlcdip>", most=None)).rules.most == 8
+    assert served.kind.prompt(shown, asks("<s_cord-v2>", most=100_000)).rules.most < reader_checkpoints.DONUT_TOKENS
+
+
+def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Served], tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    folder = shutil.copytree(load("donut").folder, tmp_path / "donut")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "encoder_repetition_penalty": 1.5}))
+    entry = parse_entry(_entry("donut", folder))
+    with pytest.raises(ModelLoadFailed, match="encoder_repetition_penalty"):
+        DocumentReader(folder, entry, entry.load, on_cpu(torch.float32))

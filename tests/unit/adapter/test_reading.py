@@ -1,0 +1,259 @@
+"""The loop of models that write: rows come and go between two steps, and none of them notices its mates."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from sie_adapter import reading
+from sie_adapter.greedy import Rules
+from sie_adapter.reading import Readings, Written, _Call, _Loop, _Row
+from sie_adapter.slots import Begun, Slots
+from sie_contracts.errors import InferenceFailed, InternalFailure, ShuttingDown, SIEError
+
+CPU = torch.device("cpu")
+WORDS, END = 97, 0
+TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    ids: tuple[int, ...]
+    rules: Rules
+
+
+def asked(*ids: int, most: int = 40, ends: frozenset[int] = frozenset({END})) -> Asked:
+    return Asked(ids, Rules(ids, most, ends))
+
+
+def _next(ids: Sequence[int]) -> int:
+    """Depends on every token before, and on their number."""
+    return (sum((place + 1) * number for place, number in enumerate(ids)) * 7 + len(ids)) % WORDS
+
+
+def expected(prompt: Asked) -> Written:
+    """What `Sums` writes for one row alone."""
+    ids, written = list(prompt.ids), list[int]()
+    while (finish := prompt.rules.finish(written)) is None:
+        written.append(_next(ids))
+        ids.append(written[-1])
+    return Written(written, finish)
+
+
+@dataclass
+class Sums:
+    """A writer whose scores are made from what the slots give back: its keys are the tokens, its values their places.
+
+    `fails` is called with the number of rows of each step.
+    """
+
+    together: int = 1
+    shift: int = 3
+    fails: Callable[[int], None] = lambda rows: None
+    rows: list[int] = field(default_factory=list)  # of each step
+
+    def begin(self, prompts: Sequence[Asked]) -> list[Begun]:
+        found = []
+        for prompt in prompts:
+            keys = torch.tensor(prompt.ids, dtype=torch.float64).view(1, 1, -1, 1)
+            values = torch.arange(1.0, len(prompt.ids) + 1, dtype=torch.float64).view(1, 1, -1, 1)
+            found.append(Begun([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
+        return found
+
+    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+        self.rows.append(len(ids))
+        self.fails(len(ids))
+        places = slots.positions - self.shift + 1
+        keys, values = slots.cache().update(ids[:, None, :, None].double(), places[:, None, :, None].double(), 0)
+        seen = slots.mask[:, 0, 0, :, None]
+        sums = torch.where(seen, keys[:, 0] * values[:, 0], 0.0).sum((1, 2)).long()
+        return _scores(((sums * 7 + places[:, 0]) % WORDS).tolist())
+
+
+def _scores(best: Sequence[int]) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(best), WORDS).float()
+
+
+SIZES = [(1, 3, 40), (5, 70, 9), (2, 1, 64), (30, 7, 1), (11, 12, 25), (3, 64, 40), (8, 2, 33), (40, 5, 17)]
+PROMPTS = [asked(*range(first, first + length), most=most) for first, length, most in SIZES]
+
+
+@pytest.fixture
+def readings() -> Readings:
+    return Readings(CPU)
+
+
+def row(prompt: Asked, is_gone: Callable[[], bool] = lambda: False) -> _Row:
+    return _Row(_Call(is_gone, 1), prompt)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_row_that_joins_between_steps_changes_no_row(every: int) -> None:
+    loop, rows = _Loop(Sums(), CPU), [row(prompt) for prompt in PROMPTS]
+    left = list(rows)
+    turns = 0
+    while left or not loop.is_idle:
+        if left and turns % every == 0:
+            loop.waiting.append(left.pop(0))
+        loop.turn()
+        turns += 1
+    assert [Written(each.ids, each.finish) for each in rows if each.finish] == [expected(each) for each in PROMPTS]
+    assert {each.finish for each in rows} == {"stop", "length"}
+
+
+def test_all_rows_of_all_calls_share_a_step(readings: Readings) -> None:
+    model = Sums(together=4)
+    found: dict[int, list[Written]] = {}
+    threads = [
+        threading.Thread(target=lambda part=part: found.update({part: readings.read(model, PROMPTS[part::2])}))
+        for part in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert found == {part: [expected(each) for each in PROMPTS[part::2]] for part in range(2)}
+    assert max(model.rows) >= 4
+    assert readings.stop(TIMEOUT_S)
+
+
+def test_no_more_rows_run_at_a_time_than_there_are_places(readings: Readings) -> None:
+    model = Sums(together=8)
+    prompts = PROMPTS * 4
+    assert readings.read(model, prompts) == [expected(each) for each in prompts]
+    assert max(model.rows) <= reading.MOST_ROWS
+
+
+def test_a_row_for_which_nobody_waits_leaves_within_a_step() -> None:
+    model, gone = Sums(together=8), threading.Event()
+    loop = _Loop(model, CPU)
+    leaves, stays = row(PROMPTS[0], gone.is_set), row(PROMPTS[5])
+    loop.waiting.extend([leaves, stays])
+    loop.turn()
+    loop.turn()
+    gone.set()
+    loop.turn()
+    assert model.rows == [2, 2, 1]
+    assert isinstance(leaves.call.error, InternalFailure)
+    assert leaves.call.error.reason == "cancelled"
+    while not loop.is_idle:
+        loop.turn()
+    assert Written(stays.ids, stays.finish or "stop") == expected(PROMPTS[5])
+
+
+def test_rows_that_do_not_fit_together_begin_anew_with_fewer_mates(readings: Readings) -> None:
+    def fails(rows: int) -> None:
+        if rows > 2:
+            raise torch.OutOfMemoryError("too many")
+
+    model = Sums(together=8, fails=fails)
+    assert readings.read(model, PROMPTS) == [expected(each) for each in PROMPTS]
+    assert max(model.rows) > 2
+
+
+def test_a_row_that_does_not_fit_alone_is_its_callers_matter(readings: Readings) -> None:
+    def fails(rows: int) -> None:
+        raise torch.OutOfMemoryError("too large")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        readings.read(Sums(fails=fails), PROMPTS[:1])
+    assert readings.read(Sums(), PROMPTS[:1]) == [expected(PROMPTS[0])]
+
+
+def test_an_error_of_the_model_is_that_of_the_calls_it_met(readings: Readings) -> None:
+    def fails(rows: int) -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        readings.read(Sums(fails=fails), PROMPTS)
+    assert readings.read(Sums(), PROMPTS) == [expected(each) for each in PROMPTS]
+
+
+def test_scores_that_are_not_finite_end_one_call() -> None:
+    class Odd(Sums):
+        def step(self, ids: Tensor, slots: Slots) -> Tensor:
+            scores = super().step(ids, slots)
+            if len(self.rows) == 3:
+                scores[0] = torch.nan
+            return scores
+
+    loop = _Loop(Odd(together=2), CPU)
+    bad, good = row(PROMPTS[0]), row(PROMPTS[6])
+    loop.waiting.extend([bad, good])
+    while not loop.is_idle:
+        loop.turn()
+    assert isinstance(bad.call.error, InferenceFailed)
+    assert Written(good.ids, good.finish or "stop") == expected(PROMPTS[6])
+
+
+def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
+    class Refusing(Sums):
+        def begin(self, prompts: Sequence[Asked]) -> list[Begun]:
+            if prompts[0] is PROMPTS[1]:
+                raise InferenceFailed("cannot be read")
+            return super().begin(prompts)
+
+    loop = _Loop(Refusing(), CPU)
+    rows = [row(PROMPTS[0]), row(PROMPTS[1]), row(PROMPTS[2])]
+    loop.waiting.extend(rows)
+    while not loop.is_idle:
+        loop.turn()
+    assert isinstance(rows[1].call.error, InferenceFailed)
+    assert [Written(rows[at].ids, rows[at].finish or "stop") for at in (0, 2)] == [
+        expected(PROMPTS[at]) for at in (0, 2)
+    ]
+
+
+def test_models_take_turns(readings: Readings) -> None:
+    """The other model's first step comes before the last one of a long row."""
+    order: list[str] = []
+    long = Sums(fails=lambda rows: order.append("long"))
+    endless = asked(1, 2, 3, most=4000, ends=frozenset())
+    begun = threading.Event()
+    short = Sums(fails=lambda rows: order.append("short"))
+
+    def read() -> None:
+        begun.set()
+        readings.read(long, [endless])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(TIMEOUT_S)
+    readings.read(short, [asked(4, 5, most=5, ends=frozenset())])
+    thread.join(TIMEOUT_S)
+    assert order.count("short") == 4
+    assert order[-1] == "long"
+
+
+def test_a_stop_refuses_what_is_not_written_in_time(readings: Readings) -> None:
+    begun = threading.Event()
+    errors: list[SIEError] = []
+
+    def read() -> None:
+        try:
+            readings.read(Sums(fails=lambda rows: begun.set()), [asked(1, 2, most=1 << 30, ends=frozenset())])
+        except SIEError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(TIMEOUT_S)
+    assert not readings.stop(0.05)
+    thread.join(TIMEOUT_S)
+    assert [type(error) for error in errors] == [ShuttingDown]
+    with pytest.raises(ShuttingDown):
+        readings.read(Sums(), PROMPTS)
+
+
+def test_a_row_that_repeats_itself_ends() -> None:
+    rules = Rules((), 10_000, frozenset({END}), stops_loops=True)
+    block = [1 + number % 13 for number in range(64)]
+    assert rules.finish(block * 3) == "repetition"
+    assert rules.finish([5] * 191) is None
+    assert rules.finish([*block, 50, *block[1:], *block]) is None
+    assert Rules((), 10_000, frozenset({END})).finish(block * 3) is None

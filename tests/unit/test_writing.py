@@ -1,0 +1,92 @@
+"""Models that write token by token, in the sidecar: they hold no lane, take no credit, and end when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from direct import Direct
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import InProcess
+
+from sie_contracts import messages, topology
+from sie_contracts.messages import Cancel, Failed, Ok
+from sie_sidecar.device import WRITTEN_AT_ONCE, WRITTEN_READY
+
+WRITER, OTHER = "toy/one", "toy/two"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry(WRITER), toy_entry(OTHER)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def direct(tmp_path: Path) -> AsyncIterator[Direct]:
+    async with Direct(tmp_path, toy_entry(WRITER)) as cluster:
+        yield cluster
+
+
+async def written(cluster: InProcess, **environ: str) -> FakeAdapter:
+    """An adapter of one lane whose model `WRITER` writes until it is let go, behind a sidecar."""
+    adapter = await cluster.adapter()
+    adapter.writes.add(WRITER)
+    await cluster.sidecar(adapter, **environ)
+    adapter.hold_batches = True
+    return adapter
+
+
+async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
+    """1. more pages than are written at once, each a work item; 2. all that have a place run, one item each; 3. a text
+    of another model comes: it waits for none of them; 4. they are let go, and all are answered.
+    """
+    gateway, adapter = await cluster.gateway(), await written(cluster)
+    pages = WRITTEN_AT_ONCE + WRITTEN_READY + 5
+    sent = [asyncio.create_task(gateway.encode(f"page {number}")) for number in range(pages)]
+    await adapter.until(lambda seen: seen.running == WRITTEN_AT_ONCE, "all places taken")
+    adapter.hold_batches = False  # those that come from now on
+    assert (await asyncio.wait_for(gateway.encode("a text", model=OTHER), 10)).status_code == 200
+    assert adapter.running == WRITTEN_AT_ONCE
+    assert {len(each.groups) for each in adapter.batches if each.model == WRITER} == {1}
+    adapter.let_go()
+    assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * pages
+    assert adapter.peak_running <= WRITTEN_AT_ONCE + 1
+
+
+async def test_a_client_that_is_gone_ends_what_is_written_for_it(direct: Direct) -> None:
+    """What is written beside it is answered, and so is what another model's batches hold."""
+    adapter = await written(direct)
+    leaves, stays = await direct.publish("leaves", request="gone"), await direct.publish("stays")
+    await adapter.until(lambda seen: seen.running == 2, "both are written")
+    await direct.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone",))))
+    await adapter.until(lambda seen: seen.cancels and seen.running == 1, "one is cancelled")
+    await direct.left(1)
+    adapter.let_go()
+    assert isinstance((await direct.result(stays)).outcomes[0], Ok)
+    await direct.left(0)
+    assert (leaves.request, leaves.chunk) not in direct.results
+
+
+async def test_a_connection_on_which_something_was_cancelled_is_used_again(direct: Direct) -> None:
+    adapter = await written(direct)
+    await direct.publish("leaves", request="gone")
+    await adapter.until(lambda seen: seen.running == 1, "it is written")
+    connections = adapter.connections
+    await direct.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone",))))
+    await adapter.until(lambda seen: seen.cancels and not seen.running, "it is cancelled")
+    adapter.let_go()
+    for text in ("a", "b"):
+        assert isinstance((await direct.result(await direct.publish(text))).outcomes[0], Ok)
+    assert adapter.connections == connections
+
+
+async def test_what_takes_longer_than_its_budget_is_cancelled(direct: Direct) -> None:
+    adapter = await written(direct)
+    item = await direct.publish("a page", budget_ms=500)
+    await adapter.until(lambda seen: seen.cancels, "the budget is over", timeout_s=20)
+    outcome = (await direct.result(item)).outcomes[0]
+    assert isinstance(outcome, Failed)
+    assert adapter.running == 0
