@@ -29,6 +29,7 @@ from sie_contracts.configs import ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.entries import ModelEntry
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Mode, Settings, load
+from sie_gateway.image_urls import NETWORK, Network
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar
@@ -187,7 +188,9 @@ class InProcess:
         self.adapters.append(adapter)
         return adapter
 
-    async def gateway(self, source: Source | None = None, *, ready: bool = True, **environ: str) -> GatewayProcess:
+    async def gateway(
+        self, source: Source | None = None, *, ready: bool = True, network: Network = NETWORK, **environ: str
+    ) -> GatewayProcess:
         """A gateway that listens, and is ready unless `ready` is false. Raises what made it refuse to start."""
         settings = settings_of(
             **{"SIE_GATEWAY_METRICS_PORT": str(free_port()), "SIE_GATEWAY_HEALTH_MODE": "nats", **environ}
@@ -195,7 +198,14 @@ class InProcess:
         stop, broker = Stop(), self.server.connect("gateway")
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = serve_gateway(
-            settings, broker, source or self.source, stop, host="127.0.0.1", port=0, on_listening=listening.set_result
+            settings,
+            broker,
+            source or self.source,
+            stop,
+            host="127.0.0.1",
+            port=0,
+            on_listening=listening.set_result,
+            network=network,
         )
         task = asyncio.create_task(serving, name="gateway")
         await asyncio.wait([task, listening], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)

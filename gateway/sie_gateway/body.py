@@ -19,7 +19,7 @@ from sie_contracts.messages import MENTION_BYTES, Mention
 from sie_contracts.names import did_you_mean
 from sie_contracts.option_values import describe
 from sie_contracts.options import FIELDS
-from sie_gateway.images import Images
+from sie_gateway.images import Images, Link
 from sie_gateway.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
@@ -34,7 +34,7 @@ class Item:
 
     `pair` is the second text of a pair. Without any of them the item holds nothing that a model can use; `instead` says
     then what field it has in their place. `unfit`: why no model can run it. `unknown`: its fields that mean nothing.
-    `mentions`: entities of its metadata, where the model reads them.
+    `mentions`: entities of its metadata, where the model reads them. `links`: its images that are not fetched yet.
     """
 
     text: str | None
@@ -49,6 +49,7 @@ class Item:
     instead: str = ""
     unknown: tuple[str, ...] = ()
     mentions: tuple[Mention, ...] = ()
+    links: tuple[Link, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -173,7 +174,7 @@ def _item(value: Any, path: str) -> Item:
         if (given := value.get(key)) is not None and not _is_unset(given)
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
-    images, unfit = read_images(value["images"], f"{path}.images") if "image" in used else Images()
+    images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return Item(
@@ -186,6 +187,7 @@ def _item(value: Any, path: str) -> Item:
         unfit=unfit,
         instead=instead,
         unknown=unknown,
+        links=links,
     )
 
 

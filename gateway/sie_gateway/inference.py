@@ -40,6 +40,7 @@ from sie_gateway.call import Answer, Asked, Call, EntryChanged, route_key
 from sie_gateway.capabilities import CAN, Able, anything
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet
+from sie_gateway.image_urls import ImageUrls, links
 from sie_gateway.metrics import Metrics
 from sie_gateway.runner import Runner
 from sie_gateway.shadow import Shadows
@@ -66,6 +67,7 @@ class Inference:
         metrics: Metrics,
         admission: Admission,
         runner: Runner,
+        urls: ImageUrls,
     ) -> None:
         self._settings = settings
         self._feed = feed
@@ -74,6 +76,7 @@ class Inference:
         self._metrics = metrics
         self._admission = admission
         self._runner = runner
+        self._urls = urls
         self._default_models = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
@@ -215,6 +218,7 @@ class Inference:
         """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
         headers, resolved, call.asked = call.headers, asked.resolved, asked
         lane = self._lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
+        self._urls.check(asked.items, asked.query)
         if asked.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             parameters = _with_error_mode(asked.parameters, headers.get("x-sie-on-item-error", ""))
@@ -239,7 +243,20 @@ class Inference:
         return await self.execute(call, self.understand(call, asked))
 
     async def execute(self, call: Call, request: Understood) -> Finished:
-        """As `run`, for what was understood before."""
+        """As `run`, for what was understood before. The images that are at URLs are fetched."""
+        reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
+        if not reads or not links(request.items, request.query):
+            return await self._execute(call, request)
+        left_s = call.received_s + call.budget_s - time.perf_counter()
+        given = [*request.items, *([request.query] if request.query else ())]
+        async with self._urls.fetched(given, asyncio.get_running_loop().time() + left_s) as found:
+            count = len(request.items)
+            request = replace(request, items=tuple(found[:count]), query=found[count] if request.query else None)
+            if call.asked is not None:  # its copies are run with the same files
+                call.asked = replace(call.asked, items=request.items, query=request.query)
+            return await self._execute(call, request)
+
+    async def _execute(self, call: Call, request: Understood) -> Finished:
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # the broker's own refusal knows no depth

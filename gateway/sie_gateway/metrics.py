@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sie_gateway.status import Status
     from sie_runtime.feed import CatalogueFeed
 
+_FETCHES = ("fetched", "refused", "failed")
 _OPERATIONS = ("encode", "score", "extract")
 _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged")
 
@@ -58,6 +59,9 @@ class Metrics:
         self.refused = make.counters("sie_gateway_refused_below_routes")
         for reason in REFUSED:
             self.refused.labels(reason)
+        self._image_fetches = make.counters("sie_gateway_image_fetches")
+        for result in _FETCHES:
+            self._image_fetches.labels(result)
         self.provisioning = make.counter("sie_gateway_provisioning_responses")
         self.alias_requests = make.counters("sie_gateway_alias_requests")
         self.shadows = make.counters("sie_gateway_shadows")
@@ -66,6 +70,10 @@ class Metrics:
         self.shadow_rank = make.histograms("sie_gateway_shadow_rank_correlation")
         self.pool_events = make.counters("sie_gateway_pool_events")
         self.active_lease_gpus = make.gauge("sie_gateway_active_lease_gpus")
+
+    def count_fetch(self, result: str) -> None:
+        """Count an image at a URL; `result` is one of _FETCHES."""
+        self._image_fetches.labels(result).inc()
 
     def count_refused(self, reason: str) -> None:
         """Count a request that no route saw; `reason` is one of REFUSED."""

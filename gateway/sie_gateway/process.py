@@ -22,6 +22,7 @@ from sie_gateway.auth import Gate, require_tokens
 from sie_gateway.backlog import Backlog
 from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet import Fleet
+from sie_gateway.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
 from sie_gateway.lag import Lag
@@ -70,9 +71,10 @@ async def serve(
     drain_s: float | None = None,
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
+    network: Network = NETWORK,
 ) -> int:
     """Serve until `stop`, go on for `lame_duck_s`, then finish what was accepted, for `drain_s` seconds at most; by
-    default as long as any request may take.
+    default as long as any request may take. Images at URLs are fetched over `network`.
 
     Returns the exit status. Raises SettingError.
     """
@@ -135,7 +137,8 @@ async def serve(
 
     keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
-    inference = Inference(settings, feed, fleet, record, metrics, admission, runner)
+    urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
+    inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = Status(settings, broker, feed, fleet, admission.peers, record.own, lag, nats_monitor_url)

@@ -42,8 +42,8 @@ class Names:
 
     def _has(self, host: bytes) -> bool:
         """Whether this is a name of the listener. `host`: the Host header, with or without a port."""
-        name, port = _parts(host.decode("latin-1").lower())
-        return self._is_any or self._is_own(name) or any(_matches(each, name, port) for each in self._allowed)
+        name, port = parts(host.decode("latin-1").lower())
+        return self._is_any or self._is_own(name) or any(matches(each, name, port) for each in self._allowed)
 
     def _is_own(self, name: str) -> bool:
         """Names that are allowed without a setting. Foreign DNS can point none of them to this machine."""
@@ -60,8 +60,8 @@ class Names:
             return False
         if page_host == host.decode("latin-1").lower():
             return True
-        name, port = _parts(page_host)
-        return any(_matches(each, name, port) for each in self._allowed if each != _ANY)
+        name, port = parts(page_host)
+        return any(matches(each, name, port) for each in self._allowed if each != _ANY)
 
     def check(self, scope: Scope) -> None:
         """Raises PermissionDenied for a foreign host name or page."""
@@ -114,7 +114,7 @@ class Guarded:
         await self.app(scope, receive, send)
 
 
-def _parts(host: str) -> tuple[str, str]:
+def parts(host: str) -> tuple[str, str]:
     """Name and port of a Host header; the port may be missing. Brackets of an IPv6 address and a dot at the end of a
     name are removed.
     """
@@ -125,11 +125,11 @@ def _parts(host: str) -> tuple[str, str]:
     return name.removesuffix("."), port
 
 
-def _matches(allowed: str, name: str, port: str) -> bool:
+def matches(allowed: str, name: str, port: str) -> bool:
     """Whether a listed name matches. `*.example.com` matches every name below example.com. A port is compared if the
     list has one.
     """
-    wanted, wanted_port = _parts(allowed)
+    wanted, wanted_port = parts(allowed)
     if wanted_port and wanted_port != port:
         return False
     return name.endswith(wanted[1:]) if wanted.startswith("*.") else name == wanted

@@ -1,4 +1,5 @@
 """Images, documents, audio and video as they travel: `{"data": bytes, "format"?: str}`, the bytes those of the file.
+The URL of an image travels as it is: the gateway fetches it, or refuses it.
 
 The format is that of the content; where it cannot be told from the content, of the name; else none is sent and the
 server looks.
@@ -46,15 +47,19 @@ _OFFICE = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
 _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "text": "txt"}
 
 
-def media(value: Any, path: str) -> Any:
-    """One file for the wire; a data URI is passed on as it is. `path` names it in errors. Raises InvalidInputError."""
+def media(value: Any, path: str, *, urls: bool = False) -> Any:
+    """One file for the wire; a data URI is passed on as it is, and with `urls` a URL. `path` names it in errors. Raises
+    InvalidInputError.
+    """
     if isinstance(value, Mapping):
-        found = media(value.get("data"), f"{path}.data")
+        found = media(value.get("data"), f"{path}.data", urls=urls)
         given = {name: each for name, each in value.items() if name != "data" and each is not None}
         return {**(found if isinstance(found, dict) else {"data": found}), **given}
     if isinstance(value, str) and value[:5].lower() == "data:":
         return value
     if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
+        if urls:
+            return value
         raise _refused(path, "URLs are not fetched: give the bytes or a path")
     data, name = _read(value, path)
     kind = _format_of(data) or _suffix(name)

@@ -38,7 +38,7 @@ def item(value: Any, path: str) -> Any:
             if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
             else [given]
         )
-        sent["images"] = [media(each, f"{path}.images[{number}]") for number, each in enumerate(several)]
+        sent["images"] = [media(each, f"{path}.images[{number}]", urls=True) for number, each in enumerate(several)]
     for name in FILES:
         if sent.get(name) is not None:
             sent[name] = media(sent[name], f"{path}.{name}")

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import io
+import json
 import logging
 import random
 from collections.abc import AsyncIterator
@@ -20,6 +21,8 @@ import pytest
 from fake_adapter import WIDTH, toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
+from image_server import ImageServer, network
+from image_server import answer as served
 from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
@@ -31,6 +34,7 @@ from sie_gateway import body as bodies
 from sie_gateway import image_headers, images
 from sie_gateway.body import Item
 from sie_gateway.chunk import Chunk, Files, Limits, split
+from sie_gateway.image_urls import ImageUrls
 from sie_sdk import SIEAsyncClient, SIEClient
 
 STREAM = "WORK__default"
@@ -75,7 +79,7 @@ FORMS: list[Any] = [
 @pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
 def test_every_form_gives_the_same_bytes(form: Any) -> None:
     """E16."""
-    assert images.read(form, "p") == images.read([form], "p") == ((DATA,), None)
+    assert images.read(form, "p") == images.read([form], "p") == ((DATA,), None, ())
     assert images.read([form, b"x", form], "p").files == (DATA, b"x", DATA)
 
 
@@ -108,7 +112,7 @@ UNDECODABLE = [
 @pytest.mark.parametrize("text", UNDECODABLE, ids=repr)
 def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
     for value, path in (([b"x", text], "items[2].images[1]"), (text, "items[2].images")):
-        found, fault = images.read(value, "items[2].images")
+        found, fault, _ = images.read(value, "items[2].images")
         assert found == ()
         assert fault is not None
         assert (fault.code, fault.reason, fault.param) == ("INVALID_INPUT", "invalid_media", path)
@@ -130,11 +134,13 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
         "gopher:x",
     ],
 )
-def test_an_address_fails_the_request_and_says_what_to_send(address: str) -> None:
-    """X9: nothing is fetched."""
+def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
+    """X9: without a setting nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
+        found = images.read(value, "p")
+        item = Item(None, images=found.files, unfit=found.fault, links=found.links)
         with pytest.raises(InvalidInput, match="not fetched: send the bytes") as caught:
-            images.read(value, "p")
+            ImageUrls(None).check([item], None)
         assert caught.value.reason == "invalid_media"
         assert address not in caught.value.message
 
@@ -168,8 +174,8 @@ def test_what_is_no_image_by_its_type_fails_the_request(value: Any, path: str) -
 
 def test_an_input_has_at_most_64_images() -> None:
     assert len(images.read([b"x"] * 64, "p").files) == 64
-    found, fault = images.read([b"x"] * 65, "items[0].images")
-    assert (found, fault) != ((), None)
+    found, fault, _ = images.read([b"x"] * 65, "items[0].images")
+    assert found == ()
     assert fault is not None
     assert (fault.reason, fault.param, fault.extras) == ("invalid_media", "items[0].images", {"limit": 64})
     assert "got 65 images, at most 64" in fault.message
@@ -205,7 +211,8 @@ def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None
     for _ in range(1000):
         value = odd(chance)
         found, fault = read(value)
-        assert all(isinstance(each, bytes) and each for each in found.files)
+        places = {link.place for link in found.links}
+        assert all(isinstance(each, bytes) and bool(each) != (at in places) for at, each in enumerate(found.files))
         kinds.add(fault.reason if fault else "")
         if fault is not None:
             assert fault.param.startswith("items[0].images"), value
@@ -329,7 +336,7 @@ def vector_of(given: Input) -> np.ndarray:
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
+async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
     both = {"inputs": ["text", "image"]}
     entries = (
         toy_entry(SEEN, **both),
@@ -340,7 +347,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
     )
     async with InProcess(folder, *entries) as cluster:
         store = folder / "payloads"
-        gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(store))
+        gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(store), **options)
         worker = Worker(cluster, store)
         task = asyncio.create_task(worker.run())
         try:
@@ -521,6 +528,43 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
         assert worker.inputs == expected, path
         for data in (A, B):
             assert b64(data)[:40] not in answer.text
+
+
+async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path) -> None:
+    """SIE_IMAGE_URL_HOSTS: work items and replies are those of the files."""
+    at = "http://pictures.test/"
+    async with ImageServer({"/a": served(A), "/b": served(B)}) as server:
+        reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
+        hosts = "pictures.test,inside.test"
+        async with running(tmp_path, SIE_IMAGE_URL_HOSTS=hosts, network=reached) as (gateway, worker):
+            for path, body, expected in OTHERS:
+                worker.items.clear()
+                text = json.dumps({"model": "toy/shown" if "rerank" in path else SEEN, **body})
+                for data, name in ((A, "a"), (B, "b")):
+                    text = text.replace(uri(data), at + name).replace(b64(data), at + name)
+                answer = await post(gateway, path, json.loads(text))
+                assert answer.status_code == 200, (path, answer.text)
+                assert worker.inputs == expected, path
+            worker.items.clear()
+            mixed = {"items": [{"images": [at + "a", "http://inside.test/a"]}, {"images": [b64(B), at + "a"]}]}
+            bad, good = (await post(gateway, f"/v1/encode/{SEEN}", mixed)).json()["items"]
+            assert (bad["error"]["reason"], "dense" in good) == ("invalid_media", True)
+            assert bad["error"]["message"] == (
+                "items[0].images[1]: the host of the URL has an address that is not public"
+            )
+            assert worker.inputs == [Input(images=(B, A))]
+            before = len(server.asked)
+            refused = await post(gateway, "/v1/encode/toy/one", {"items": [{"images": [at + "a"]}]})
+            assert refused.json()["error"]["reason"] == "unsupported_modality"
+            assert len(server.asked) == before
+            query = {"query": {"images": [at + "a"]}, "items": ["a", {"images": [at + "b"]}]}
+            assert (await post(gateway, "/v1/score/toy/shown", query)).status_code == 200
+            assert worker.items[-1].query == Input(images=(A,))
+            query["query"] = {"images": ["http://inside.test/a"]}
+            error = (await post(gateway, "/v1/score/toy/shown", query)).json()["error"]
+            assert (error["reason"], error["param"]) == ("invalid_media", "query.images[0]")
+            assert await gateway.metric("sie_gateway_image_fetches_total", result="refused") == 2
+            assert await gateway.metric("sie_gateway_image_fetches_total", result="fetched") == len(server.asked)
 
 
 async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:

@@ -126,7 +126,6 @@ def test_an_array_of_pixels_loses_nothing(shape: tuple[int, ...]) -> None:
     [
         ("/no/such/file", "FileNotFoundError"),
         (Path("/"), "IsADirectoryError"),
-        ("https://example.com/a.png", "URLs are not fetched"),
         (io.StringIO("text"), "reading bytes"),
         (5, "got int"),
         ({"format": "png"}, "got NoneType"),
@@ -143,7 +142,15 @@ def test_a_file_that_cannot_be_sent_is_named_by_its_place(given: Any, why: str) 
     with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.images\[1\].*{why}") as caught:
         wire.item({"images": [b"x", given]}, "items[2]")
     assert (caught.value.code, caught.value.reason) == ("INVALID_INPUT", "invalid_media")
-    assert "example.com" not in str(caught.value)
+
+
+def test_the_url_of_an_image_is_left_to_the_gateway_and_one_of_another_file_is_refused() -> None:
+    url = "https://example.com/a.png"
+    assert wire.item({"images": [url, {"data": url}]}, "items[2]")["images"] == [url, {"data": url}]
+    for name in ("document", "audio", "video"):
+        with pytest.raises(InvalidInputError, match=rf"^items\[2\]\.{name}: URLs are not fetched") as caught:
+            wire.item({name: url}, "items[2]")
+        assert "example.com" not in str(caught.value)
 
 
 def test_all_parts_of_an_item_are_converted_and_the_item_itself_is_not_changed() -> None:

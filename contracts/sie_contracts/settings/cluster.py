@@ -188,6 +188,13 @@ class ClusterSettings:
         HOSTS,
         "Names that a request may have in Host, in addition to the addresses and local names of the server itself. Web pages of these names may call the server from a browser. `*` allows any name. Unset: on loopback the names of loopback and of this machine, elsewhere any name.",
     )
+    image_url_hosts: tuple[str, ...] | None = row(
+        None,
+        "SIE_IMAGE_URL_HOSTS",
+        "gateway",
+        HOSTS,
+        "Hosts from which the gateway fetches images whose URLs a request names. A name without a port allows the ports 80 and 443. `*` allows any name. Addresses that are not public are never fetched from. Unset: nothing is fetched.",
+    )
     root_path: str | None = row(
         None,
         "SIE_ROOT_PATH",

@@ -15,8 +15,8 @@ from sie_gateway.dialects import fields
 
 def pictured(text: str | None, given: Sequence[tuple[str, Any]], path: str) -> Item:
     """An input with the images at these places of it, each with its path. Raises InvalidInput."""
-    files, fault = images.gather(given, path)
-    return Item(text, modalities=("image",), images=files, unfit=fault)
+    files, fault, links = images.gather(given, path)
+    return Item(text, modalities=("image",), images=files, unfit=fault, links=links)
 
 
 def image(value: Any, path: str) -> Item:

@@ -1,0 +1,346 @@
+"""Images at URLs: from which hosts and addresses they are fetched, within which bounds, and what else they become."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_server import PUBLIC, Connections, ImageServer, answer, network
+from inprocess import settings_of
+
+from sie_contracts.errors import InvalidInput, PayloadTooLarge, QueueFull
+from sie_gateway import image_urls, images
+from sie_gateway.body import Item
+from sie_gateway.image_urls import ImageUrls, Network, is_public
+
+HOST = "pictures.test"
+AT = f"http://{HOST}"
+FILE = b"\x89PNG the bytes of a file"
+
+
+def item(*given: str | bytes, path: str = "items[0].images") -> Item:
+    files, fault, links = images.read(list(given), path)
+    return Item(None, modalities=("image",), images=files, unfit=fault, links=links)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ImageServer]:
+    async with ImageServer({"/a": answer(FILE)}) as found:
+        yield found
+
+
+def urls_of(server: ImageServer, *hosts: str, **options: Any) -> tuple[ImageUrls, Connections, list[str]]:
+    counted: list[str] = []
+    reached, connections = network(server, **options)
+    return ImageUrls(hosts or (HOST,), counted.append, reached), connections, counted
+
+
+async def fetched(urls: ImageUrls, *items: Item, within_s: float = 30.0) -> list[Item]:
+    urls.check(items, None)
+    async with urls.fetched(items, asyncio.get_running_loop().time() + within_s) as found:
+        assert urls.held_bytes or any(each.unfit for each in found)
+        kept = list(found)
+    assert urls.held_bytes == 0
+    return kept
+
+
+async def fault(urls: ImageUrls, url: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    """What is wrong with the only image of an input, and the limit that the error names."""
+    (found,) = await fetched(urls, item(url), **options)
+    assert found.unfit is not None
+    assert (found.unfit.code, found.unfit.reason, found.unfit.param) == (
+        "INVALID_INPUT",
+        "invalid_media",
+        "items[0].images[0]",
+    )
+    path, _, message = found.unfit.message.partition(": ")
+    assert (path, url in message, HOST in message) == ("items[0].images[0]", False, False)
+    return message, found.unfit.extras
+
+
+async def test_a_file_at_a_url_is_that_file_and_nothing_of_the_client_is_sent(server: ImageServer) -> None:
+    """1. Files and URLs in one request. 2. Each URL is asked for once, at the address that was checked."""
+    urls, connections, counted = urls_of(server)
+    given = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), Item("a text")]
+    found = await fetched(urls, *given)
+    assert [each.images for each in found] == [(b"first", FILE, b"last"), (FILE,), (FILE,), ()]
+    assert [(each.links, each.unfit) for each in found] == [((), None)] * 4
+    assert connections.made == [(PUBLIC, 80)] * 2
+    assert counted == ["fetched"] * 2
+    head = server.asked[0].lower().splitlines()
+    assert head[:2] == ["get /a http/1.1", f"host: {HOST}"]
+    assert {line.partition(":")[0] for line in head[1:] if line} == {"host", "accept", "accept-encoding", "user-agent"}
+
+
+async def test_without_the_setting_nothing_is_fetched(server: ImageServer) -> None:
+    reached, connections = network(server)
+    urls = ImageUrls(settings_of().image_url_hosts, network=reached)
+    with pytest.raises(InvalidInput, match=r"items\[0\].images\[1\]: got a URL, which is not fetched") as caught:
+        urls.check([item(b"x", f"{AT}/a")], None)
+    assert (caught.value.reason, caught.value.param) == ("invalid_media", "items[0].images[1]")
+    assert connections.made == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "url", "is_listed"),
+    [
+        (HOST, f"http://{HOST}/a", True),
+        (HOST, f"https://{HOST.upper()}:443/a", True),
+        (HOST, f"  http://{HOST}./a", True),
+        (HOST, f"http://{HOST}:8080/a", False),
+        (f"{HOST}:8080", f"http://{HOST}:8080/a", True),
+        (f"{HOST}:8080", f"http://{HOST}/a", False),
+        (f"*.{HOST}", f"http://eu.{HOST}/a", True),
+        (f"*.{HOST}", f"http://{HOST}/a", False),
+        (HOST, f"http://{HOST}.evil.test/a", False),
+        (HOST, f"http://evil.test\\@{HOST}/a", False),
+        (HOST, f"http://{HOST}@evil.test/a", False),
+        (HOST, f"http://me:secret@{HOST}/a", False),
+        (HOST, f"http://evil.test#@{HOST}/a", False),
+        (HOST, f"ftp://{HOST}/a", False),
+        (HOST, "file:///etc/passwd", False),
+        (HOST, "http:///a", False),
+        (HOST, f"http://{HOST}:99999/a", False),
+        (HOST, f"http://{HOST}/{'a' * 9000}", False),
+        ("*", "http://anything.test/a", True),
+        ("*", "http://anything.test:6379/a", False),
+        ("*", "gopher://anything.test/a", False),
+        ("[2606:2800::1]", "http://[2606:2800::1]/a", True),
+    ],
+)
+async def test_only_hosts_and_ports_of_the_setting_are_asked(listed: str, url: str, is_listed: bool) -> None:
+    """What is refused here is never resolved."""
+    settings = settings_of(SIE_IMAGE_URL_HOSTS=f"other.test,{listed}")
+    urls = ImageUrls(settings.image_url_hosts)
+    if is_listed:
+        urls.check([item(url)], None)
+        return
+    with pytest.raises(InvalidInput, match=r"query.images\[0\]: ") as caught:
+        urls.check([], item(url, path="query.images"))
+    assert caught.value.param == "query.images[0]"
+    assert "secret" not in caught.value.message
+
+
+PRIVATE = [
+    *("127.0.0.1", "127.8.9.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
+    *("100.100.100.200", "192.0.0.192", "168.63.129.16", "198.18.0.1", "224.0.0.1", "255.255.255.255", "240.0.0.1"),
+    *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "fec0::1", "ff02::1", "2001:db8::1"),
+    *("::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::a00:1", "64:ff9b:1::1", "2002:7f00:1::", "::7f00:1"),
+    *("2001:0:53aa:64c:0:1234:f5ff:fffe", "localhost", "", "0x7f000001", "2130706433"),
+]
+OPEN = [PUBLIC, "1.1.1.1", "2606:2800:220:1::1", "64:ff9b::5db8:d822", "::ffff:93.184.216.34", "2002:5db8:d822::1"]
+
+
+def test_which_addresses_are_public() -> None:
+    assert [address for address in PRIVATE if is_public(address)] == []
+    assert [address for address in OPEN if not is_public(address)] == []
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], [PUBLIC, "10.0.0.1"], ["::1"]])
+async def test_a_name_with_an_address_that_is_not_public_is_not_asked(
+    server: ImageServer, addresses: list[str]
+) -> None:
+    urls, connections, counted = urls_of(server, hosts={HOST: addresses})
+    found = await fault(urls, f"{AT}/a")
+    assert found == ("the host of the URL has an address that is not public", {})
+    assert (connections.made, server.asked, counted) == ([], [], ["refused"])
+
+
+async def test_with_the_real_network_nothing_on_this_machine_is_asked(server: ImageServer) -> None:
+    """Names, addresses and numbers that the resolver of this machine makes loopback of."""
+    hosts = ("localhost", "127.0.0.1", "[::1]", "2130706433", "0x7f.1", "0")
+    urls = ImageUrls([f"{host}:{server.port}" for host in hosts])
+    for host in hosts:
+        message, _ = await fault(urls, f"http://{host}:{server.port}/a")
+        assert message in (
+            "the host of the URL has an address that is not public",
+            "the host of the URL has no address",
+        )
+        assert host == "0x7f.1" or "not public" in message
+    assert server.asked == []
+
+
+async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(server: ImageServer) -> None:
+    """A second answer of the DNS would be loopback."""
+    asked: list[str] = []
+    reached, connections = network(server)
+
+    async def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return [PUBLIC] if len(asked) == 1 else ["127.0.0.1"]
+
+    urls = ImageUrls([HOST], network=Network(resolve, connections, reached.tls))
+    assert (await fetched(urls, item(f"{AT}/a")))[0].images == (FILE,)
+    assert (asked, connections.made) == ([HOST], [(PUBLIC, 80)])
+    assert await fault(urls, f"{AT}/a") == ("the host of the URL has an address that is not public", {})
+
+
+async def test_the_next_address_is_tried_where_one_refuses(server: ImageServer) -> None:
+    urls, connections, _ = urls_of(server, hosts={HOST: ["1.1.1.1", PUBLIC]}, dead=["1.1.1.1"])
+    assert (await fetched(urls, item(f"{AT}/a")))[0].images == (FILE,)
+    assert connections.made == [("1.1.1.1", 80), (PUBLIC, 80)]
+
+
+REDIRECTED = {
+    "/elsewhere": "http://other.test/a",
+    "/inside": "http://inside.test/a",
+    "/port": f"http://{HOST}:8080/a",
+    "/file": "file:///etc/passwd",
+    "/broken": "http://a:port/",
+    "/round": "/round",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/elsewhere", "images are fetched only from hosts and ports that SIE_IMAGE_URL_HOSTS names"),
+        ("/inside", "the host of the URL has an address that is not public"),
+        ("/port", "images are fetched only from hosts and ports that SIE_IMAGE_URL_HOSTS names"),
+        ("/file", "the URL has a scheme other than http and https"),
+        ("/broken", "the URL leads to a redirect that is not valid"),
+        ("/round", "the URL leads to more than 3 redirects"),
+    ],
+)
+async def test_each_redirect_is_checked_like_the_first_url(server: ImageServer, path: str, message: str) -> None:
+    server.answers |= {name: answer(status=302, location=place) for name, place in REDIRECTED.items()}
+    urls, connections, _ = urls_of(server, HOST, "inside.test", hosts={"inside.test": ["10.0.0.7"]})
+    found, extras = await fault(urls, AT + path)
+    assert found == message
+    assert extras == ({"limit": 3} if path == "/round" else {})
+    assert {address for address, _ in connections.made} == {PUBLIC}
+    assert all(f"host: {HOST}\r\n" in head.lower() for head in server.asked)
+
+
+async def test_a_redirect_to_another_listed_host_is_followed(server: ImageServer) -> None:
+    server.answers |= {"/r": answer(status=307, location="//eu.pictures.test/b"), "/b": answer(b"b")}
+    urls, connections, _ = urls_of(server, HOST, f"*.{HOST}", hosts={f"eu.{HOST}": ["1.1.1.1"]})
+    assert (await fetched(urls, item(f"{AT}/r")))[0].images == (b"b",)
+    assert connections.made == [(PUBLIC, 80), ("1.1.1.1", 80)]
+
+
+async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_urls, "MAX_BYTES", 1000)
+    server.answers |= {
+        "/most": answer(bytes(1000)),
+        "/told": answer(content_length="1001"),
+        "/endless": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"200\r\n" + bytes(512) + b"\r\n") * 9,
+        "/unknown": b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5000),
+    }
+    urls, _, counted = urls_of(server)
+    assert (await fetched(urls, item(f"{AT}/most")))[0].images == (bytes(1000),)
+    for path in ("/told", "/endless", "/unknown"):
+        found = await fault(urls, AT + path)
+        assert found == ("the image has more than 1000 bytes, the limit of one that is fetched", {"limit": 1000})
+    assert counted == ["fetched", "refused", "refused", "refused"]
+
+
+async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that never answers costs its own image; the others of the request have theirs."""
+    monkeypatch.setattr(image_urls, "MAX_S", 0.3)
+    server.answers["/slow"] = answer(b"x", content_length="100")
+    urls, _, counted = urls_of(server)
+    found = await fetched(urls, item(f"{AT}/never"), item(f"{AT}/a"))
+    assert found[0].unfit is not None
+    assert found[0].unfit.message == "items[0].images[0]: the image was not complete within 0.3 s"
+    assert found[0].unfit.extras == {"limit": 0.3}
+    assert (found[1].images, sorted(counted)) == ((FILE,), ["failed", "fetched"])
+    monkeypatch.setattr(image_urls, "MAX_S", 60)
+    message, _ = await fault(urls, f"{AT}/never", within_s=0.2)
+    assert message == "the image was not complete within the budget of the request"
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (answer(b"x", 404), "the server of the URL answered 404, expected 200"),
+        (answer(b"x", 500), "the server of the URL answered 500, expected 200"),
+        (answer(b"", 200), "the server of the URL sent nothing"),
+        (
+            answer(b"x", content_encoding="gzip"),
+            "the server of the URL sent a compressed answer, which was not asked for",
+        ),
+        (answer(b"x", content_length="5"), "the server of the URL broke off its answer"),
+        (b"no HTTP at all\r\n\r\n", "the server of the URL broke off its answer"),
+        (b"", "the server of the URL broke off its answer"),
+    ],
+)
+async def test_a_server_that_fails_costs_its_own_image(server: ImageServer, sent: bytes, message: str) -> None:
+    server.answers["/odd"] = sent
+    urls, _, counted = urls_of(server)
+    assert await fault(urls, f"{AT}/odd") == (message, {})
+    assert counted == ["failed"]
+    nowhere, _, _ = urls_of(server, hosts={HOST: []})
+    assert await fault(nowhere, f"{AT}/a") == ("the host of the URL has no address", {})
+    away, _, _ = urls_of(server, dead=[PUBLIC])
+    assert await fault(away, f"{AT}/a") == ("the server of the URL cannot be reached", {})
+
+
+async def test_a_request_has_bounds_of_urls_and_bytes(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls, _, _ = urls_of(server)
+    many = [item(*(f"{AT}/{number}" for number in range(50)), path=f"items[{index}].images") for index in range(6)]
+    with pytest.raises(InvalidInput, match="has 300 URLs of images, at most 256 are fetched") as caught:
+        urls.check(many, None)
+    assert (caught.value.param, caught.value.extras) == ("items[5].images[6]", {"limit": 256})
+    server.answers |= {f"/{number}": answer(bytes(100)) for number in range(50)}
+    monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 4000)
+    with pytest.raises(PayloadTooLarge, match="more than 4000 bytes in all") as large:
+        await fetched(urls, many[0])
+    assert (large.value.param, large.value.extras) == ("items", {"limit": 4000})
+    assert urls.held_bytes == 0
+    monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 5000)
+    assert len((await fetched(urls, many[0]))[0].images) == 50
+    with pytest.raises(PayloadTooLarge):  # each use counts, as if the client had sent the file
+        await fetched(urls, many[0], item(f"{AT}/1"))
+    monkeypatch.setattr(image_urls, "MAX_HELD_BYTES", 4000)
+    async with urls.fetched([item(f"{AT}/1")], asyncio.get_running_loop().time() + 10):
+        with pytest.raises(QueueFull):
+            await fetched(urls, item(*(f"{AT}/{number}" for number in range(50))))
+    assert urls.held_bytes == 0
+
+
+async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Path) -> None:
+    """1. A certificate for one name. 2. The URL with this name is fetched. 3. One with another name, at the same
+    address, is not.
+    """
+    certificate = certified(tmp_path, HOST)
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(certificate)
+    trusted = ssl.create_default_context(cafile=str(certificate))
+    server = await ImageServer({"/a": answer(FILE)}).start(own)
+    try:
+        urls, connections, _ = urls_of(server, HOST, "other.test", tls=trusted)
+        assert (await fetched(urls, item(f"https://{HOST}/a")))[0].images == (FILE,)
+        assert await fault(urls, "https://other.test/a") == ("the server of the URL cannot be reached", {})
+        assert connections.made == [(PUBLIC, 443)] * 2
+        strangers, _, _ = urls_of(server)
+        assert (await fault(strangers, f"https://{HOST}/a"))[0] == "the server of the URL cannot be reached"
+    finally:
+        await server.stop()
+
+
+def certified(folder: Path, name: str) -> Path:
+    """A key and a certificate that it signed itself."""
+    from datetime import UTC, datetime, timedelta
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, named = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(
+            named, named, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1)
+        )
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "certificate.pem").write_bytes(plain + made.public_bytes(pem))
+    return folder / "certificate.pem"
