@@ -24,6 +24,7 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, fingerprint
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InternalFailure, LoraLoading, ModelLoading, SIEError
+from sie_contracts.images import Recipe
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome
 
 WIDTH = 8
@@ -59,6 +60,7 @@ def toy_tokenizer() -> bytes:
 
 
 TOKENIZER = toy_tokenizer()
+IMAGES = Recipe("crop", height=16, width=16, shorter=16, tokens=9)  # of models that take images
 
 
 def ids_of(text: str) -> NDArray[np.int32]:
@@ -252,7 +254,8 @@ class FakeAdapter:
             request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20
         )
         self.loaded[request.model] = loaded
-        rows = ipc.Rows(tokens=True, writes=request.model in self.writes)
+        images = IMAGES if "image" in entry.inputs else None
+        rows = ipc.Rows(tokens=True, writes=request.model in self.writes, images=images)
         return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": rows})
 
     async def _load_lora(self, request: ipc.EnsureLora) -> ipc.Reply:

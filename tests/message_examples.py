@@ -157,6 +157,7 @@ EXAMPLES: dict[str, Any] = {
     "result-1-verbs": _result(
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
+    "result-1-images": _result(outcomes=(Ok({}, 5, first_of_several=True),)),
     "result-1-swapped": _result(
         outcomes=(Ok({}, 5),),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True),
@@ -276,6 +277,9 @@ EXAMPLES: dict[str, Any] = {
         models=(
             ModelStatus("org/model", "loaded", precision=ServedPrecision("float32", "bfloat16", "no instructions")),
         ),
+    ),
+    "heartbeat-1-images": _heartbeat(
+        models=(ModelStatus("org/model", "loaded", image_tokens=2054, image_vectors=1030),),
     ),
     "heartbeat-1-crossover": _heartbeat(
         models=(ModelStatus("org/model", "loaded", crossover_tokens=1152),),

@@ -10,14 +10,23 @@ matrix product, so that c is CROSSOVER_WIDTHS (`bench/rulings.py lengths`).
 
 Waits are predicted from these costs. Budgets that settings give in tokens, those of batches and of keys, count tokens.
 
-Before a worker has seen an image, it counts as IMAGE_TOKENS for every model: about the patches of 14 pixels in a square
-of 224. The models differ by a factor of 100, and only the worker knows its own.
+An image costs what a worker that has the model loaded tells. Until one does, it counts as IMAGE_TOKENS: about the
+patches of 14 pixels in a square of 224. The models differ by a factor of 100.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 CROSSOVER_WIDTHS = 3
 IMAGE_TOKENS = 256  # of one image, in estimates that split and admit requests
+
+
+class ImageCost(NamedTuple):
+    """What an image of a model costs, and of how many token vectors its multivector is."""
+
+    tokens: int = IMAGE_TOKENS
+    vectors: int = IMAGE_TOKENS
 
 
 def crossover_tokens(width: int, layers: int, full_layers: int) -> int:

@@ -34,7 +34,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model on one worker. `load_s`: duration of its last load. `oldest_s`: age of the oldest work in flight for
     it. `cost_rate`: tokens a second that the worker took in for it lately. `fetched`: progress while its weights are
     downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see `costs`; 0:
-    not known).
+    not known). `image_tokens`: what an image costs at most, and `image_vectors`, how many token vectors it has (0: not
+    known, or none).
     """
 
     model: str
@@ -50,6 +51,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     fetched: Fetched | None = None
     precision: ServedPrecision | None = None
     crossover_tokens: int = 0
+    image_tokens: int = 0
+    image_vectors: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):

@@ -183,6 +183,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     truncated: bool = False
     score: float | None = None
     data: dict[str, Any] | None = None
+    first_of_several: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

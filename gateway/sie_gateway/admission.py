@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sie_broker import Bus
+from sie_contracts.costs import ImageCost
 from sie_contracts.errors import QueueFull
 from sie_contracts.heartbeats import GatewayBeat, Heartbeat, QueuedWork
 from sie_contracts.messages import PRIORITIES, Priority, WorkResult
@@ -272,6 +273,10 @@ class Admission:
         """SIE_CHUNK_COST in estimated tokens: fewer where a model's tokens turn out to be more than estimated."""
         place = self._places.get((lane, priority, residency))
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
+
+    def image_cost(self, residency: str) -> ImageCost:
+        """What an image is estimated to cost a model."""
+        return self._fleet.image_cost(residency)
 
     # ---- permits
 

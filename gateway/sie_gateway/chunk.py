@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sie_contracts import families, messages
-from sie_contracts.costs import IMAGE_TOKENS
+from sie_contracts.costs import ImageCost
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PayloadTooLarge
+from sie_contracts.images import MAX_DECODED_PIXELS
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.options import TOKEN_STATES
 from sie_gateway.body import MAX_BODY_BYTES, Item, sizes
+from sie_gateway.image_headers import pixels
 
 BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
 SPECIAL_TOKENS = 2
@@ -30,6 +32,7 @@ SPARSE_IDS_PER_TOKEN = 32
 BARE_OPTIONS_BYTES = 64  # of options without texts
 STORED_CHUNK_BYTES = 8 << 20  # of the inputs of a chunk whose query goes through the payload store
 MAX_RESULT_BYTES = 1 << 30  # of all results of a request
+MAX_PIXELS = 400_000_000  # of all images of a request that a worker would decode
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,8 @@ class Files(NamedTuple):
     images: int = 0
     own_bytes: int = 0
 
-    @property
-    def tokens(self) -> int:
-        """An estimate: the worker knows what an image costs its model."""
-        return self.images * IMAGE_TOKENS
+
+_NO_FILES, _IMAGE = Files(), ImageCost()
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ def plan(
     entry: ModelEntry,
     run: RunOptions,
     limits: Limits,
+    image: ImageCost = _IMAGE,
 ) -> tuple[list[Chunk], int]:
-    """The chunks of a request, and the bytes of its items. Raises PayloadTooLarge."""
+    """The chunks of a request, and the bytes of its items. `image`: what each image costs. Raises PayloadTooLarge."""
     query_bytes = query.size if query else 0
     # what every message of the request repeats, beside its inputs
     options_bytes = len(messages.encode(run))
@@ -93,14 +95,16 @@ def plan(
         payload_bytes = STORED_CHUNK_BYTES
     item_sizes = sizes(items, limit=MAX_BODY_BYTES if limits.any_size else payload_bytes)
     files = _files(items, query)
+    if files:
+        _check_pixels([*items, query] if query else items)
     max_tokens = entry.max_tokens
     item_bytes, token_bytes = result_bytes(operation, entry, run)
     _check_reply(
         item_bytes * len(item_sizes)
         + token_bytes
         * sum(
-            estimated_tokens(size - own.own_bytes, max_tokens) + own.tokens
-            for size, own in zip(item_sizes, files or itertools.repeat(Files()), strict=False)
+            estimated_tokens(size - own.own_bytes, max_tokens) + own.images * image.vectors
+            for size, own in zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False)
         )
     )
     shared_text_bytes = shared_bytes - (query.image_bytes if query else 0)
@@ -115,6 +119,7 @@ def plan(
         rows=len(run.labels) if families.row(entry.family).has_row_per_label else 1,
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
+        image=image,
     )
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
         name = "query" if is_query else "instruction"
@@ -161,6 +166,19 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
     return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
 
 
+def _check_pixels(items: Sequence[Item]) -> None:
+    """Decoding takes time by pixels, and a file of some kilobytes may have any number of them. An image of more than a
+    worker decodes is left to it: it fails alone. Raises PayloadTooLarge.
+    """
+    found = (pixels(file) for item in items for file in item.images)
+    total = sum(each for each in found if each <= MAX_DECODED_PIXELS)
+    if total > MAX_PIXELS:
+        message = (
+            f"items: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a request"
+        )
+        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_PIXELS})
+
+
 def _check_reply(expected_bytes: int) -> None:
     """The gateway holds all results of a request until its reply is sent. Raises PayloadTooLarge."""
     if expected_bytes > MAX_RESULT_BYTES:
@@ -182,22 +200,24 @@ def split(
     each_tokens: int = 0,
     rows: int = 1,
     files: Sequence[Files] = (),
+    image: ImageCost = _IMAGE,
 ) -> list[Chunk]:
     """Cut inputs of these sizes into chunks. Each chunk holds at least one input, and is within the limits unless it
     holds just one.
 
     The result of an input has at most `item_result_bytes`, and `token_result_bytes` for each token, where a byte may be
     a token. `each_tokens` are added to every input, such as those of a query. Each input is run as `rows` rows.
-    `files`: the images of each input, if there are any.
+    `files`: the images of each input, if there are any, each of which costs as `image` says.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0
     for index, size in enumerate(sizes_bytes):
-        text, shown = (size - files[index].own_bytes, files[index].tokens) if files else (size, 0)
+        own = files[index] if files else _NO_FILES
+        text, shown = size - own.own_bytes, own.images * image.tokens
         length = min(max_tokens, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
         tokens = rows * length + shown
         expected = item_result_bytes + token_result_bytes * (
-            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + shown
+            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors
         )
         full = (
             cost + tokens > limits.cost
@@ -208,7 +228,7 @@ def split(
             chunks.append(Chunk(start, index, cost, squares))
             start, cost, squares, payload, result = index, 0, 0, 0, 0
         cost += tokens
-        squares += rows * length * length + shown * IMAGE_TOKENS
+        squares += rows * length * length + shown * image.tokens
         payload += size
         result += expected
     if start < len(sizes_bytes):

@@ -97,15 +97,17 @@ class Finished:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Number of tokens that ran, and the positions of truncated inputs."""
-        tokens, truncated = 0, []
+        """Number of tokens that ran, the positions of truncated inputs, and how many images ran if any did."""
+        tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
             for place, outcome in zip(places, result.outcomes, strict=True):
                 if not isinstance(outcome, Failed):
                     tokens += outcome.tokens
+                    images += len(self.request.items[place].images)
                     if outcome.truncated:
                         truncated.append(place)
-        return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+        told = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+        return {**told, "images": images} if images else told
 
     @property
     def device_s(self) -> float:
@@ -148,16 +150,15 @@ class Finished:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # else it is no fault of this input
-        # what failed of an input may name its field
-        place = f"{name or 'items'}[{listed[0]['index']}]" + (
-            f".{error.param}" if is_input and error.param == "text" else ""
-        )
+        # what failed of an input may name its field; other clients have other names for images
+        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
         if is_input and error.param.startswith(place):  # it was told with its path
             raise FailedRequest(error, listed)
         if name or is_input:
             error.param = place
         if is_input:
-            error.message = f"{place}: {error.message.removeprefix('text: ')}"
+            error.message = f"{place}: {error.message.removeprefix((field or 'text') + ': ')}"
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
@@ -200,10 +201,9 @@ class Finished:
 
     def shared(self, call: Call) -> dict[str, Any]:
         """What every reply that is a map tells beside its results and `timing`, which is written last."""
-        options = self.request.options
         told: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
-        if options.warnings:
-            told["warnings"] = list(options.warnings)
+        if warnings := [*self.request.options.warnings, *self._half_read()]:
+            told["warnings"] = warnings
         if call.headers.get("x-sie-explain") == "1":
             lane, priority = str(self.request.lane), self.request.priority
             told["explain"] = [
@@ -218,6 +218,14 @@ class Finished:
                 for result in self.worker_results
             ]
         return told
+
+    def _half_read(self) -> list[str]:
+        """What is told of image files with several images."""
+        count = sum(isinstance(outcome, Ok) and outcome.first_of_several for _, outcome in self.outcomes)
+        if not count:
+            return []
+        total = len(self.outcomes)
+        return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
         """What every success says of itself in headers."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sie_broker import Bus, CoreMessage
 from sie_contracts import heartbeats, topology
 from sie_contracts.catalogue import Resolved
+from sie_contracts.costs import ImageCost
 from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type
 from sie_contracts.heartbeats import Fetched, Heartbeat, ModelStatus
@@ -246,6 +247,13 @@ class Fleet:
     def crossover_tokens(self, residency: str) -> int:
         """The crossover length of a model (`costs`), as a worker that has it loaded tells; 0 while none does."""
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
+
+    def image_cost(self, residency: str) -> ImageCost:
+        """What an image costs a model, as a worker that has it loaded tells."""
+        statuses = self._statuses.get(residency, {}).values()
+        tokens = max((status.image_tokens for status in statuses), default=0)
+        vectors = max((status.image_vectors for status in statuses), default=0)
+        return ImageCost(tokens, vectors or tokens) if tokens else ImageCost()
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads

@@ -20,6 +20,12 @@ class Header(NamedTuple):
     bit_depth: int
 
 
+def pixels(data: bytes) -> int:
+    """Of a file, as its header says; 0 where that cannot be read here."""
+    found = header(data)
+    return found.width * found.height if found is not None else 0
+
+
 def header(data: bytes) -> Header | None:
     """None if the file is of another format than PNG, JPEG, GIF, WebP and BMP, or too short."""
     for magic, read in _READERS:

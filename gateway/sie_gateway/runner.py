@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sie_contracts import families
+from sie_contracts.costs import ImageCost
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
 from sie_contracts.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
@@ -90,7 +91,13 @@ class Runner:
             self._queue.holds_any_size,
         )
         chunks, size_bytes = chunk.plan(
-            items, request.query, request.operation, resolved.entry, request.options.run, limits
+            items,
+            request.query,
+            request.operation,
+            resolved.entry,
+            request.options.run,
+            limits,
+            self._admission.image_cost(resolved.residency) if _has_images(items, request.query) else ImageCost(),
         )
         revision = self._revision(resolved.entry)
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
@@ -272,6 +279,10 @@ def _taken(permits: Permits, collector: Collector, entry: ModelEntry) -> Callabl
             collector.fail(EntryChanged(entry))
 
     return taken
+
+
+def _has_images(items: Sequence[Item], query: Item | None) -> bool:
+    return any(item.images for item in items) or (query is not None and bool(query.images))
 
 
 class _Takers:

@@ -144,7 +144,7 @@ def too_long(row: Row) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """One outcome per input, told which were cut: of those that ran, and of those that were stopped."""
+    """One outcome per input, told of which not all was read: of those that ran, and of those that were stopped."""
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
     found: list[Outcome] = []
@@ -153,8 +153,12 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
             found.append(Failed(error.info()))
             continue
         outcome = next(ran)
-        if isinstance(outcome, Ok) and (common or any(each.truncated for each in flight.of_input(index))):
-            outcome = msgspec.structs.replace(outcome, truncated=True)
+        if isinstance(outcome, Ok):
+            rows = flight.of_input(index)
+            if common or any(row.truncated for row in rows):
+                outcome = msgspec.structs.replace(outcome, truncated=True)
+            if any(image.animated for row in rows for image in row.images):
+                outcome = msgspec.structs.replace(outcome, first_of_several=True)
         found.append(outcome)
     return tuple(found)
 

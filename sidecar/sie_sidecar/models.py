@@ -34,6 +34,16 @@ FILL_WEIGHT = 0.1  # of the last batch
 MAX_TURN_S = 5.0  # that a load gives its model: the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
 
 
+def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
+    """What an image costs, and how many ids stand for it, as `layouts` makes its row: the most of all operations."""
+    found = [
+        (rows.images.tokens, len(ids.before) + ids.count + len(ids.after) if (ids := rows.image_tokens) else 0)
+        for rows in ready.rows.values()
+        if rows.images is not None
+    ]
+    return max((patches + ids for patches, ids in found), default=0), max((ids for _, ids in found), default=0)
+
+
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
     """In which precision it computes, as heartbeats report it."""
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
@@ -129,6 +139,7 @@ class Hosted:
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
+        image_tokens, image_vectors = _image_cost(self.ready) if self.ready else (0, 0)
         return ModelStatus(
             self.name,
             self.state,
@@ -142,6 +153,8 @@ class Hosted:
             fetched=fetched if self.state == "loading" else None,
             precision=_precision(loaded) if loaded else None,
             crossover_tokens=loaded.crossover_tokens if loaded else 0,
+            image_tokens=image_tokens,
+            image_vectors=image_vectors,
         )
 
     def refusal(self, now_s: float) -> SIEError | None:

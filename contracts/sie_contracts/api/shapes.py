@@ -53,6 +53,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: Whole = msgspec.UNSET
     total_tokens: Whole = msgspec.UNSET
     truncated_items: list[int] | UnsetType = msgspec.UNSET
+    images: int | UnsetType = msgspec.UNSET
 
 
 class Reply(msgspec.Struct, kw_only=True):

@@ -1,0 +1,106 @@
+"""Images through a gateway and a sidecar with an image worker: what runs beside what, what they cost, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from fake_adapter import IMAGES, toy_entry
+from image_files import encoded, picture, several
+from inprocess import GatewayProcess, InProcess, SidecarProcess, until
+
+from sie_contracts.costs import IMAGE_TOKENS
+from sie_contracts.heartbeats import ModelStatus
+
+MODEL = "toy/seen"
+GOOD = encoded(picture())
+
+
+@asynccontextmanager
+async def running(folder: Path, **environ: str) -> AsyncIterator[tuple[InProcess, GatewayProcess, SidecarProcess]]:
+    async with InProcess(folder, toy_entry(MODEL, inputs=["text", "image"])) as cluster:
+        gateway = await cluster.gateway(**environ)
+        yield cluster, gateway, await cluster.sidecar(SIE_IMAGE_WORKERS="1")
+
+
+async def encode(gateway: GatewayProcess, *given: bytes | str, **headers: str) -> dict[str, Any]:
+    items = [each if isinstance(each, str) else {"images": [base64.b64encode(each).decode()]} for each in given]
+    answer = await gateway.client.post(f"/v1/encode/{MODEL}", json={"items": items}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def image_workers() -> list[psutil.Process]:
+    found = psutil.Process().children()
+    return [each for each in found if "sie_sidecar.image_worker" in each.cmdline()]
+
+
+async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) -> None:
+    """Overlap with inference. 1. A batch runs. 2. The next image becomes pixels before that batch has ended."""
+    async with running(tmp_path) as (cluster, gateway, sidecar):
+        (adapter,) = cluster.adapters
+        adapter.hold_batches = True
+        first = asyncio.create_task(encode(gateway, GOOD))
+        await adapter.until(lambda it: it.running == 1, "the first batch runs")
+        second = asyncio.create_task(encode(gateway, encoded(picture(80, 50, 1))))
+        async with asyncio.timeout(10):
+            while await sidecar.metric("sie_images_total", result="prepared") < 2:
+                pass  # a scrape awaits
+        assert not first.done()
+        assert len(adapter.batches) <= adapter.lanes + 1
+        adapter.let_go()
+        for done in await asyncio.gather(first, second):
+            assert "dense" in done["items"][0]
+
+
+async def test_texts_flow_while_no_image_worker_moves(tmp_path: Path) -> None:
+    """Images have processes of their own: texts wait for none of them."""
+    async with running(tmp_path) as (_, gateway, _):
+        await encode(gateway, GOOD)
+        workers = image_workers()
+        assert len(workers) == 1
+        for worker in workers:
+            worker.send_signal(signal.SIGSTOP)
+        async with asyncio.TaskGroup() as group:
+            stuck = group.create_task(encode(gateway, *(GOOD for _ in range(8))))
+            try:
+                for number in range(5):
+                    assert "dense" in (await encode(gateway, f"text {number}"))["items"][0]
+                assert not stuck.done()
+            finally:
+                for worker in workers:
+                    worker.send_signal(signal.SIGCONT)
+        assert len(stuck.result()["items"]) == 8
+
+
+async def test_an_image_counts_as_what_a_worker_says_that_it_costs(tmp_path: Path) -> None:
+    """Requests are cut by the estimate until a worker has the model, and then by the model's own number."""
+    async with running(tmp_path, SIE_CHUNK_COST="60") as (cluster, gateway, _):
+        before = await encode(gateway, *(GOOD for _ in range(12)), **{"x-sie-explain": "1"})
+        assert len(before["explain"]) == 12, f"{IMAGE_TOKENS} tokens each"
+
+        def told() -> ModelStatus | None:
+            beat = cluster.last_beat("")
+            return next((each for each in beat.models if each.image_tokens), None) if beat is not None else None
+
+        status = await until(told, "a heartbeat that says what an image costs")
+        assert (status.model, status.image_tokens, status.image_vectors) == (MODEL, IMAGES.tokens, 0)
+        after = await encode(gateway, *(GOOD for _ in range(12)), **{"x-sie-explain": "1"})
+        assert len(after["explain"]) == 3, "11 tokens each, with those that any row has"
+        assert after["usage"]["images"] == 12
+        assert "images" not in (await encode(gateway, "a text"))["usage"]
+
+
+async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
+    async with running(tmp_path) as (_, gateway, _):
+        animated = several("GIF", "red", "blue")
+        found = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
+        assert found["warnings"] == ["images: 2 of 4 inputs have a file of several images, of which the first was read"]
+        assert "warnings" not in await encode(gateway, GOOD, "a text")
