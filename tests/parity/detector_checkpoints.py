@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import torch
 from parity.dual_checkpoints import _clip_tokenizer, _save, _with_processor
 from parity.gliner_checkpoints import edit_weights
 from parity.tokenizer_recipes import corpus
@@ -85,6 +86,37 @@ def owlv2(folder: Path) -> Path:
     _save(Owlv2ForObjectDetection(Owlv2Config(text_config=text, vision_config=vision, projection_dim=32)), folder)
     tokenizer.save_pretrained(folder)
     return _with_processor(folder, Owlv2ImageProcessorPil(size={"height": SIDE, "width": SIDE}), "Owlv2ImageProcessor")
+
+
+def red_patches(folder: Path) -> Path:
+    """An OWLv2 whose answers are known. Each patch is a candidate: its box is the square of two by two patches of which
+    it is the first, and its score is close to 1 if it is red for the most part, else close to 0, whatever the label is.
+
+    Two channels of a patch are how red it is and the negative of that. Layers add nothing, so that after each norm one
+    of the two has about 4 and the other -4.
+    """
+    owlv2(folder)
+    edit_weights(folder, _see_red)
+    return folder
+
+
+def _see_red(weights: dict[str, Tensor]) -> None:
+    tower, side = "owlv2.vision_model.", SIDE // 16
+    for name, weight in weights.items():
+        adds = name.startswith(tower) and any(part in name for part in ("out_proj.", "fc2.", "embedding"))
+        if adds or name.startswith(("class_head.", "box_head.dense2.")):
+            weight.zero_()
+        elif "norm" in name and not name.startswith("owlv2.text_model."):
+            weight.fill_(1.0 if name.endswith(".weight") else 0.0)
+    patch = weights[tower + "embeddings.patch_embedding.weight"]
+    redness = torch.tensor([1.0, -0.5, -0.5])[:, None, None] / patch[0, 0].numel()
+    patch[0], patch[1] = redness, -redness  # red has 3.6, pink 1.2, white and black are below 0
+    weights[tower + "embeddings.position_embedding.weight"][1:, :2] = torch.tensor([-2.4, 2.4])
+    weights[tower + "embeddings.class_embedding"][:2] = 1.0
+    weights["class_head.logit_shift.weight"][0, 0] = 2.0
+    # the middle of a candidate is the last corner of its patch, its size that of a patch
+    one, two = (torch.logit(torch.tensor(patches / side)) for patches in (1, 2))
+    weights["box_head.dense2.bias"][2:] = two - one
 
 
 def _bert_tokenizer(places: dict[str, int]) -> BertTokenizer:

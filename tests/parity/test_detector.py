@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from image_files import turned
 from numpy.typing import NDArray
 from parity import detector_checkpoints
 from parity.detector_checkpoints import LABEL_TOKENS, LONGEST, PROMPT_TOKENS, SIDE
@@ -39,6 +40,7 @@ from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Failed, Input, Ok, RunOptions
 from sie_contracts.settings import Settings
+from sie_sdk import draw
 from sie_sidecar import images, layouts
 from sie_sidecar import rows as rowing
 from sie_sidecar.image_frames import Prepared
@@ -311,6 +313,61 @@ def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Callable[...
     assert asked.precision == "float32"
     expected = _scores(pair.served.weights, PICTURES[1], LABELS)
     assert np.array_equal(_scores(asked, PICTURES[1], LABELS), expected)
+
+
+# upright images by their size: at which patches objects begin; a patch is a sixth of the longer edge
+PLACES = {(96, 96): [(2, 3)], (192, 96): [(0, 1), (1, 4)], (90, 180): [(3, 1)], (600, 402): [(0, 0), (2, 3)]}
+# what makes of an upright image the one that a camera stores with this orientation
+STORED = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+@pytest.fixture(scope="module")
+def red(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = detector_checkpoints.red_patches(tmp_path_factory.mktemp("detectors") / "red")
+    entry = {**_entry("owlv2", folder, load={"precision": "float32"}), "id": "detector/red"}
+    resident = engine.residency.ensure(entry["id"], parse_entry(entry))
+    assert isinstance(resident.weights, Detector)
+    tokenizer = ModelTokenizer(resident.weights.tokenizer, resident.weights.max_tokens)
+    return Served(engine, resident.model, resident.weights, tokenizer)
+
+
+@pytest.mark.parametrize("size", PLACES, ids=str)
+def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
+    size: tuple[int, int], red: Served
+) -> None:
+    """A detector whose answers are known. An object is pink, with a red corner at its upper left. Each file holds the
+    same upright image, and the client draws the boxes around the objects.
+    """
+    edge = max(size) // 6
+    boxes = [[column * edge, row * edge, 2 * edge, 2 * edge] for row, column in PLACES[size]]
+    upright = Image.new("RGB", size, "white")
+    for left, top, *_ in boxes:
+        upright.paste((255, 160, 160), (left, top, left + 2 * edge, top + 2 * edge))
+        upright.paste((255, 0, 0), (left, top, left + edge, top + edge))
+    for orientation, turn in STORED.items():
+        file = turned(orientation, upright if turn is None else upright.transpose(turn))
+        (found,) = red.find(Asked([file], ["a red corner"], 0.5))
+        assert [one["bbox"] for one in found] == boxes, orientation
+        assert min(one["score"] for one in found) > 0.99
+        drawn = draw(file, {"objects": [{**one, "label": "x"} for one in found]})
+        assert drawn.size == upright.size
+        different = (np.asarray(drawn) != np.asarray(upright)).any(2)
+        for left, top, width, height in boxes:
+            right, bottom = left + width - 1, top + height - 1
+            for frame in (different[top : bottom + 1, right], different[bottom, left : right + 1]):
+                assert frame.all(), orientation
+            line = max(1, round(max(size) / 400))
+            inside = different[top + edge : bottom + 1 - line, left + edge : right + 1 - line]
+            assert not inside.any(), "beyond the label, nothing is drawn within a frame"
 
 
 @pytest.mark.long
