@@ -128,9 +128,15 @@ def _endless(batches: list[ipc.RunBatch]) -> Iterator[ipc.RunBatch]:
 
 
 class Cluster:
-    """`sie serve` as a user starts it. `sie`: the command of an installed version."""
+    """`sie serve` as a user starts it, with one model loaded. `sie`: the command of an installed version."""
 
-    def __init__(self, extra: Sequence[str], sie: Path = Path(sys.executable).with_name("sie")) -> None:  # noqa: B008
+    def __init__(
+        self,
+        extra: Sequence[str],
+        sie: Path = Path(sys.executable).with_name("sie"),  # noqa: B008
+        model: str = MODEL,
+    ) -> None:
+        self._model = model
         self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
         argv = [
@@ -145,7 +151,7 @@ class Cluster:
             "--worker-metrics-port",
             str(self._worker_port),
             "--preload",
-            MODEL,
+            model,
             "--no-spare",
             *extra,
         ]
@@ -161,7 +167,7 @@ class Cluster:
             models = httpx.get(f"http://127.0.0.1:{self.port}/v1/models", timeout=2, trust_env=False).json()["data"]
         except (httpx.HTTPError, KeyError, ValueError):
             return False
-        return any(model["id"] == MODEL and model["loaded"] for model in models)
+        return any(model["id"] == self._model and model["loaded"] for model in models)
 
     def batch_sizes(self) -> tuple[float, float]:
         """Texts and batches so far."""
@@ -180,7 +186,7 @@ class Cluster:
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
             argv = process.cmdline()
-            role = "nats-server" if argv[0].endswith("nats-server") else argv[2]
+            role = "nats-server" if argv[0].endswith("nats-server") else argv[2] if argv[2] != "-m" else argv[3]
             times = process.cpu_times()
             found[role] = found.get(role, 0.0) + times.user + times.system
         return found
