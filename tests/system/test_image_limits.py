@@ -47,7 +47,7 @@ REFUSED = {
     "an SVG": Refused(text(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "items[0].images[0]", "no image format"),
     "half a file": Refused(text(GOOD[: len(GOOD) // 2]), "items[0].images[0]", "undecodable"),
     "an empty file": Refused("", "items[0].images", "got nothing"),
-    "no base64": Refused(["a picture of a cat"], "items[0].images[0]", "expected base64 or a data URI"),
+    "no base64": Refused(["a picture of a cat!"], "items[0].images[0]", "expected base64 or a data URI"),
     "a number": Refused(5, "items[0].images", "expected the bytes of an image file", "schema"),
     "a list of lists": Refused([[text(GOOD)]], "items[0].images[0]", "expected the bytes of an image file", "schema"),
     "a map without data": Refused([{"format": "png"}], "items[0].images[0].data", "expected the bytes", "schema"),
