@@ -253,7 +253,7 @@ def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Doc
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_however_often_it_is_asked(stack: Stack, document: Document) -> None:
-    """20 of each kind: to make one takes schemathesis far longer than a gateway to answer it, half an hour for 200."""
+    """20 of each kind: to make one takes schemathesis far longer than a gateway to answer it."""
     seen = asked(stack, document, 20)
     print("\n", summed(seen))
     assert sum(seen.values()) > 1000

@@ -217,10 +217,10 @@ async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) 
         server, settings_of(SIE_CHUNK_COST="104", SIE_KEY_WINDOW_TOKENS="800", SIE_MAX_CONCURRENT_REQUESTS="1000")
     )
     await gateway.queue.ensure_pool("_default")
-    gateway.fleet.note(beat(credit_cost=2000, credit_items=20))
     chance = random.Random(7)
     peak = 0
     for round_number in range(rounds):
+        gateway.fleet.note(beat(credit_cost=2000, credit_items=20))  # all rounds take longer than one heartbeat holds
         tasks = []
         for number in range(100):
             request = gateway.ask(round_number * 100 + number, "abc"[number % 3], chance.randint(1, 6))
