@@ -38,6 +38,12 @@ def unknown_rule(config: GenerationConfig) -> str:
     return next((name for name in _REFUSED if getattr(config, name, None) not in _NEUTRAL), "")
 
 
+def ends_of(config: GenerationConfig) -> frozenset[int]:
+    """The ids that end a text, of which there may be several."""
+    ends = config.eos_token_id
+    return frozenset(ends if isinstance(ends, list | tuple) else () if ends is None else (ends,))
+
+
 @dataclass(frozen=True)
 class Rules:
     """How one row goes on. `prompt`: the ids before its first token. `most`: tokens that it may have. `ends`: the ids

@@ -13,6 +13,7 @@ from sie_adapter.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
 _PAGES_TOKENS = 2048
+_TRANSCRIBED_TOKENS = 16384
 _BOTH = ["text", "image"]
 
 
@@ -73,6 +74,27 @@ def _donut(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def _florence(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": "Captions, objects and texts with their places in an image, Florence-2.",
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "objects": 0, "data": 0},
+        "max_tokens": config.text_config.max_position_embeddings,
+        "run": {"parameters": {"task": "<OCR_WITH_REGION>"}},
+    }
+
+
+def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": f"What is on the picture of a page, as Markdown, {config.model_type}.",
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": min(config.text_config.max_position_embeddings, _TRANSCRIBED_TOKENS),
+    }
+
+
 def _tasks(folder: Path) -> list[str]:
     """The tokens of Donut that no other token closes: they begin what is written."""
     names = read_tokenizer(folder).get_added_vocab()
@@ -87,4 +109,8 @@ _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any]]] = {
     "grounding-dino": _detector,
     "owlv2": _detector,
     "vision-encoder-decoder": _donut,
+    "florence2": _florence,
+    "lighton_ocr": _transcriber,
+    "glm_ocr": _transcriber,
+    "paddleocr_vl": _transcriber,
 }

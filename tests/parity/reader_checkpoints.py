@@ -6,6 +6,7 @@ The classes of transformers are imported where they are made: each test process 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 DONUT_SIZE = (160, 128)  # height and width
 DONUT_TOKENS = 128
+FLORENCE_SIDE, FLORENCE_TOKENS = 64, 256
+FLORENCE_MARKS = ("<od>", "</od>", "<ocr>", "</ocr>", "<cap>", "</cap>", "<poly>", "</poly>", "<sep>", "<grounding>")
+OCR_TOKENS = 4096
 DONUT_TAGS = (
     *("<s_docvqa>", "<s_question>", "</s_question>", "<s_answer>", "</s_answer>"),
     *("<s_cord-v2>", "<s_menu>", "</s_menu>", "<s_nm>", "</s_nm>", "<s_price>", "</s_price>", "<sep/>"),
@@ -72,6 +76,265 @@ def donut(folder: Path) -> Path:
     height, width = DONUT_SIZE
     processor = DonutImageProcessorPil(size={"height": height, "width": width}, do_align_long_axis=False)
     return _with_processor(folder, processor, "DonutImageProcessor")
+
+
+def florence2(folder: Path) -> Path:
+    """Florence-2: a DaViT of four stages, two layers of BART on each side, and the rules of the published files."""
+    from transformers import (
+        BartConfig,
+        BartTokenizer,
+        CLIPImageProcessorPil,
+        Florence2Config,
+        Florence2ForConditionalGeneration,
+        Florence2Processor,
+        Florence2VisionConfig,
+    )
+
+    vocabulary, merges = _byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
+    vocabulary["<mask>"] = len(vocabulary)
+    tokenizer = BartTokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        model_max_length=FLORENCE_TOKENS,
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    tokenizer.add_tokens([*(f"<loc_{number}>" for number in range(1000)), *FLORENCE_MARKS])
+    images = CLIPImageProcessorPil(
+        size={"height": FLORENCE_SIDE, "width": FLORENCE_SIDE},
+        do_center_crop=False,
+        resample=3,
+        image_mean=[0.485, 0.456, 0.406],
+        image_std=[0.229, 0.224, 0.225],
+    )
+    images.image_seq_length = (FLORENCE_SIDE // 32) ** 2 + 1
+    kinds = ("description_with_polygons", "polygons", "bboxes", "description_with_bboxes_or_polygons")
+    rules = {
+        "ocr": {"PATTERN": None, "AREA_THRESHOLD": 0.0},
+        "phrase_grounding": {"FILTER_BY_BLACK_LIST": False, "banned_grounding_tokens": []},
+        **{kind: {} for kind in ("pure_text", "description_with_bboxes", *kinds)},
+    }
+    Florence2Processor(images, tokenizer, num_additional_image_tokens=1, post_processor_config=rules).save_pretrained(
+        folder
+    )
+    vision = Florence2VisionConfig(
+        depths=[1, 1, 1, 1],
+        embed_dim=[8, 16, 32, 64],
+        num_heads=[1, 2, 4, 8],
+        num_groups=[1, 2, 4, 8],
+        window_size=4,
+        projection_dim=48,
+        drop_path_rate=0.0,
+        max_position_embeddings=10,
+        max_temporal_embeddings=4,
+    )
+    text = BartConfig(
+        vocab_size=len(tokenizer),
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=FLORENCE_TOKENS,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=2,
+        forced_bos_token_id=0,
+        dropout=0.0,
+    )
+    config = Florence2Config(
+        vision_config=vision.to_dict(),
+        text_config=text.to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        is_encoder_decoder=True,
+    )
+    model = shaken(Florence2ForConditionalGeneration(config))
+    with torch.no_grad():
+        model.lm_head.weight[2] *= 3
+    model.generation_config.update(
+        decoder_start_token_id=2,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=1,
+        forced_eos_token_id=2,
+        forced_bos_token_id=0,
+        no_repeat_ngram_size=3,
+        num_beams=3,
+        early_stopping=True,
+    )
+    model.save_pretrained(folder)
+    return _with_processor(folder, images, "CLIPImageProcessor")
+
+
+def _byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of GPT-2's kind, behind `specials`."""
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    base.train_from_iterator(corpus(), trainer)
+    found = json.loads(base.to_str())["model"]
+    pieces = {token: number + len(specials) for token, number in found["vocab"].items()}
+    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in found["merges"]]
+    return {**{token: number for number, token in enumerate(specials)}, **pieces}, merges
+
+
+_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}IMAGE"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LANGUAGE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": OCR_TOKENS,
+}
+
+
+def lighton(folder: Path) -> Path:
+    """LightOnOCR: a tower of Pixtral and a language model of Qwen3."""
+    from transformers import LightOnOcrConfig, LightOnOcrForConditionalGeneration, PixtralImageProcessorPil
+
+    tokenizer = _chatting(("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"), "<|image_pad|>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = LightOnOcrConfig(
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "head_dim": 8,
+            "image_size": 140,
+            "patch_size": 14,
+            "num_channels": 3,
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000},
+        },
+        text_config={
+            "model_type": "qwen3",
+            "vocab_size": len(tokenizer),
+            **_LANGUAGE,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "pad_token_id": ids("<|endoftext|>"),
+            "eos_token_id": ids("<|im_end|>"),
+        },
+        image_token_id=ids("<|image_pad|>"),
+        spatial_merge_size=2,
+    )
+    _save(LightOnOcrForConditionalGeneration(config), tokenizer, folder)
+    images = PixtralImageProcessorPil(size={"longest_edge": 140}, patch_size=14)
+    return _with_processor(folder, images, "PixtralImageProcessor")
+
+
+def glm(folder: Path) -> Path:
+    """GLM-OCR, with its two ends."""
+    from transformers import Glm46VImageProcessorPil, GlmOcrConfig, GlmOcrForConditionalGeneration
+
+    marks = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>")
+    tokenizer = _chatting((*marks, "<|video|>", "<|user|>"), "<|begin_of_image|><|image|><|end_of_image|>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = GlmOcrConfig(
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "out_hidden_size": 48,
+            "image_size": 112,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        text_config={
+            "vocab_size": len(tokenizer),
+            **_LANGUAGE,
+            "pad_token_id": ids("<|endoftext|>"),
+            "eos_token_id": [ids("<|endoftext|>"), ids("<|user|>")],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000,
+                "mrope_section": [2, 3, 3],
+                "partial_rotary_factor": 1.0,
+            },
+        },
+        image_token_id=ids("<|image|>"),
+        video_token_id=ids("<|video|>"),
+        image_start_token_id=ids("<|begin_of_image|>"),
+        image_end_token_id=ids("<|end_of_image|>"),
+        video_start_token_id=ids("<|begin_of_video|>"),
+        video_end_token_id=ids("<|end_of_video|>"),
+    )
+    _save(GlmOcrForConditionalGeneration(config), tokenizer, folder)
+    images = Glm46VImageProcessorPil(size={"shortest_edge": 4 * 784, "longest_edge": 2 * 20 * 784})
+    return _with_processor(folder, images, "Glm46VImageProcessor")
+
+
+def paddle(folder: Path) -> Path:
+    """PaddleOCR-VL."""
+    from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration, PaddleOCRVLImageProcessorPil
+
+    marks = ("<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|video|>")
+    tokenizer = _chatting(marks, "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = PaddleOCRVLConfig(
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 112,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+        },
+        text_config={
+            "vocab_size": len(tokenizer),
+            **_LANGUAGE,
+            "pad_token_id": ids("<|endoftext|>"),
+            "bos_token_id": ids("<|im_start|>"),
+            "eos_token_id": ids("<|im_end|>"),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [2, 3, 3]},
+        },
+        image_token_id=ids("<|IMAGE_PLACEHOLDER|>"),
+        video_token_id=ids("<|video|>"),
+        vision_start_token_id=ids("<|IMAGE_START|>"),
+        vision_end_token_id=ids("<|IMAGE_END|>"),
+    )
+    _save(PaddleOCRVLForConditionalGeneration(config), tokenizer, folder)
+    images = PaddleOCRVLImageProcessorPil(size={"shortest_edge": 4 * 784, "longest_edge": 20 * 784})
+    return _with_processor(folder, images, "PaddleOCRVLImageProcessor")
+
+
+def _chatting(marks: Sequence[str], shown: str) -> Any:
+    """A tokenizer of Qwen's kind whose chat template writes `shown` for an image."""
+    from transformers import Qwen2Tokenizer
+
+    vocabulary, merges = _byte_pieces([])
+    own = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks]
+    for token in own:
+        vocabulary[token] = len(vocabulary)
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=OCR_TOKENS)
+    tokenizer.add_special_tokens({"additional_special_tokens": own[1:]})
+    tokenizer.chat_template = _CHAT.replace("IMAGE", shown)
+    return tokenizer
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    shaken(model)
+    ends = model.generation_config.eos_token_id
+    with torch.no_grad():
+        model.get_output_embeddings().weight[ends] *= 3  # else none of so few tokens is an end
+    model.generation_config.pad_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def shaken(model: Any, seed: int = 0) -> Any:

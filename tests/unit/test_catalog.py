@@ -162,7 +162,14 @@ REMOTE = {
 }
 DONUT = ("cord-v2", "docvqa", "rvlcdip")
 # its family names the class itself; tests/parity loads one
-WITHOUT_AUTO_CLASS = {"vidore/colpali-v1.3-hf", *(f"naver-clova-ix/donut-base-finetuned-{each}" for each in DONUT)}
+WITHOUT_AUTO_CLASS = {
+    "vidore/colpali-v1.3-hf",
+    *(f"naver-clova-ix/donut-base-finetuned-{each}" for each in DONUT),
+    *(f"microsoft/Florence-2-{each}" for each in ("base", "base-ft", "large")),
+    "lightonai/LightOnOCR-2-1B",
+    "zai-org/GLM-OCR",
+    "PaddlePaddle/PaddleOCR-VL-1.5",
+}
 UNPROVEN = REMOTE | {"GritLM/GritLM-7B", "sugiv/stablebridge-pruner-highlighter"}
 _SMALL = {
     "vocab_size": 64,

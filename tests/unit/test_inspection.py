@@ -302,6 +302,7 @@ def test_other_folders_load_and_answer_too(
         (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
         (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
         (reader_checkpoints.donut, "document-reader", {"entities": 0, "data": 0}, reader_checkpoints.DONUT_TOKENS),
+        (reader_checkpoints.glm, "document-reader", {"entities": 0, "data": 0}, reader_checkpoints.OCR_TOKENS),
     ],
 )
 def test_models_of_images_become_entries_that_load(

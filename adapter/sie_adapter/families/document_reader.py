@@ -16,6 +16,8 @@ from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
 from sie_adapter.families.donut import Donut
 from sie_adapter.families.extraction import ExtractOptions, Result, by_options
+from sie_adapter.families.florence2 import Florence2
+from sie_adapter.families.transcriber import MODEL_TYPES, Transcriber
 from sie_adapter.families.written import PagePrompt
 from sie_adapter.packing import Shown
 from sie_adapter.reading import Writer, Written
@@ -49,7 +51,12 @@ class Reader(Writer[PagePrompt], Protocol):
         """What the client gets of what was written."""
 
 
-_KINDS: Mapping[str, type[Donut]] = {"vision-encoder-decoder": Donut}
+_Kind = type[Donut] | type[Florence2] | type[Transcriber]
+_KINDS: Mapping[str, _Kind] = {
+    "vision-encoder-decoder": Donut,
+    "florence2": Florence2,
+    **dict.fromkeys(MODEL_TYPES, Transcriber),
+}
 
 
 class DocumentReader:
@@ -140,7 +147,7 @@ def _miscounted(images: int) -> InvalidInput:
     )
 
 
-def _kind(folder: Path, entry: ModelEntry) -> type[Donut]:
+def _kind(folder: Path, entry: ModelEntry) -> _Kind:
     found = str(read_json(folder / "config.json").get("model_type"))
     if found not in _KINDS:
         raise load_failed(

@@ -48,9 +48,13 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, str(tree)
 
 
-def task_of(options: ExtractOptions, known: Callable[[str], bool], listed: Sequence[str]) -> str:
-    """The task that a request names, or its entry. Raises InvalidInput if there is none, or the model has no such."""
-    task = options.parameters.get("task") or ""
+def task_of(
+    options: ExtractOptions, known: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
+) -> str:
+    """The task that a request names, or its entry, else `otherwise`. Raises InvalidInput if there is none, or the model
+    has no such.
+    """
+    task = options.parameters.get("task") or otherwise
     if task and known(task):
         return str(task)
     expected = f"the model has {', '.join(listed)}"

@@ -1,0 +1,210 @@
+"""Florence-2 (arXiv 2311.06242): a page and an English sentence become states of BART's encoder. Its decoder writes a
+text in which places are tokens `<loc_0>` to `<loc_999>`.
+
+    uint8 page ──► DaViT ──► features ──┐
+                                        ├──► encoder ──► states ──► decoder, a token a step ──► text, boxes
+    task, phrase ──► sentence ──► ids ──┘
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import Florence2ForConditionalGeneration
+
+from sie_adapter.checkpoint import empty_model, load_model
+from sie_adapter.device import Compute
+from sie_adapter.families.extraction import ExtractOptions, bytes_of
+from sie_adapter.families.written import BartDecoder, PagePrompt, reserved, task_of, text_entity, tokens_left
+from sie_adapter.greedy import Greedy, ends_of, unknown_rule
+from sie_adapter.images import Tower, processor_of
+from sie_adapter.linear import block_linears
+from sie_adapter.packing import Shown
+from sie_adapter.reading import Written
+from sie_adapter.slots import Begun, Slots
+from sie_adapter.tokenizer import bare_tokenizer, fault, read_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Recipe
+from sie_contracts.load_errors import load_failed
+
+_PHRASE = "{}"
+_BINS = 1000
+# a CPU gains nothing by more than one page
+_PAGES_PER_PASS = {"cpu": 1}
+_PAGES_PER_PASS_ELSEWHERE = 8
+
+
+class _Task(NamedTuple):
+    """`sentence`: what the model reads, with the client's phrase in the place of {}. `label`: of the entity that is
+    written; empty for tasks that find objects.
+    """
+
+    sentence: str
+    label: str = ""
+
+
+# Source: transformers, Florence2Processor
+_TASKS: Mapping[str, _Task] = {
+    "<OCR>": _Task("What is the text in the image?", "text"),
+    "<OCR_WITH_REGION>": _Task("What is the text in the image, with regions?", "text"),
+    "<CAPTION>": _Task("What does the image describe?", "caption"),
+    "<DETAILED_CAPTION>": _Task("Describe in detail what is shown in the image.", "caption"),
+    "<MORE_DETAILED_CAPTION>": _Task("Describe with a paragraph what is shown in the image.", "caption"),
+    "<OD>": _Task("Locate the objects with category name in the image."),
+    "<DENSE_REGION_CAPTION>": _Task("Locate the objects in the image, with their descriptions."),
+    "<REGION_PROPOSAL>": _Task("Locate the region proposals in the image."),
+    "<CAPTION_TO_PHRASE_GROUNDING>": _Task(f"Locate the phrases in the caption: {_PHRASE}"),
+    "<OPEN_VOCABULARY_DETECTION>": _Task(f"Locate {_PHRASE} in the image."),
+    "<DocVQA>": _Task(f"<DocVQA>{_PHRASE}", "answer"),
+}
+_QUADS, _PROPOSAL = "<OCR_WITH_REGION>", "<REGION_PROPOSAL>"
+_PLACED = re.compile(r"([^<]*)((?:<loc_\d+>)+)")
+_PLACE = re.compile(r"<loc_(\d+)>")
+
+
+class Florence2:
+    """Tower, encoder and decoder, in the precision of `compute`. What `Reader` says."""
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        model: Any = empty_model(Florence2ForConditionalGeneration, folder, entry.load, decodes=True)
+        _check(folder, entry, model)
+        table = model.get_input_embeddings().num_embeddings
+        return fault(bare_tokenizer(read_tokenizer(folder)), table)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        model: Any = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
+        _check(folder, entry, model)
+        model.model.multi_modal_projector.to(compute.dtype)  # its buffers are added to features
+        self.max_tokens = entry.max_tokens
+        self.precision, self.memory_bytes = compute.precision, bytes_of(model)
+        self.attention = f"{model.config._attn_implementation} padded"
+        self.together = _PAGES_PER_PASS.get(compute.device.type, _PAGES_PER_PASS_ELSEWHERE)
+        words = read_tokenizer(folder)
+        self.tokenizer = bare_tokenizer(words)
+        self._reserved = sorted(self.tokenizer.get_added_tokens_decoder().values(), key=lambda token: token.content)
+        self._embeddings = model.get_input_embeddings()
+        self.vocabulary: int = self._embeddings.num_embeddings
+        text = model.config.text_config
+        self._around = (text.bos_token_id, text.eos_token_id)
+        self._start: int = text.decoder_start_token_id
+        self._image_token: int = model.config.image_token_id
+        self._places: int = text.max_position_embeddings
+        self._features = _features(model, processor_of(folder, entry)[0])
+        recipe, normalisation = processor_of(folder, entry)
+        self._tower = Tower(lambda pixels: model.get_image_features(pixels).pooler_output, normalisation, compute)
+        self.recipe = msgspec.structs.replace(recipe, tokens=self._features)
+        if compute.device.type == "cpu":
+            block_linears(model.model.vision_tower)
+        language = model.model.language_model
+        if compute.device.type == "cpu":
+            block_linears(language.encoder)
+        self._encoder = language.encoder
+        config = model.generation_config
+        self._special = {*self._around, self._start, text.pad_token_id}
+        self._greedy = Greedy(config, compute.device, ends_of(config))
+        self._decoder = BartDecoder(
+            language.decoder,
+            lambda ids, **named: model.lm_head(
+                language.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
+            ),
+        )
+
+    def prompt(self, image: Shown, options: ExtractOptions) -> PagePrompt:
+        name = task_of(options, _TASKS.__contains__, list(_TASKS))
+        sentence = _TASKS[name].sentence
+        if _PHRASE in sentence:
+            phrase = options.instruction.strip()
+            if not phrase:
+                raise InvalidInput(
+                    f"instruction: {name} expects a question or a phrase",
+                    reason="instruction_required",
+                    param="instruction",
+                )
+            if any(token.content in phrase for token in self._reserved) or any(task in phrase for task in _TASKS):
+                raise reserved("instruction")
+            sentence = sentence.replace(_PHRASE, phrase)
+        first, last = self._around
+        ids = [first, *self.tokenizer.encode(sentence, add_special_tokens=False).ids, last]
+        if (read := self._features + len(ids)) > self._places:
+            raise InvalidInput(
+                f"instruction: page and sentence have {read} tokens, the model reads {self._places}",
+                reason="input_too_long",
+                param="instruction",
+                extras={"tokens": read, "limit": self._places},
+            )
+        most = tokens_left(options, 1, self.max_tokens)
+        return PagePrompt(image, [self._start], self._greedy.rules([self._start], most), name, ids)
+
+    def begin(self, prompts: Sequence[PagePrompt]) -> list[Begun]:
+        features = self._tower.forward([prompt.shown for prompt in prompts])
+        return [self._begun(*each) for each in zip(features, prompts, strict=True)]
+
+    def _begun(self, features: Tensor, prompt: PagePrompt) -> Begun:
+        """A row whose encoder reads the features of the page before the sentence."""
+        ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
+        read = torch.cat([features[None], self._embeddings(ids)], 1)
+        return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)
+
+    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+        return self._decoder.step(ids, slots)
+
+    def result(self, prompt: PagePrompt, written: Written) -> dict[str, Any]:
+        ids = [number for number in written.ids if number not in self._special]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        label, shown = _TASKS[prompt.task].label, prompt.shown
+        if prompt.task == _QUADS:
+            found = placed(text, 8, shown.width, shown.height)
+            return {"entities": [text_entity(said, label, box) for said, box in found]}
+        if label:
+            return {"entities": [text_entity(text.strip(), label)] if text.strip() else []}
+        found = placed(text, 4, shown.width, shown.height)
+        named = ((said or "region", box) for said, box in found if said or prompt.task == _PROPOSAL)
+        return {"objects": [{"label": said, "score": 1.0, "bbox": box} for said, box in named if min(box[2:]) > 0]}
+
+
+def _features(model: Any, recipe: Recipe) -> int:
+    """What the encoder reads of a page: the last grid of the tower, and its mean."""
+    stride = math.prod(model.config.vision_config.patch_stride)
+    places: int = (recipe.height // stride) * (recipe.width // stride)
+    return places + 1
+
+
+def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
+    """Each label with each of its places, as x, y, width and height in pixels of the image. A place is written as
+    `numbers` bins, x and y in turn: two corners, or four of a quadrangle, of which the rectangle around it is meant.
+
+    A bin is its middle, rounded down. Source: transformers, Florence2PostProcessor.
+    """
+    for said, run in _PLACED.findall(text):
+        bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]
+        for first in range(0, len(bins) - numbers + 1, numbers):
+            across, down = bins[first : first + numbers : 2], bins[first + 1 : first + numbers : 2]
+            (left, right), (top, bottom) = (
+                (int((min(of) + 0.5) * edge / _BINS), int((max(of) + 0.5) * edge / _BINS))
+                for of, edge in ((across, width), (down, height))
+            )
+            yield said.strip(), [left, top, right - left, bottom - top]
+
+
+def _check(folder: Path, entry: ModelEntry, model: Any) -> None:
+    """Raises ModelLoadFailed INCOMPATIBLE for rules that cannot be kept, and for an entry that says more than the
+    model.
+    """
+    positions = model.config.text_config.max_position_embeddings
+    if rule := unknown_rule(model.generation_config):
+        cause = f"generation_config.json sets {rule}, which is not kept"
+    elif entry.max_tokens > positions:
+        cause = f"max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
+    else:
+        processor_of(folder, entry)
+        return
+    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
