@@ -156,7 +156,7 @@ class Cluster:
             *extra,
         ]
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT)
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + 180  # also on a busy machine
         while not self._ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
                 raise RuntimeError(Path(self._folder.name, "log").read_text()[-3000:])

@@ -33,6 +33,7 @@ from sie_gateway.call import Call
 from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.grant import Grant
+from sie_gateway.image_urls import ImageUrls
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
 from sie_gateway.metrics import Metrics
@@ -193,7 +194,9 @@ class Alone:
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
         cold = ColdStarts(self.fleet, demand, self.metrics, lambda pool: "")
         runner = Runner(self.feed, self.queue, self.inbox, self.metrics, self.admission, cold, settings.load_hold_s)
-        self.inference = Inference(settings, self.feed, self.fleet, {"_default"}, self.metrics, self.admission, runner)
+        self.inference = Inference(
+            settings, self.feed, self.fleet, {"_default"}, self.metrics, self.admission, runner, ImageUrls(None)
+        )
 
     async def ask(self, number: int, key: str, texts: int) -> None:
         async def read() -> bytes:
