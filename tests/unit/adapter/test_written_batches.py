@@ -1,0 +1,88 @@
+"""A batch that is written, at the socket of the adapter: its connection says when nobody waits for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+
+from sie_adapter.lanes import Lanes
+from sie_adapter.server import Server
+from sie_contracts import ipc
+from sie_contracts.errors import InternalFailure
+from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
+
+WAIT_S = 20
+MESSAGE = RunBatch("b", "m", "extract", b"", b"", ())
+CANCELLED = Refused(InternalFailure("cancelled").info(), "b")
+DONE = BatchDone("b", (), b"", 1.0)
+
+
+class Writing:
+    """An engine whose batches are written until `ends` is set, or nobody waits for them."""
+
+    def __init__(self) -> None:
+        self.residency = mock.Mock()
+        self.lanes = Lanes(1, lambda message: DONE)
+        self.ends = threading.Event()
+        self.replies: list[Reply] = []
+
+    def writes(self, message: RunBatch) -> bool:
+        return True
+
+    def execute(self, message: RunBatch, permission: object, is_gone: Callable[[], bool]) -> Reply:
+        gone = False
+        while not gone and not self.ends.is_set():
+            gone = is_gone()
+        self.replies.append(CANCELLED if gone else DONE)
+        return self.replies[-1]
+
+
+@pytest.fixture
+def engine() -> Iterator[Writing]:
+    engine = Writing()
+    yield engine
+    assert engine.lanes.stop(5)
+
+
+@pytest.fixture
+def ours(engine: Writing) -> Iterator[socket.socket]:
+    """Our end of a connection that a server attends to."""
+    ours, theirs = socket.socketpair()
+    server = Server(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+    attending = threading.Thread(target=server._attend, args=(theirs,))
+    attending.start()
+    yield ours
+    ours.close()
+    attending.join(WAIT_S)
+    assert not attending.is_alive()
+
+
+def received(ours: socket.socket) -> ipc.Reply:
+    return ipc.reply(bytes(ipc.receive_frame(ours)))
+
+
+def test_a_cancel_ends_it_and_the_connection_is_used_again(engine: Writing, ours: socket.socket) -> None:
+    for _ in range(2):
+        ours.sendall(ipc.frame(MESSAGE))
+        assert received(ours) == ipc.BatchStarted("b")
+        ours.sendall(ipc.frame(ipc.Cancel()))
+        assert received(ours) == CANCELLED
+    engine.ends.set()
+    ours.sendall(ipc.frame(ipc.Cancel()))  # too late for the one before, and of none
+    ours.sendall(ipc.frame(MESSAGE))
+    assert [received(ours), received(ours)] == [ipc.BatchStarted("b"), DONE]
+
+
+def test_a_sidecar_that_dies_ends_it(engine: Writing, ours: socket.socket) -> None:
+    ours.sendall(ipc.frame(MESSAGE))
+    assert received(ours) == ipc.BatchStarted("b")
+    ours.close()
+    for _ in range(1000):
+        if engine.replies:
+            break
+        threading.Event().wait(0.01)
+    assert engine.replies == [CANCELLED]
