@@ -27,8 +27,8 @@ from sie_contracts.heartbeats import (
     ServedPrecision,
     Turn,
 )
-from sie_contracts.images import Recipe
-from sie_contracts.ipc import Group, ImageTokens, LoadedModel, Rows, Side
+from sie_contracts.images import ImageTokens, Recipe
+from sie_contracts.ipc import Group, LoadedModel, Rows, Side
 from sie_contracts.messages import (
     ArraySlice,
     BatchNote,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class Backbone:
         `more_samples` short sequences come to those that the packed path is tried with.
         """
         attention.register()
+        model.config.use_cache = False  # of the part of a larger model, whose configuration says it for itself
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
@@ -94,9 +96,10 @@ class Backbone:
         if packed.types is not None and self._has_types:
             rows.append(packed.types.astype(np.int64))
         tokens = to_device(np.stack(rows), device)
+        places = tokens[1:2] if packed.axes is None else to_device(packed.axes, device)[:, None]
         return self._model(
             **self._inputs(tokens[:1], packed.ids, packed.features),
-            position_ids=tokens[1:2],
+            position_ids=places,
             sie_bounds=to_device(packed.bounds, device),
             sie_layout=torch.from_numpy(attention.layout_of(kernel, packed)),
             sie_edge=self._edge,
@@ -124,20 +127,32 @@ class Backbone:
             padded = np.zeros(real.shape, np.int64)
             padded[real] = packed.types[tokens]
             types["token_type_ids"] = to_device(padded, device)
+        if packed.axes is not None:
+            places = np.zeros((len(packed.axes), *real.shape), np.int64)
+            places[:, real] = packed.axes[:, tokens]
+            types["position_ids"] = to_device(places, device)
         mask = to_device(seen, device).long()
         inputs = self._inputs(to_device(ids, device), ids, _of_part(packed.features, packed.ids, tokens))
         hidden = self._model(**inputs, attention_mask=mask, **types)[0]
         # places, not a mask: counting that would wait for the device
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]
 
-    def _inputs(self, ids: Tensor, on_host: Int64, features: Features | None) -> dict[str, Tensor]:
+    def _inputs(self, ids: Tensor, on_host: Int64, features: Features | None) -> dict[str, Any]:
         """What the model reads: ids [.., tokens], or their embeddings with features in the places of their token."""
         if features is None:
             return {"input_ids": ids}
         embeddings = self._model.get_input_embeddings()(ids)
-        places = to_device(np.flatnonzero(on_host == features.token), embeddings.device)
+        is_feature = on_host == features.token
+        places = to_device(np.flatnonzero(is_feature), embeddings.device)
         embeddings.flatten(0, 1)[places] = features.values.to(embeddings.dtype)
-        return {"inputs_embeds": embeddings}
+        if not features.deeper:
+            return {"inputs_embeds": embeddings}
+        mask = to_device(is_feature, embeddings.device).view(ids.shape)
+        return {
+            "inputs_embeds": embeddings,
+            "visual_pos_masks": mask,
+            "deepstack_visual_embeds": [each.to(embeddings.dtype) for each in features.deeper],
+        }
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
@@ -225,7 +240,10 @@ def _of_part(features: Features | None, ids: Int64, tokens: slice) -> Features |
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))
-    return Features(features.token, features.values[before : before + within]) if within else None
+    if not within:
+        return None
+    part = slice(before, before + within)
+    return Features(features.token, features.values[part], tuple(each[part] for each in features.deeper))
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:

@@ -24,7 +24,7 @@ from sie_adapter.failure import is_device_fatal
 from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
-from sie_adapter.packing import Images, Int64, Items, MalformedBatch, Packed, images, items
+from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, images, items
 from sie_adapter.passes import Passes
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
@@ -90,7 +90,8 @@ class BatchRun:
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
-            self._items = items(message.lengths, message.ids, message.types, _images(message, model))
+            seen = images(message.images, message.pixels, model.rows[message.operation].images)
+            self._items = items(message.lengths, message.ids, message.types, seen)
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)
@@ -203,12 +204,23 @@ class BatchRun:
         packed = self._model.pack(self._prepared, chosen)
         with self._model.loras.acting(self._message.lora):
             hidden = self._model.forward(packed)
-        self._padding += packed.padding
-        if len(hidden) != len(packed.ids):
-            raise InternalFailure(
-                f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
-            )
-        states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
+            self._padding += packed.padding
+            if len(hidden) != len(packed.ids):
+                raise InternalFailure(
+                    f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                )
+            states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
+            doubtful = self._reduce(states)
+        if len(chosen) > 1:
+            for item in sorted(doubtful):  # alone: a mate's overflow may be what was seen
+                self._pass(np.array([item], np.int64))
+        elif doubtful:
+            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
+            self._errors.update(dict.fromkeys(doubtful, error))
+
+    def _reduce(self, states: States) -> set[int]:
+        """Keep what the heads make of a pass. Returns the rows with values that are not finite."""
+        packed = states.packed
         doubtful: set[int] = set()
         for head, wanted in self._wanted.items():
             sequences = np.flatnonzero(wanted[packed.order])
@@ -223,12 +235,7 @@ class BatchRun:
                 self._rows[head][sequence] = row
             bad = sequences[~reduced.usable.cpu().numpy()]
             doubtful.update(packed.order[bad].tolist())
-        if len(chosen) > 1:
-            for item in sorted(doubtful):  # alone: a mate's overflow may be what was seen
-                self._pass(np.array([item], np.int64))
-        elif doubtful:
-            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
-            self._errors.update(dict.fromkeys(doubtful, error))
+        return doubtful
 
     def _answers(self, group: Group) -> list[tuple[Answer | SIEError, int]]:
         """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first
@@ -278,14 +285,6 @@ class BatchRun:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
         return found
-
-
-def _images(message: RunBatch, model: TextModel) -> Images | None:
-    """The images of a batch. Raises MalformedBatch, InternalFailure for a model that takes none."""
-    recipe = model.rows[message.operation].images
-    if message.images and recipe is None:
-        raise InternalFailure(f"images came for {message.model}, which takes none", reason="malformed_batch")
-    return images(message.images, message.pixels, recipe.tokens if recipe is not None else 0)
 
 
 def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:

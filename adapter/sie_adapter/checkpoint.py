@@ -188,6 +188,15 @@ def tensor(folder: Path, name: str) -> Tensor | None:
     return None
 
 
+def stored_rows(folder: Path, name: str) -> int:
+    """The rows of one matrix, from the header of its file; 0 without it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118  not a mapping
+                return int(file.get_slice(name).get_shape()[0])
+    return 0
+
+
 @dataclass(frozen=True)
 class Modules:
     """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of

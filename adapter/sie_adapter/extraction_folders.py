@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ _WINDOW = 512  # tokens of a model whose files have no limit
 
 @dataclass(frozen=True)
 class Described:
-    """A part of an entry, and the facts that it was made from."""
+    """A part of an entry, the facts that it was made from, and what no file says."""
 
     entry: dict[str, Any]
     found: list[str]
+    assumed: list[str] = field(default_factory=list)
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:

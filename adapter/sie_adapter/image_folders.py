@@ -8,12 +8,21 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from sie_adapter.checkpoint import stored_rows
 from sie_adapter.extraction_folders import UNLIMITED, Described, tokenizer_limit
 from sie_adapter.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
+_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # colpali-engine 0.3.18, ColQwen2_5_Processor
+_QWEN_PAGE_PIXELS = 768 * 28**2  # as colpali-engine's class has it
+_QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
+_QWEN_BLOCKS = (4, 1800)  # of an image, as the vendor's code of Qwen3-VL-Embedding has it
 _PAGES_TOKENS = 2048
 _TRANSCRIBED_TOKENS = 16384
+_ASSUMED = {
+    "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair and the answers in head",
+    "vision-language": "no LoRA: one that the model was trained with is named by run.lora",
+}
 _BOTH = ["text", "image"]
 
 
@@ -24,8 +33,11 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
         return None
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     entry = describe(config, folder)
+    if entry is None:
+        return None
     found = f"family {entry['family']}: model_type {config.model_type} of config.json"
-    return Described(entry, [found, "what is done to an image: preprocessor_config.json"])
+    assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
+    return Described(entry, [found, "what is done to an image: preprocessor_config.json"], [assumed] if assumed else [])
 
 
 def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:
@@ -48,6 +60,38 @@ def _pages(config: Any, folder: Path) -> dict[str, Any]:
         "outputs": {"multivector": config.embedding_dim},
         "max_tokens": min(limit, _PAGES_TOKENS),
         "prompts": {"query": _QUESTION, "document": _QUESTION},
+    }
+
+
+def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
+    """A base of ColQwen2.5. A Qwen2.5-VL without the projection is none."""
+    if not (width := stored_rows(folder, "custom_text_proj.weight")):
+        return None
+    return {
+        "description": "Late interaction between questions and pictures of pages of any size, ColQwen2.5.",
+        "family": "vision-language",
+        "inputs": _BOTH,
+        "outputs": {"multivector": width},
+        "max_tokens": min(tokenizer_limit(folder) or UNLIMITED, _PAGES_TOKENS),
+        "prompts": {"query": _QWEN_QUESTION, "document": _QWEN_QUESTION},
+        "load": {"max_pixels": _QWEN_PAGE_PIXELS},
+    }
+
+
+def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
+    """Of Qwen3-VL-Embedding; no file tells it from a reranker."""
+    return {
+        "description": "Texts, images and both together, Qwen3-VL.",
+        "family": "multimodal-encoder",
+        "inputs": _BOTH,
+        "outputs": {"dense": config.text_config.hidden_size},
+        "max_tokens": min(tokenizer_limit(folder) or UNLIMITED, config.text_config.max_position_embeddings),
+        "prompts": {
+            "query": _QWEN_TURNS,
+            "document": _QWEN_TURNS,
+            "default_instruction": "Represent the user's input.",
+        },
+        "load": {"min_pixels": _QWEN_BLOCKS[0] * 32**2, "max_pixels": _QWEN_BLOCKS[1] * 32**2},
     }
 
 
@@ -102,10 +146,12 @@ def _tasks(folder: Path) -> list[str]:
     return sorted(opened, key=names.__getitem__)
 
 
-_DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any]]] = {
+_DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
     "clip": _dual_encoder,
     "siglip": _dual_encoder,
     "colpali": _pages,
+    "qwen2_5_vl": _qwen_pages,
+    "qwen3_vl": _qwen_vectors,
     "grounding-dino": _detector,
     "owlv2": _detector,
     "vision-encoder-decoder": _donut,

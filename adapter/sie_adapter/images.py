@@ -1,13 +1,15 @@
-"""From the uint8 pixels of a batch to what a tower reads: passes of a bounded number of images, normalised on the
-device.
+"""From the uint8 pixels of a batch to what a tower reads: passes of a bounded size, normalised on the device.
 
-Shown, of equal sizes ──► pixels_of: [images, 3, height, width], float ──► the tower
+Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
+Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute, to_device
-from sie_adapter.packing import Shown
-from sie_contracts.entries import ModelEntry
+from sie_adapter.packing import Shown, UInt8, missing
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import Normalisation, Recipe, UnknownProcessor, from_processor
 from sie_contracts.load_errors import load_failed
 
@@ -24,19 +26,41 @@ PROCESSOR = "preprocessor_config.json"
 # Images in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
+# Blocks of patches in one pass of a tower that takes any size; an image of more has a pass of its own.
+_BLOCKS_PER_PASS = {"cpu": 2048}
+_BLOCKS_PER_PASS_ELSEWHERE = 16384
 
 
-def processor_of(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """How the files say that images become numbers. Raises ModelLoadFailed INCOMPATIBLE for what cannot be
-    reproduced.
+def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
+    """How the files say that images become numbers, within the bounds of `load`, which are the entry's own if it is
+    None. Raises ModelLoadFailed INCOMPATIBLE for what cannot be reproduced.
     """
     config = read_json(folder / PROCESSOR)
     if not config:
         raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
+    options = load or entry.load
+    bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    config |= {name: bound for name, bound in bounds.items() if bound is not None}
     try:
         return from_processor(config), Normalisation.from_processor(config)
     except UnknownProcessor as error:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+
+
+class _Levels:
+    """Normalises on a device."""
+
+    def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
+        self._device = device
+        self._rescale = normalisation.rescale
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=device)
+            for values in (normalisation.mean, normalisation.std)
+        )
+
+    def normalised(self, pixels: UInt8) -> Tensor:
+        """float32, of levels [.., 3]."""
+        return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
 class Tower:
@@ -47,11 +71,7 @@ class Tower:
     def __init__(self, run: Callable[[Tensor], Tensor], normalisation: Normalisation, compute: Compute) -> None:
         self._run = run
         self._compute = compute
-        self._rescale = normalisation.rescale
-        self._mean, self._std = (
-            torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1)
-            for values in (normalisation.mean, normalisation.std)
-        )
+        self._levels = _Levels(normalisation, compute.device)
         self._most = _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
@@ -62,8 +82,7 @@ class Tower:
 
     def _pixels(self, images: Sequence[Shown]) -> Tensor:
         stacked = np.stack([image.pixels for image in images])
-        levels = to_device(stacked, self._compute.device).permute(0, 3, 1, 2).float()
-        return ((levels * self._rescale - self._mean) / self._std).to(self._compute.dtype)
+        return self._levels.normalised(stacked).permute(0, 3, 1, 2).to(self._compute.dtype)
 
 
 def _passes(images: int, most: int) -> Iterator[tuple[int, int]]:
@@ -75,3 +94,82 @@ def _passes(images: int, most: int) -> Iterator[tuple[int, int]]:
         size = min(most, 1 << ((images - start).bit_length() - 1))
         yield start, start + size
         start += size
+
+
+class Patches(NamedTuple):
+    """How a tower of any size cuts an image: squares of `edge` pixels, `merged` by `merged` of them make a block, each
+    repeated `frames` times, as of a film.
+    """
+
+    edge: int
+    merged: int
+    frames: int
+
+    @staticmethod
+    def of(config: Any) -> Patches:
+        """That of a vision_config."""
+        return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
+
+
+class GridTower:
+    """Images of any size in passes through `run`: patches [patches, values] and the grid of each image, int64 [images,
+    3], in frames and rows and columns of patches, give tensors [blocks, width]. Patches are in the order of the image
+    processors of Qwen2-VL: block by block.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor, Tensor], Sequence[Tensor]],
+        patches: Patches,
+        normalisation: Normalisation,
+        compute: Compute,
+    ) -> None:
+        self._run = run
+        self._patches = patches
+        self._compute = compute
+        self._levels = _Levels(normalisation, compute.device)
+        self._most = _BLOCKS_PER_PASS.get(compute.device.type, _BLOCKS_PER_PASS_ELSEWHERE)
+
+    def grid(self, image: Shown) -> tuple[int, int]:
+        """Its rows and columns of blocks."""
+        unit = self._patches.edge * self._patches.merged
+        return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
+
+    def forward(self, images: Sequence[Shown]) -> list[Tensor]:
+        """What `run` gives of all blocks, in order, each tensor in one piece."""
+        made = [self._pass(part) for part in self._parts(images)]
+        return [torch.cat(each) for each in zip(*made, strict=True)]
+
+    def _parts(self, images: Sequence[Shown]) -> Iterator[list[Shown]]:
+        part: list[Shown] = []
+        blocks = 0
+        for image in images:
+            own = math.prod(self.grid(image))
+            if part and blocks + own > self._most:
+                yield part
+                part, blocks = [], 0
+            part.append(image)
+            blocks += own
+        if part:
+            yield part
+
+    def _pass(self, images: Sequence[Shown]) -> list[Tensor]:
+        grids = [self.grid(image) for image in images]
+        patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
+        blocks = sum(rows * columns for rows, columns in grids)
+        # a CPU keeps memory for each number of rows that it has met: one more image makes them few
+        more = missing(blocks) if self._compute.device.type == "cpu" else 0
+        if more:
+            grids.append((1, more))
+            patches.append(patches[0].new_zeros(more * self._patches.merged**2, patches[0].shape[1]))
+        sizes = [[1, rows * self._patches.merged, columns * self._patches.merged] for rows, columns in grids]
+        found = self._run(torch.cat(patches), to_device(np.array(sizes, np.int64), self._compute.device))
+        return [each[:blocks] for each in found]
+
+    def _cut(self, image: Shown, rows: int, columns: int) -> Tensor:
+        """[patches, channels x frames x edge x edge]"""
+        edge, merged, frames = self._patches
+        levels = self._levels.normalised(image.pixels.copy()).to(self._compute.dtype)
+        parts = levels.view(rows, merged, edge, columns, merged, edge, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        filmed = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
+        return filmed.reshape(rows * columns * merged**2, -1)

@@ -20,10 +20,9 @@ from typing import Any
 import msgspec
 import torch
 import yaml
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from sie_adapter.checkpoint import Modules, construction, read_json, read_modules
+from sie_adapter.checkpoint import Modules, construction, read_json, read_modules, stored_rows
 from sie_adapter.comparison import compare_files
 from sie_adapter.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.families.text_model import stored_activation
@@ -81,6 +80,7 @@ def _describe(folder: Path, report: Inspection) -> None:
     if described is not None:
         report.entry.update(described.entry)
         report.found.extend(described.found)
+        report.assumed.extend(described.assumed)
     else:
         _transformer(folder, report)
 
@@ -238,7 +238,7 @@ def _outputs(
             f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}"
         )
         return {"sparse": vocabulary}
-    if not modules.kinds and (width := _stored_width(modules.folder, "linear.weight")):
+    if not modules.kinds and (width := stored_rows(modules.folder, "linear.weight")):
         report.found.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
     if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
@@ -248,15 +248,6 @@ def _outputs(
     width = widths[-1] if widths else config.hidden_size
     report.found.append(f"dense, {width} wide: {'the last Dense of modules.json' if widths else 'config.json'}")
     return {"dense": width}
-
-
-def _stored_width(folder: Path, name: str) -> int:
-    """The rows of one matrix, from the header of its file; 0 without it."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118  not a mapping
-                return int(file.get_slice(name).get_shape()[0])
-    return 0
 
 
 def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, report: Inspection) -> int:

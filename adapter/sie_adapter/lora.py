@@ -174,7 +174,8 @@ class Loras:
         is none.
         """
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
-        for candidate in (path, path.removeprefix(prefix), path.removeprefix("model.")):
+        bare = path.removeprefix("model.")
+        for candidate in (path, path.removeprefix(prefix), bare, bare.removeprefix("language_model.")):
             if candidate in layers:
                 return candidate
         return ""
@@ -199,7 +200,8 @@ class Loras:
         if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
             raise lora_rejected(name, f"the matrices of {path} are not finite")
         scale = float(config.get("lora_alpha", _ALPHA)) / (rank**0.5 if config.get("use_rslora") else rank)
-        device, dtype = self._compute.device, self._compute.dtype
+        device, weight = self._compute.device, getattr(layer, "weight", None)
+        dtype = self._compute.dtype if weight is None else weight.dtype
         return first.to(device, dtype), (second.float() * scale).to(device, dtype)
 
     def _wrap(self, pairs: Pairs) -> None:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.images import Recipe, Size, cost
+
 # Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of
 # a short text.
 _STEPS = ((64, 1), (256, 16), (1024, 32), (1 << 62, 64))
@@ -43,12 +45,12 @@ class Shown(NamedTuple):
 @dataclass(frozen=True)
 class Images:
     """The images of a batch, those of one item side by side. `rows`: the item of each, [images], ascending; `shown`:
-    each of them; `tokens`: what an image costs.
+    each of them; `tokens`: what each costs, [images].
     """
 
     rows: Int64
     shown: Sequence[Shown]
-    tokens: int
+    tokens: Int64
 
     def of(self, items: Int64) -> list[list[Shown]]:
         """The images of each of these items."""
@@ -57,7 +59,7 @@ class Images:
 
     def costs(self, items: int) -> Int64:
         """The cost of the images of each item in tokens, [items]."""
-        return np.bincount(self.rows, minlength=items).astype(np.int64) * self.tokens
+        return np.bincount(self.rows, weights=self.tokens, minlength=items).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,14 @@ def items(lengths: bytes, ids: bytes, types: bytes = b"", images: Images | None 
     return Items(counts, np.frombuffer(ids, "<i4"), np.frombuffer(types, np.uint8) if types else None, images=images)
 
 
-def images(places: bytes, pixels: bytes, tokens: int) -> Images | None:
-    """Decode the images of a batch, each of which costs `tokens`; None if it has none. Raises MalformedBatch."""
+def images(places: bytes, pixels: bytes, recipe: Recipe | None) -> Images | None:
+    """Decode the images of a batch, made by `recipe`; None if it has none. Raises MalformedBatch."""
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
     if not places:
         return None
+    if recipe is None:
+        raise MalformedBatch("images came for a model that takes none")
     found = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
     rows, sizes = found[:, 0], found[:, 1] * found[:, 2] * 3
     if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
@@ -128,7 +132,8 @@ def images(places: bytes, pixels: bytes, tokens: int) -> Images | None:
         Shown(part.reshape(height, width, 3), *upright)
         for part, (height, width, *upright) in zip(parts, found[:, 1:].tolist(), strict=True)
     ]
-    return Images(rows, shown, tokens)
+    costs = [cost(recipe, Size(height, width)) for height, width in found[:, 1:3].tolist()]
+    return Images(rows, shown, np.array(costs, np.int64))
 
 
 def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
@@ -159,11 +164,12 @@ class Positions:
 
 class Features(NamedTuple):
     """What stands in the place of each id `token`, in packed order: `values` [places, width], a tensor on the
-    device.
+    device. `deeper`: what the first layers of the model add there, one tensor of that shape for each.
     """
 
     token: int
     values: Any
+    deeper: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -171,7 +177,8 @@ class Packed:
     """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
 
     `padding`: positions beside the tokens that their pass computed, where it had to fill up. `features`: of images, in
-    the places of their tokens.
+    the places of their tokens. `axes`: positions in time, height and width, of models that have three; None: all of
+    them are `positions`.
     """
 
     ids: Int64  # [tokens]
@@ -183,6 +190,7 @@ class Packed:
     visible: Int64 | None = None  # [sequences], None if every token is attended to
     padding: int = 0
     features: Features | None = None
+    axes: Int64 | None = None  # [3, tokens]
 
     @property
     def lengths(self) -> Int64:
@@ -225,19 +233,26 @@ def filled_up(packed: Packed, filler: int, numbering: Positions) -> Packed:
     oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add some 2 % of rows.
     """
     tokens = len(packed.ids)
-    step = next((step for limit, step in _STEPS if tokens <= limit), _STEPS[-1][1])
-    more = -tokens % step
+    more = missing(tokens)
     if not more:
         return packed
+    beside = np.arange(more) + numbering.first
     ends = np.append(packed.bounds, np.int32(tokens + more))
     return replace(
         packed,
         ids=np.append(packed.ids, np.full(more, filler, np.int64)),
-        positions=np.append(packed.positions, np.arange(more) + numbering.first),
+        positions=np.append(packed.positions, beside),
+        axes=None if packed.axes is None else np.hstack([packed.axes, np.tile(beside, (3, 1))]),
         bounds=ends,
         groups=np.concatenate([packed.groups, [[tokens, 1, more, more]]]),
         types=None if packed.types is None else np.append(packed.types, np.zeros(more, np.uint8)),
     )
+
+
+def missing(tokens: int) -> int:
+    """How many tokens are missing to one of the few numbers that a pass may have."""
+    step = next((step for limit, step in _STEPS if tokens <= limit), _STEPS[-1][1])
+    return -tokens % step
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

@@ -126,12 +126,10 @@ def _shown(model: Any, message: RunBatch) -> list[list[Shown]] | None:
     rows = getattr(model, "rows", {}).get(message.operation)
     recipe = rows.images if rows is not None else None
     try:
-        found = images(message.images, message.pixels, recipe.tokens if recipe is not None else 0)
+        found = images(message.images, message.pixels, recipe)
     except MalformedBatch as error:
         raise InternalFailure(str(error), reason="malformed_batch") from error
     if recipe is None:
-        if found is not None:
-            raise InternalFailure(f"images came for {message.model}, which takes none", reason="malformed_batch")
         return None
     texts = np.arange(len(message.texts))
     return found.of(texts) if found is not None else [[] for _ in texts]

@@ -55,14 +55,17 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Options that change the loaded weights. Profiles that differ here are separate residencies.
 
     `causal` overrides the attention direction of the model's configuration. `append_eos`: the tokenizer adds its end
-    token to every text. `accept_unproven` loads an entry whose numbers could not be compared with its public oracle
-    (`unproven`).
+    token to every text. `min_pixels` and `max_pixels` bound images of models that take any size, in place of the bounds
+    of preprocessor_config.json. `accept_unproven` loads an entry whose numbers could not be compared with its public
+    oracle (`unproven`).
     """
 
     precision: Precision | None = None
     trust_remote_code: bool = False
     causal: bool | None = None
     append_eos: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     accept_unproven: bool = False
 
 

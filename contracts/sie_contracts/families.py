@@ -36,6 +36,7 @@ class Family:
     needs_instruction: bool = False  # in each extraction: what the texts are read for
     reads_mentions: bool = False  # `metadata.entities` of an item, between which it looks for relations
     has_row_per_label: bool = False  # an input is as many sequences as there are labels
+    ends_instruction: bool = False  # with a full stop, if it ends without a mark
     reads_first_token: bool = False  # so the tokenizer has to put one before each text
     separates_pairs: bool = False  # so the tokenizer has to put a token between two texts
     has_pickled_weights: bool = False  # pytorch_model.bin, read by torch's loader of plain tensors
@@ -91,6 +92,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             implementation="sie_adapter.families.vision_language:VisionLanguage",
             gives_vectors=True,
             ignores_text_beside_images=True,
+            takes_lora=True,
+        ),
+        "multimodal-encoder": Family(
+            implementation="sie_adapter.families.vision_language:VisionLanguage",
+            gives_vectors=True,
+            takes_lora=True,
+            ends_instruction=True,
+        ),
+        "multimodal-reranker": Family(
+            implementation="sie_adapter.families.vision_language:VisionLanguage",
+            reads_answer=True,
         ),
         "pruner": Family(
             implementation=_TEXT_ENCODER,

@@ -46,7 +46,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         page     height width                       as large as fits; then `fill` around it
 
     `raised`, of blocks: whether an image with an edge below `multiple` is enlarged before its size is computed, and how
-    its other edge is rounded. `tokens`: what one image costs.
+    its other edge is rounded. `tokens`: what one image costs; of blocks, `block_tokens` more for each of them.
     """
 
     kind: Kind = "squash"
@@ -61,6 +61,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     resample: Filter = "bicubic"
     fill: tuple[int, int, int] = (0, 0, 0)
     tokens: int = 1
+    block_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in (*_NEEDS[self.kind], "tokens"):
@@ -82,6 +83,21 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
     "bounded": ("shorter", "longest"),
     "page": ("height", "width"),
 }
+
+
+class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ids that stand for an image in a row: `before`, `count` times `token`, `after`. A `count` of 0: as many as
+    the image has blocks.
+
+    They are the whole row of an input with one image, whose text is not read. With `beside_text` they stand in the
+    prompt of an input, before its text, those of each of its images.
+    """
+
+    token: int
+    count: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    beside_text: bool = False
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -148,6 +164,19 @@ def pixels_of(recipe: Recipe, size: Size) -> Size:
     if recipe.kind in ("crop", "page"):
         return Size(recipe.height, recipe.width)
     return resizes(recipe, size)[-1]
+
+
+def grid_of(recipe: Recipe, pixels: Size) -> Size:
+    """How many blocks an image of that size for the model has."""
+    return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
+
+
+def cost(recipe: Recipe, pixels: Size) -> int:
+    """What an image of that size for the model costs, in tokens."""
+    if not recipe.block_tokens:
+        return recipe.tokens
+    rows, columns = grid_of(recipe, pixels)
+    return recipe.tokens + rows * columns * recipe.block_tokens
 
 
 def _squash(recipe: Recipe, size: Size) -> tuple[Size, ...]:

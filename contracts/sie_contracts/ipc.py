@@ -24,7 +24,7 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import Fetched
-from sie_contracts.images import Recipe
+from sie_contracts.images import ImageTokens, Recipe
 from sie_contracts.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
@@ -100,15 +100,6 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
     special: bool = True
 
 
-class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The row of an input with one image: the ids `before`, `count` times the id `token`, the ids `after`."""
-
-    token: int
-    count: int
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-
-
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the inputs of one operation become rows of token ids.
 
@@ -123,9 +114,10 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
     multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
-    pixels; None: an input may have none. `image_tokens`: the ids of such an input; None: its row has none, and an input
-    may have several images. `writes`: the answer is written token by token, beside the batches of other models: a batch
-    may take minutes, it holds no lane of the device, and its rows join those that are being written.
+    pixels; None: an input may have none. `image_tokens`: the ids that stand for them; None: such a row has none, and an
+    input may have several images. `writes`: the answer is written token by token, beside the batches of other models: a
+    batch may take minutes, it holds no lane of the device, and its rows join those that are being written. `empty`: what
+    stands for an input without a text and without images.
     """
 
     layout: Layout = "text"
@@ -137,6 +129,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     images: Recipe | None = None
     image_tokens: ImageTokens | None = None
     writes: bool = False
+    empty: str = ""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -397,7 +398,11 @@ def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
 
 def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
     fallback = text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
-    return text(*given.get("instruction")) or defaults.instruction or fallback
+    found = text(*given.get("instruction")) or defaults.instruction or fallback
+    if not families.row(entry.family).ends_instruction:
+        return found
+    found = found.strip()
+    return found if not found or unicodedata.category(found[-1]).startswith("P") else f"{found}."
 
 
 def _prompt(

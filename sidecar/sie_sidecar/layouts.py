@@ -15,7 +15,8 @@ import numpy as np
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
-from sie_sidecar import cost
+from sie_sidecar import cost, image_rows
+from sie_sidecar.image_rows import Beside
 from sie_sidecar.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
@@ -55,16 +56,7 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work]) -> list
             found.append(Made(each.rows, each.shared, each.error, unfit))
         else:
             found.append(next(made))
-    return found if layout.image_tokens is None else [_unreserved(each, layout.image_tokens.token) for each in found]
-
-
-def _unreserved(made: Made, token: int) -> Made:
-    """With the inputs refused whose text holds the token that stands for a part of an image."""
-    error = InvalidInput("text: it holds a token that the model reserves for images", reason="reserved_token")
-    bad = [number for number, row in enumerate(made.rows) if not row.images and (row.ids == token).any()]
-    if any(number < made.shared for number in bad):
-        return Made([], error=error)
-    return replace(made, unfit={**made.unfit, **{number - made.shared: error for number in bad}}) if bad else made
+    return [image_rows.unreserved(each, layout) for each in found]
 
 
 def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
@@ -78,8 +70,8 @@ def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trunca
     return [Made([next(rows) for _ in item.inputs]) for item in items]
 
 
-# A text to tokenise, ids without special tokens to cut, or a row that is made.
-_Content = str | Ids | Row
+# A text to tokenise, with images before it or not, ids without special tokens to cut, or a row that is made.
+_Content = str | Ids | Beside | Row
 
 
 def _contents(tokenizer: ModelTokenizer, layout: Rows, item: Work, pairs: Iterator[Row]) -> list[_Content]:
@@ -88,7 +80,7 @@ def _contents(tokenizer: ModelTokenizer, layout: Rows, item: Work, pairs: Iterat
     prompt: tuple[Ids, Ids] | None = None
     for index, given in enumerate(item.inputs):
         if given.images:
-            found.append(_seen(item.images[index], layout))
+            found.append(_seen(given, item.images[index], layout, item.options))
         elif given.vectors is not None:
             found.append(_given(given.vectors))
         elif given.tokens is not None:
@@ -97,18 +89,16 @@ def _contents(tokenizer: ModelTokenizer, layout: Rows, item: Work, pairs: Iterat
         elif given.pair is not None:
             found.append(next(pairs))
         else:
-            found.append(prompted(given, item.options))
+            found.append(prompted(given, item.options, layout.empty))
     return found
 
 
-def _seen(images: Seen | InvalidInput, layout: Rows) -> Row:
-    """The row of images: a text beside them is not read."""
-    assert layout.images is not None
+def _seen(given: Input, images: Seen | InvalidInput, layout: Rows, options: RunOptions) -> _Content:
     assert not isinstance(images, InvalidInput)
-    ids, tokens = _NONE, layout.image_tokens
-    if tokens is not None:
-        ids = np.array([*tokens.before, *(tokens.token,) * tokens.count, *tokens.after], np.int32)
-    return Row(ids, len(ids), expanded=len(ids) + len(images) * layout.images.tokens, images=images)
+    if layout.image_tokens is None or not layout.image_tokens.beside_text:
+        return image_rows.alone(images, layout)
+    ids, costs = image_rows.ids_of(images, layout), image_rows.cost_of(images, layout)
+    return Beside(options.prefix, images, ids, costs, (given.text or "") + options.suffix)
 
 
 def _given(vectors: Vectors) -> Row:
@@ -176,6 +166,9 @@ def _sided(
             content = contents[index]
             if isinstance(content, Row):
                 rows[index] = content
+                continue
+            if isinstance(content, Beside):
+                rows[index] = image_rows.beside(tokenizer, content, (first, last), most, truncate)
                 continue
             if isinstance(content, str):
                 tokens = next(tokenised)
@@ -258,6 +251,38 @@ def _kept(kept: Tokens, given: Tokens, room: int, truncate: Truncate) -> Ids:
 def _pieces(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
 ) -> list[Made]:
+    items = [_said_of(item, layout.empty) for item in items]
+    made = iter(_text_pieces(tokenizer, [item for item in items if not item.images], truncate, limit))
+    return [
+        _pieces_with_images(tokenizer, layout, item, truncate, limit) if item.images else next(made) for item in items
+    ]
+
+
+def _said_of(item: Work, empty: str) -> Work:
+    """With `empty` in the place of a text where there is nothing else."""
+    if not empty:
+        return item
+
+    def said(given: Input) -> Input:
+        return given if given.text or given.images else Input(empty)
+
+    return item._replace(query=item.query and said(item.query), inputs=[said(given) for given in item.inputs])
+
+
+def _pieces_with_images(tokenizer: ModelTokenizer, layout: Rows, item: Work, truncate: Truncate, limit: int) -> Made:
+    """As those of texts; no image is cut."""
+    query = query_of(item)
+    shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
+    rows = []
+    for index, given in enumerate(item.inputs):
+        text = given.text or ""
+        read = _document(tokenizer, text, item.options.document_tokens)
+        row = image_rows.of_pieces(tokenizer, layout, item, index, (shown, read), truncate, limit)
+        rows.append(replace(row, full=row.full + (shown != query) + (read != text)))
+    return Made(rows)
+
+
+def _text_pieces(tokenizer: ModelTokenizer, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
     """Each piece by itself, then joined: the answer stands after the last, so no end of the template is ever cut.
 
     A query in a piece of its own keeps its share of the limit, as one beside the document does. The piece with the
@@ -372,13 +397,14 @@ def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncat
         shared = int(item.query is not None)
         rows = []
         for number, (each, text) in enumerate(zip(contents, texts, strict=True)):
-            seen = _seen(item.images[number - shared], layout) if number - shared in item.images else None
+            images = item.images.get(number - shared)
             beside = len(text) // COST_CHARACTERS
-            rows.append(
-                Row(each.ids, len(each.ids), expanded=beside)
-                if seen is None
-                else Row(each.ids, len(each.ids), expanded=seen.cost + beside + len(each.ids), images=seen.images)
-            )
+            if images is None:
+                rows.append(Row(each.ids, len(each.ids), expanded=beside))
+                continue
+            assert not isinstance(images, InvalidInput)
+            tokens = image_rows.cost_of(images, layout) + beside + len(each.ids)
+            rows.append(Row(each.ids, len(each.ids), expanded=tokens, images=images))
         made.append(Made(rows, shared=shared))
     return made
 

@@ -22,7 +22,7 @@ from sie_sidecar.in_flight import InFlight, changed
 from sie_sidecar.inventory import Inventory
 from sie_sidecar.loading import Loading
 from sie_sidecar.models import Hosted
-from sie_sidecar.rows import Seen, Work, effort_of
+from sie_sidecar.rows import OF_QUERY, Seen, Work, effort_of
 from sie_sidecar.settle import Settle
 from sie_sidecar.source import Source
 from sie_sidecar.tokens import TokenizerPool
@@ -160,10 +160,12 @@ class Prepare:
             flight.unfit = each.unfit
 
     async def _seen(self, flight: InFlight, recipe: Recipe | None) -> Mapping[int, Seen | InvalidInput]:
-        """The pixels of the inputs that have images, by their index, or why they have none."""
+        """The pixels of the inputs that have images, by their index, and of the query, or why they have none."""
         if recipe is None:
             return {}
         shown = {index: given.images for index, given in enumerate(flight.item.inputs) if given.images}
+        if flight.item.query is not None and flight.item.query.images:
+            shown[OF_QUERY] = flight.item.query.images
         found = await asyncio.gather(*(self._pixels(images, recipe) for images in shown.values()))
         return dict(zip(shown, found, strict=True))
 

@@ -24,6 +24,7 @@ from sie_sidecar.tokens import Ids, ModelTokenizer
 # The images of an input as pixels.
 Seen = Sequence[Prepared]
 
+OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
 # Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is
 # bounded before it is made.
@@ -68,7 +69,7 @@ class Row:
 
 class Work(NamedTuple):
     """What the rows of one work item are made from. `images`: those of each input that has any, by its index, or why
-    they are none.
+    they are none; those of the query are at OF_QUERY.
     """
 
     inputs: Sequence[Input]
@@ -101,12 +102,11 @@ def checked_work(
     if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
         return item, error, unfit
     if item.query is not None:
-        query = item.query
-        error = (
-            _unsupported("images", "takes none in a query")
-            if query.images
-            else _unfit(tokenizer, layout, query, item.options)
-        )
+        query, seen = item.query, item.images.get(OF_QUERY)
+        if query.images and layout.layout != "pieces":
+            error = _unsupported("images", "takes none in a query")
+        else:
+            error = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
     for index, given in enumerate(item.inputs):
         seen = item.images.get(index)
         why = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, given, item.options)
@@ -131,7 +131,8 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOp
     if given.images:
         if layout.images is None:
             return _unsupported("images", "takes none")
-        several = layout.image_tokens is not None and len(given.images) > 1
+        alone = layout.image_tokens is not None and not layout.image_tokens.beside_text
+        several = alone and len(given.images) > 1
         return _unsupported("images", "takes one for each input, no more,") if several else None
     if given.vectors is not None:
         return _unfit_vectors(layout, given.vectors, options)
@@ -233,8 +234,9 @@ def effort_of(layout: Rows, item: Work) -> int:
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
-def prompted(given: Input, options: RunOptions) -> str:
-    return options.prefix + (given.text or "") + options.suffix
+def prompted(given: Input, options: RunOptions, empty: str = "") -> str:
+    """A text in its prompt; `empty` where there is none."""
+    return options.prefix + (given.text or empty) + options.suffix
 
 
 def texts_of(item: Work) -> list[str]:

@@ -136,6 +136,11 @@ def colpali(folder: Path) -> Path:
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:
+    randomised(model).save_pretrained(folder)
+
+
+def randomised(model: PreTrainedModel) -> PreTrainedModel:
+    """With random weights, biases and norms; the same each time."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,7 +149,7 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
             else:
                 scale = max(1, parameter[0].numel()) ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    model.save_pretrained(folder)
+    return model
 
 
 def _with_processor(folder: Path, processor: Any, published: str) -> Path:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from parity import dual_checkpoints
 from parity.dual_checkpoints import PAGE, PATCH, WIDTH, image, png, seen
+from parity.page_engine import Given, Served, Vectors
 from parity.table import Agreement, ParityTable
-from PIL import Image
 from transformers import AutoProcessor, ColPaliForRetrieval
 
 from sie_adapter.engine import Engine
@@ -24,13 +22,11 @@ from sie_adapter.families.vision_language import VisionLanguage
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Failed, Input, Ok, Operation
+from sie_contracts.messages import Input
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
 from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.rows import Part, Work
+from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer
 
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
@@ -40,8 +36,6 @@ TEXTS = ["what is the total price", "river", "a {brace} and 東京, naïve 2026"
 PAGES = [
     image(width, height, seed) for seed, (width, height) in enumerate([(100, 140), (300, 40), (PAGE, PAGE), (33, 31)])
 ]
-Given = str | Image.Image
-Vectors = NDArray[np.float32]
 
 
 def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
@@ -57,42 +51,6 @@ def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
             **changed,
         }
     )
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model in the engine of this process, asked as gateway and sidecar ask."""
-
-    engine: Engine
-    entry: ModelEntry
-    weights: VisionLanguage
-    tokenizer: ModelTokenizer
-
-    def run(self, operation: Operation, given: Sequence[Given], query: str | None = None, **options: Any) -> list[Any]:
-        """Of each input its token vectors, its score, or its error: all of them one batch."""
-        resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
-        _, asked = run_options(resolved, options, operation)
-        layout = self.weights.rows[operation]
-        inputs = [Input(each) if isinstance(each, str) else Input(images=(png(each),)) for each in given]
-        work = Work(inputs, None if query is None else Input(query), asked.run, seen(inputs, layout))
-        (made,) = layouts.make(self.tokenizer, layout, [work])
-        assert made.error is None, made.error
-        assert not made.unfit, made.unfit
-        batch = rowing.to_batch("b", self.entry.id, operation, layout.layout, [Part(made.rows, work)])
-        with torch.inference_mode():
-            reply = self.engine.execute(batch)
-        assert isinstance(reply, BatchDone), reply
-        return [self._value(reply, outcome) for outcome in reply.outcomes]
-
-    @staticmethod
-    def _value(reply: BatchDone, outcome: object) -> Any:
-        if isinstance(outcome, Failed):
-            return outcome.error
-        assert isinstance(outcome, Ok)
-        if outcome.score is not None:
-            return outcome.score
-        part = outcome.outputs["multivector"]
-        return np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
 
 
 class Oracle:

@@ -163,6 +163,9 @@ REMOTE = {
 DONUT = ("cord-v2", "docvqa", "rvlcdip")
 # its family names the class itself; tests/parity loads one
 WITHOUT_AUTO_CLASS = {
+    "Qwen/Qwen3-VL-Embedding-2B",
+    "Qwen/Qwen3-VL-Reranker-2B",
+    "vidore/colqwen2.5-v0.2",
     "vidore/colpali-v1.3-hf",
     *(f"naver-clova-ix/donut-base-finetuned-{each}" for each in DONUT),
     *(f"microsoft/Florence-2-{each}" for each in ("base", "base-ft", "large")),
@@ -215,7 +218,7 @@ def test_a_profile_resolves_and_takes_a_smallest_request_of_each_task(entry: Mod
     for task in entry.tasks:
         run = run_options(resolved, requests[task], task, strict=True)[1].run
         assert "{" not in run.prefix + run.query_prefix + run.suffix
-        if task == "score" and entry.family == "decoder-reranker":
+        if task == "score" and entry.pair:
             assert sorted(part for piece in run.pieces for part in piece[1::2]) == ["document", "query"]
             assert not any("{" in text for piece in run.pieces for text in piece[::2])
 
@@ -254,6 +257,7 @@ LATE = {  # the width of a fixed dimensional encoding
     "mixedbread-ai/mxbai-colbert-large-v1": 10240,
     "mixedbread-ai/mxbai-edge-colbert-v0-32m": 10240,
     "vidore/colpali-v1.3-hf": 10240,
+    "vidore/colqwen2.5-v0.2": 10240,
 }
 BACKENDS = (
     "BAAI/bge-m3:bge_m3_flag",

@@ -34,7 +34,7 @@ BLOCKS = {
     "first-hour.md": {"kubernetes": 10},
     "doctor.md": {"": 2, "machine": 1},
     "documents.md": {"": 1},
-    "image-search.md": {"": 2},
+    "image-search.md": {"": 4},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "migration.md": {"server": 1, "": 3},

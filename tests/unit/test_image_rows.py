@@ -74,7 +74,7 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
     second = work(Input(images=(FILE, FILE)), _0=[prepared(1), prepared(2, 2, 3)])
     parts = [Part(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
     batch = to_batch("b", "m", "encode", "text", parts)
-    found = images(batch.images, batch.pixels, 9)
+    found = images(batch.images, batch.pixels, RECIPE)
     assert found is not None
     decoded = items(batch.lengths, batch.ids, batch.types, found)
     assert decoded.lengths.tolist() == [0, 1, 0]
@@ -92,7 +92,7 @@ def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) 
     (made,) = layouts.make(tokenizer, LAYOUT, [asked])
     batch = to_batch("b", "m", "encode", "text", [Part(made.rows, asked)])
     assert (batch.images, batch.pixels) == (b"", b"")
-    assert images(batch.images, batch.pixels, 9) is None
+    assert images(batch.images, batch.pixels, RECIPE) is None
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_images_that_do_not_belong_to_their_batch_are_refused(
     places: list[tuple[int, ...]], pixels: int, message: str
 ) -> None:
     with pytest.raises(MalformedBatch, match=message):
-        images(np.array(places, np.int32).tobytes(), bytes(pixels), 9)
+        images(np.array(places, np.int32).tobytes(), bytes(pixels), RECIPE)
 
 
 def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
-    found = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), 9)
+    found = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
     with pytest.raises(MalformedBatch, match="row 3"):
         items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", found)

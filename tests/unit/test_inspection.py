@@ -20,6 +20,7 @@ from parity import (
     dual_checkpoints,
     gliner_checkpoints,
     heads_checkpoints,
+    qwen_checkpoints,
     reader_checkpoints,
 )
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
@@ -299,6 +300,8 @@ def test_other_folders_load_and_answer_too(
         (dual_checkpoints.clip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.CLIP_TOKENS),
         (dual_checkpoints.siglip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.SIGLIP_TOKENS),
         (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
+        (qwen_checkpoints.colqwen, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
+        (qwen_checkpoints.qwen3_vl, "multimodal-encoder", {"dense": 48}, 4096),
         (detector_checkpoints.grounding_dino, "detector", {"objects": 0}, 256),
         (detector_checkpoints.owlv2, "detector", {"objects": 0}, 16),
         (reader_checkpoints.donut, "document-reader", {"entities": 0, "data": 0}, reader_checkpoints.DONUT_TOKENS),

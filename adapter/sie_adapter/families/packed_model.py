@@ -21,11 +21,15 @@ from sie_adapter.heads import Head, Row
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed
 from sie_adapter.tokenizer import Needs, fault, fitted
+from sie_contracts import families
 from sie_contracts.entries import ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch
 from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation, RunOptions
 
+# Short sequences with which the packed path of a model that ranks is tried beside the usual ones: its scores are
+# compared by rank as well, which needs many of them.
+_RANKED_SAMPLES = 45
 _LORA_SAMPLE = (8, 24)
 
 
@@ -100,6 +104,11 @@ class PackedModel:
         if message.operation == "score":
             return answers.side_scores(group.options, query, rows, per_row=self.per_row)
         return answers.vectors(group.options, rows)
+
+
+def samples_of(family: str) -> int:
+    """As `Backbone` takes them."""
+    return 0 if families.row(family).gives_vectors else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:

@@ -17,7 +17,7 @@ from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, read_modules
 from sie_adapter.device import Compute
-from sie_adapter.families.packed_model import PackedModel
+from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
@@ -28,10 +28,6 @@ from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, RunBatch
 from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation, RunOptions
-
-# Short sequences with which the packed path of a model that ranks is tried beside the usual ones: its scores are
-# compared by rank as well, which needs many of them.
-_RANKED_SAMPLES = 45
 
 
 class TextEncoder(PackedModel):
@@ -57,7 +53,7 @@ class TextEncoder(PackedModel):
         super().__init__(entry, compute)
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, load)
-        samples = 0 if families.row(entry.family).gives_vectors else _RANKED_SAMPLES
+        samples = samples_of(entry.family)
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)
             self._run_on(Backbone(builder.backbone, compute, entry.max_tokens, samples), builder.backbone, compute)

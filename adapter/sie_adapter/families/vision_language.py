@@ -1,47 +1,103 @@
-"""Vision-language models that give a vector for each token: a page is found by its picture. ColPali (arXiv 2407.01449).
+"""Models that read images and texts through one language model.
 
-image ──► tower ──► projected features ──┐
-                                         ├──► packed language model ──► states ──► a linear layer ──► token vectors
-ids of a text, or of the prompt of a page ┘
+image ──► tower ──► features ─────────────┐
+                                          ├──► packed language model ──► states ──► heads
+ids of a text, and those around an image ─┘
+
+family                 model                                       heads
+vision-language        ColPali, ColQwen2.5 (arXiv 2407.01449)      multivector
+multimodal-encoder     Qwen3-VL-Embedding       dense
+multimodal-reranker    Qwen3-VL-Reranker                           answer
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import msgspec
 import torch
-from tokenizers import Tokenizer, processors
-from torch import Tensor
-from transformers import ColPaliForRetrieval
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
+from sie_adapter import answers
+from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
+from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
-from sie_adapter.heads import Head
-from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.images import Tower, processor_of
+from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
+from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
+from sie_adapter.families.qwen_vl import ColQwen
+from sie_adapter.heads import Head, Row
+from sie_adapter.images import processor_of
 from sie_adapter.linear import block_linears
-from sie_adapter.packing import Features, Int64, Items, Packed, Shown
+from sie_adapter.packing import Int64, Items, Packed, Shown
 from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.ipc import ImageTokens, Rows
+from sie_contracts.images import ImageTokens, Normalisation, Recipe
+from sie_contracts.ipc import Group, Rows, RunBatch
 from sie_contracts.load_errors import load_failed
 
-_PAGE_PROMPT = "<bos>Describe the image.\n"  # behind the image. Source: transformers, ColPaliProcessor
-_PATCHES_PER_TOKEN = 4  # of the tower, which take about the time of one token of the language model
+Seen = Sequence[Sequence[Shown]]  # the images of each sequence of a pass, in packed order
+
+
+class Reader(Protocol):
+    """What differs between the kinds of models. It is made from a folder, and loads the weights.
+
+    `model`: all of it. `language`: its text model. `adapted`: what LoRAs apply to. `towers`: what reads images.
+    `output`, `width`: of what it gives, as an entry says them; 0: an output without a width.
+    """
+
+    model: Any
+    language: Any
+    adapted: nn.Module
+    towers: tuple[nn.Module, ...]
+    output: str
+    width: int
+    heads: dict[str, Head]
+
+    def __init__(
+        self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, normalisation: Normalisation
+    ) -> None: ...
+
+    @staticmethod
+    def table_of_files(folder: Path, entry: ModelEntry) -> int:
+        """The rows of the table of embeddings that the files lead to. Raises ModelLoadFailed for tensors that do not
+        fit the class.
+        """
+
+    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer with the ids that stand around every text."""
+
+    def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
+        """What stands for an image."""
+
+    def priced(self, recipe: Recipe) -> Recipe:
+        """The recipe with what an image costs."""
+
+    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
+        """How the inputs of each operation become ids."""
+
+    def see(self, packed: Packed, images: Seen) -> None:
+        """Give a pass the features of its images."""
+
+
+_READERS: Mapping[tuple[str, str], type[Reader]] = {
+    ("vision-language", "colpali"): ColPali,
+    ("vision-language", "qwen2_5_vl"): ColQwen,
+    ("multimodal-encoder", "qwen3_vl"): Qwen3Encoder,
+    ("multimodal-reranker", "qwen3_vl"): Qwen3Reranker,
+}
 
 
 @dataclass
 class _Pass(Packed):
-    """`shown`: the images of its sequences, in packed order."""
+    """`shown`: the images of each of its sequences, in packed order."""
 
-    shown: Sequence[Shown] = ()
+    shown: Seen = ()
 
 
 class VisionLanguage(PackedModel):
@@ -52,84 +108,74 @@ class VisionLanguage(PackedModel):
         """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
         runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
-        _check_type(folder, entry)
+        reader = _reader(folder, entry)
         processor_of(folder, entry)
-        model: Any = empty_model(ColPaliForRetrieval, folder, entry.load)
-        table = model.vlm.get_input_embeddings().num_embeddings
+        table = reader.table_of_files(folder, entry)
         return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
         entry.
         """
-        _check_type(folder, entry)
+        kind = _reader(folder, entry)
         super().__init__(entry, compute)
-        recipe, normalisation = processor_of(folder, entry)
+        recipe, normalisation = processor_of(folder, entry, load)
         with torch.inference_mode():
-            model: Any = load_model(ColPaliForRetrieval, folder, load, compute, float32_head=True)
-            self.memory_bytes = bytes_of(model)
-            vlm, language = model.vlm, model.vlm.language_model
-            _attend_both_ways(language)
+            self._reader = reader = kind(folder, entry, load, compute, normalisation)
+            self.memory_bytes = bytes_of(reader.model)
             if compute.device.type == "cpu":
-                block_linears(vlm.vision_tower)
-                block_linears(vlm.multi_modal_projector)
-            self._run_on(Backbone(language, compute, entry.max_tokens), language, compute)
-        self.width: int = model.config.embedding_dim
-        tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
-        # the prompts have the only special tokens
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+                for tower in reader.towers:
+                    block_linears(tower)
+            backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family))
+            self._run_on(backbone, reader.adapted, compute)
+        self.width, self.heads = reader.width, reader.heads
+        self._check_width(entry, reader.output, self.width)
+        tokenizer = reader.framed(fitted(load_tokenizer(folder, load), self.vocabulary)[0])
         self.tokenizer = tokenizer.to_str().encode()
-        patches = (recipe.height // vlm.config.vision_config.patch_size) ** 2
-        tokens = ImageTokens(
-            vlm.config.image_token_id,
-            patches,
-            after=tuple(tokenizer.encode(_PAGE_PROMPT, add_special_tokens=False).ids),
-        )
-        self._check(entry, tokenizer, tokens)
-        images = msgspec.structs.replace(recipe, tokens=max(1, patches // _PATCHES_PER_TOKEN))
-        self._image_token = tokens.token
-        self.rows = {
-            "encode": Rows("text", vectors=self.width, images=images, image_tokens=tokens),
-            "score": Rows("sides", vectors=self.width, images=images, image_tokens=tokens),
-        }
-        self.heads: dict[str, Head] = {"multivector": MultivectorHead(model.embedding_proj_layer, compute.device)}
-        self._tower = Tower(lambda pixels: vlm.get_image_features(pixels).pooler_output, normalisation, compute)
-
-    def _check(self, entry: ModelEntry, tokenizer: Tokenizer, tokens: ImageTokens) -> None:
-        self._check_width(entry, "multivector", self.width)
-        if (length := tokens.count + len(tokens.after)) > entry.max_tokens:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the row of an image has {length}"
-            )
+        tokens = reader.tokens(tokenizer, recipe)
         if tokenizer.id_to_token(tokens.token) is None:
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: the token of images, {tokens.token}, is not its tokenizer's"
             )
+        most = tokens.count or recipe.most_pixels // recipe.multiple**2
+        if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the row of an image has {length}"
+            )
+        self.rows = reader.rows(reader.priced(recipe), tokens)
+        self._difference = entry.head.score == "difference"
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """Lay out the chosen items, with the images of each."""
         packed = self.backbone.pack(batch, chosen)
         if batch.images is None:
             return packed
-        shown = [image for row in batch.images.of(packed.order) for image in row]
+        shown = batch.images.of(packed.order)
         return _Pass(**{each.name: getattr(packed, each.name) for each in fields(Packed)}, shown=shown)
 
     def forward(self, packed: Packed) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in packed order. Under inference mode only."""
-        if isinstance(packed, _Pass) and packed.shown:
-            packed.features = Features(self._image_token, self._tower.forward(packed.shown).flatten(0, 1))
+        if isinstance(packed, _Pass) and any(packed.shown):
+            self._reader.see(packed, packed.shown)
         return self.backbone.forward(packed)
 
+    def answer(
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
+    ) -> Answers:
+        """One answer per input of `group`."""
+        if "answer" in self.heads:
+            return answers.answer_scores(group.options, rows["answer"], difference=self._difference)
+        return super().answer(message, group, query, rows, places)
 
-def _attend_both_ways(language: Any) -> None:
-    """Have every token of a prompt see every other one, as the processor's token types say."""
-    language.config.is_causal = False
-    for module in language.modules():
-        if hasattr(module, "is_causal"):
-            module.is_causal = False
 
-
-def _check_type(folder: Path, entry: ModelEntry) -> None:
-    found = read_json(folder / "config.json").get("model_type")
-    if found != "colpali":
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a vision-language model is colpali")
+def _reader(folder: Path, entry: ModelEntry) -> type[Reader]:
+    found = str(read_json(folder / "config.json").get("model_type"))
+    if (reader := _READERS.get((entry.family, found))) is None:
+        known = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a {entry.family} is {known}")
+    return reader

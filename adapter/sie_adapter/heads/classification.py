@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -68,7 +70,7 @@ class LastTokenHead:
     of Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.
     """
 
-    def __init__(self, head: TransformersHead, pad: int | None = None) -> None:
+    def __init__(self, head: Callable[[Tensor], Tensor], pad: int | None = None) -> None:
         self._head, self._pad = head, pad
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:

@@ -1,0 +1,115 @@
+"""Qwen3-VL that embeds and Qwen3-VL that scores, for `vision_language`: images stand in the prompt of a text.
+
+Both read the last token of a conversation whose last turn, the model's own, is empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, processors
+from torch import Tensor
+
+from sie_adapter import checkpoint
+from sie_adapter.device import Compute
+from sie_adapter.families.qwen_vl import LANGUAGE_HEAD, QwenVL
+from sie_adapter.heads import Head
+from sie_adapter.heads.classification import LastTokenHead
+from sie_adapter.heads.pooling import DenseHead
+from sie_adapter.tokenizer import load_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.images import ImageTokens, Normalisation, Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+
+_IMAGE = ("<|vision_start|>", "<|vision_end|>")
+_TURN = "<|im_end|>\n<|im_start|>assistant\n"  # behind every text of an encoder; no text is so long that it is cut off
+_NOTHING = "NULL"  # what the model was trained with for an input without a text and without images
+
+
+class _Qwen3(QwenVL):
+    def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
+        before, after = (tuple(tokenizer.encode(token, add_special_tokens=False).ids) for token in _IMAGE)
+        return ImageTokens(self._token, before=before, after=after, beside_text=True)
+
+
+class Qwen3Encoder(_Qwen3):
+    """A `vision_language.Reader`: the state of the last token. Source: the vendor's Qwen3-VL-Embedding."""
+
+    output = "dense"
+
+    def __init__(
+        self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, normalisation: Normalisation
+    ) -> None:
+        super().__init__(folder, entry, load, compute, normalisation)
+        self.width: int = self.language.config.hidden_size
+        self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
+
+    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """With the end of the turn behind every text, which is cut before it."""
+        ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
+        tokens = [tokenizer.id_to_token(number) for number in ids]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A <turn>", pair="$A $B <turn>", special_tokens=[{"id": "<turn>", "ids": ids, "tokens": tokens}]
+        )
+        return tokenizer
+
+    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
+        return {"encode": Rows("text", images=images, image_tokens=tokens, empty=_NOTHING)}
+
+
+class Qwen3Reranker(_Qwen3):
+    """A `vision_language.Reader`: P(yes) at the last token. Source: the vendor's Qwen3-VL-Reranker."""
+
+    output = "score"
+    width = 0
+
+    def __init__(
+        self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, normalisation: Normalisation
+    ) -> None:
+        super().__init__(folder, entry, load, compute, normalisation)
+        if not (entry.pair and entry.head.yes_token and entry.head.no_token):
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: a {entry.family} needs pair, head.yes_token and head.no_token"
+            )
+        tokenizer = load_tokenizer(folder, load)
+        ids = [self._answer(tokenizer, token) for token in (entry.head.no_token, entry.head.yes_token)]
+        layer = checkpoint.linear(self._output_rows(folder, ids)).to(compute.device)
+        self.heads: dict[str, Head] = {"answer": LastTokenHead(lambda states: layer(states.float()))}
+
+    def _answer(self, tokenizer: Tokenizer, token: str) -> int:
+        ids = tokenizer.encode(token, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise load_failed("INCOMPATIBLE", f"{self._id}: the answer {token!r} is not one token of its vocabulary")
+        return int(ids[0])
+
+    def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
+        """The rows of the output layer for these ids, float32; those of the input embeddings if both are one."""
+        if found := _stored_rows(folder, LANGUAGE_HEAD, ids):
+            return torch.stack(found)
+        config: Any = self.model.config
+        if not (config.tie_word_embeddings or config.text_config.tie_word_embeddings):
+            raise load_failed("INCOMPATIBLE", f"{self._id}: the weights have no {LANGUAGE_HEAD}")
+        rows: Tensor = self.model.get_input_embeddings().weight[ids].float()
+        return rows
+
+    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Without any tokens around a text: the pieces of the template have them."""
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        return tokenizer
+
+    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
+        return {"score": Rows("pieces", images=images, image_tokens=tokens, empty=_NOTHING)}
+
+
+def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
+    """Some rows of one matrix, float32; none if no file has it. The others are not read."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118  not a mapping
+                matrix = file.get_slice(name)
+                return [matrix[number].float() for number in ids]
+    return []

@@ -1,0 +1,157 @@
+"""Models over Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions in three axes.
+
+images ──► patches of all of them ──► tower ──► features of each block ──► in the places of the image token
+                                                                    └──► `axes_of`: positions of images and texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer, processors
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from sie_adapter import checkpoint
+from sie_adapter.checkpoint import empty_model, load_model
+from sie_adapter.device import Compute
+from sie_adapter.families.colpali import late_rows
+from sie_adapter.heads import Head
+from sie_adapter.heads.multivector import MultivectorHead
+from sie_adapter.images import GridTower, Patches
+from sie_adapter.packing import Features, Int64, Packed, Shown
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InternalFailure
+from sie_contracts.images import ImageTokens, Normalisation, Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+
+# Around the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
+_BEFORE_PAGE, _AFTER_PAGE = (
+    "<|im_start|>user\n<|vision_start|>",
+    "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
+)
+_PROJECTION = "custom_text_proj"
+LANGUAGE_HEAD = "lm_head.weight"  # of which no more than a few rows are read
+_BLOCK_TOKENS = 1  # a block is four patches, which take about the time of one token of the language model
+
+
+class QwenVL:
+    """What all of them do alike; a part of a `vision_language.Reader`."""
+
+    consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
+
+    @classmethod
+    def table_of_files(cls, folder: Path, entry: ModelEntry) -> int:
+        model: Any = empty_model(AutoModel, folder, entry.load, cls.consumed)
+        return int(model.get_input_embeddings().num_embeddings)
+
+    def __init__(
+        self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, normalisation: Normalisation
+    ) -> None:
+        self._id = entry.id
+        self.model: Any = load_model(AutoModel, folder, load, compute, self.consumed)
+        self._visual = self.model.visual
+        self.language = self.model.language_model
+        self.adapted: nn.Module = self.language
+        self.towers = (self._visual,)
+        self._token: int = self.model.config.image_token_id
+        self._patches = Patches.of(self.model.config.vision_config)
+        self._tower = GridTower(self._features, self._patches, normalisation, compute)
+
+    def _features(self, patches: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
+        found = self._visual(patches, grid_thw=grids)
+        return (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+
+    def priced(self, recipe: Recipe) -> Recipe:
+        unit = self._patches.edge * self._patches.merged
+        if recipe.kind != "blocks" or recipe.multiple != unit:
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{self._id}: preprocessor_config.json does not cut images into blocks of {unit} pixels, as config.json"
+                " does",
+            )
+        return msgspec.structs.replace(recipe, block_tokens=_BLOCK_TOKENS)
+
+    def see(self, packed: Packed, images: Sequence[Sequence[Shown]]) -> None:
+        packed.axes = axes_of(packed, self._token, [[self._tower.grid(image) for image in row] for row in images])
+        values, *deeper = self._tower.forward([image for row in images for image in row])
+        packed.features = Features(self._token, values, tuple(deeper))
+
+
+class ColQwen(QwenVL):
+    """A `vision_language.Reader`: token vectors of Qwen2.5-VL."""
+
+    output = "multivector"
+    consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")
+
+    def __init__(
+        self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, normalisation: Normalisation
+    ) -> None:
+        super().__init__(folder, entry, load, compute, normalisation)
+        weight, bias = (checkpoint.tensor(folder, f"{_PROJECTION}.{part}") for part in ("weight", "bias"))
+        if weight is None:
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors",
+            )
+        self.adapted = projected = _Projected(self.language, checkpoint.linear(weight, bias).to(compute.device))
+        self.width = len(weight)
+        self.heads: dict[str, Head] = {"multivector": MultivectorHead(projected, compute.device)}
+
+    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Without any: the prompts have the only special tokens."""
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        return tokenizer
+
+    def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
+        before, after = (tuple(tokenizer.encode(text).ids) for text in (_BEFORE_PAGE, _AFTER_PAGE))
+        return ImageTokens(self._token, before=before, after=after)
+
+    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
+        return late_rows(self.width, images, tokens)
+
+
+class _Projected(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """The layers that a LoRA of ColQwen names, by the names that it has for them. As a layer: the projection."""
+
+    def __init__(self, language: Any, projection: nn.Linear) -> None:
+        super().__init__()
+        self.layers, self.custom_text_proj = language.layers, projection
+
+    def forward(self, states: Tensor) -> Tensor:
+        """float32 [.., width] -> [.., width of a token vector]"""
+        found: Tensor = self.custom_text_proj(states)
+        return found
+
+
+def axes_of(packed: Packed, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
+    """The positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of the
+    images of each sequence, in packed order.
+
+    An image begins where the text before it ends, and the text behind it at the end of its longer side. Source:
+    transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure where ids and images do not belong together.
+    """
+    axes = np.tile(packed.positions, (3, 1))
+    for sequence, images in enumerate(grids):
+        start, stop = packed.bounds[sequence : sequence + 2].tolist()
+        places = start + np.flatnonzero(packed.ids[start:stop] == token)
+        if len(places) != sum(rows * columns for rows, columns in images):
+            message = f"{len(places)} tokens stand for {len(images)} images of other sizes"
+            raise InternalFailure(message, reason="malformed_batch")
+        position, done = 0, start
+        for rows, columns in images:
+            first, places = int(places[0]), places[rows * columns :]
+            axes[:, done:first] = position + np.arange(first - done)
+            position += first - done
+            done = first + rows * columns
+            axes[0, first:done] = position
+            axes[1, first:done] = position + np.repeat(np.arange(rows), columns)
+            axes[2, first:done] = position + np.tile(np.arange(columns), rows)
+            position += max(rows, columns)
+        axes[:, done:stop] = position + np.arange(stop - done)
+    return axes

@@ -1,0 +1,191 @@
+"""Small random models over Qwen2.5-VL and Qwen3-VL, laid out on disk as hub repositories are, and what the library's
+processor makes of inputs.
+
+What a default initialisation leaves neutral is random. The heads of the tower, its windows, its deeper features and the
+three axes of positions are small, and all there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity.dual_checkpoints import randomised
+from parity.tokenizer_recipes import TokenizerRecipe
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SPECIALS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+TOKENIZER = TokenizerRecipe(
+    "byte-level", SPECIALS, {"eos": "<|im_end|>", "pad": "<|endoftext|>"}, "$A", "$A $B", padding_side="left"
+)
+WIDTH = 24
+BLOCK = 28  # pixels of a block of ColQwen2.5
+LEAST, MOST = 4 * BLOCK**2, 16 * BLOCK**2
+BLOCK_3 = 32  # of Qwen3-VL, which its entries bound by LEAST_3 and MOST_3
+LEAST_3, MOST_3 = 4 * BLOCK_3**2, 16 * BLOCK_3**2
+RANK = 4
+_LANGUAGE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_IDS = {
+    "image_token_id": SPECIALS.index("<|image_pad|>"),
+    "video_token_id": SPECIALS.index("<|video_pad|>"),
+    "vision_start_token_id": SPECIALS.index("<|vision_start|>"),
+    "vision_end_token_id": SPECIALS.index("<|vision_end|>"),
+}
+_ENDS = {
+    "bos_token_id": SPECIALS.index("<|im_start|>"),
+    "eos_token_id": SPECIALS.index("<|im_end|>"),
+    "pad_token_id": SPECIALS.index("<|endoftext|>"),
+}
+
+
+def colqwen(folder: Path) -> Path:
+    """The base of ColQwen2.5: a Qwen2.5-VL with a projection, by the names that published files have."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLImageProcessorPil
+
+    folder.mkdir(parents=True)
+    words = TOKENIZER.save(folder, 4096)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
+    config = Qwen2_5_VLConfig(
+        text_config={**_LANGUAGE, **_ENDS, "vocab_size": words, "rope_parameters": rope},
+        vision_config={
+            **_TOWER,
+            "depth": 2,
+            "out_hidden_size": 48,
+            "patch_size": BLOCK // 2,
+            "window_size": 2 * BLOCK,
+            "fullatt_block_indexes": [1],
+        },
+        **_IDS,
+    )
+    randomised(Qwen2_5_VLModel(config)).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(5)
+    projection = {
+        "custom_text_proj.weight": torch.randn(WIDTH, 48, generator=generator) * 48**-0.5,
+        "custom_text_proj.bias": torch.randn(WIDTH, generator=generator) * 0.3,
+    }
+    stored = load_file(folder / "model.safetensors")
+    renamed = {name.replace("language_model.", "model."): tensor for name, tensor in stored.items()}
+    save_file({**renamed, **projection}, folder / "model.safetensors", {"format": "pt"})
+    _name(folder, "ColQwen2_5")
+    Qwen2VLImageProcessorPil(size={"shortest_edge": LEAST, "longest_edge": 4 * MOST}).save_pretrained(folder)
+    return published(folder)
+
+
+def colqwen_lora(folder: Path, base: Path) -> Path:
+    """A LoRA of every layer of the language model and of the projection, by the names that published files have."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(6)
+    halves = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        path = name.removesuffix(".weight")
+        if not path.endswith("_proj") or path.startswith("visual."):
+            continue
+        outputs, inputs = weight.shape
+        halves[f"base_model.model.{path}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * inputs**-0.5
+        halves[f"base_model.model.{path}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.3
+    save_file(halves, folder / "adapter_model.safetensors")
+    targets = r"(.*(model).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$|.*(custom_text_proj).*$)"
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def qwen3_vl(folder: Path, *, tied: bool = True) -> Path:
+    """Qwen3-VL, whose output layer is its table of embeddings unless `tied` is false."""
+    from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    folder.mkdir(parents=True)
+    words = TOKENIZER.save(folder, 4096)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_LANGUAGE, **_ENDS, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": words, "rope_parameters": rope}
+    config = Qwen3VLConfig(
+        text_config={**text, "tie_word_embeddings": tied},
+        vision_config={
+            **_TOWER,
+            "depth": 3,
+            "out_hidden_size": 48,
+            "patch_size": BLOCK_3 // 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        tie_word_embeddings=tied,
+        **_IDS,
+    )
+    randomised(Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 64 * BLOCK_3**2, "longest_edge": 16384 * BLOCK_3**2},
+        patch_size=BLOCK_3 // 2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(folder)
+    return published(folder)
+
+
+def merged(base: Path, lora: Path | None) -> dict[str, Tensor]:
+    """All weights, with those of the LoRA added."""
+    weights = load_file(base / "model.safetensors")
+    halves = load_file(lora / "adapter_model.safetensors") if lora is not None else {}
+    for name in [name for name in halves if ".lora_A." in name]:
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        weights[f"{path}.weight"] += halves[name.replace("lora_A", "lora_B")] @ halves[name]
+    return weights
+
+
+def published(folder: Path) -> Path:
+    """With the name of the image processor that folders have which were made before there were two backends."""
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": "Qwen2VLImageProcessor"}))
+    return folder
+
+
+def _name(folder: Path, architecture: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [architecture]}))
+
+
+class Inputs:
+    """What the library's processor makes of a prompt and its images: it cannot be built without torchvision."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        from transformers import AutoImageProcessor, AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._images = AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+
+    def __call__(self, prompt: str, images: Sequence[Image.Image] = ()) -> dict[str, Tensor]:
+        """`prompt` has one `<|image_pad|>` for each image."""
+        found = dict(self._images(images=list(images), return_tensors="pt")) if images else {}
+        counts = [int(grid.prod()) // 4 for grid in found["image_grid_thw"]] if images else []
+        first, *rest = prompt.split("<|image_pad|>")
+        assert len(rest) == len(counts)
+        text = first + "".join("<|image_pad|>" * count + each for count, each in zip(counts, rest, strict=True))
+        ids = self._tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        kinds = (ids == SPECIALS.index("<|image_pad|>")).long()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **found}

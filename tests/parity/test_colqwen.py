@@ -1,0 +1,231 @@
+"""Token vectors of questions and of pages equal those of transformers' own Qwen2.5-VL, its image processor and a
+projection, as colpali-engine puts them together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import qwen_checkpoints
+from parity.dual_checkpoints import image, png
+from parity.page_engine import Given, Served, Vectors
+from parity.qwen_checkpoints import BLOCK, MOST, SPECIALS, WIDTH
+from parity.table import Agreement, ParityTable
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.qwen_vl import axes_of
+from sie_adapter.packing import Packed
+from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.errors import InternalFailure, ModelLoadFailed
+from sie_contracts.messages import Input
+from sie_contracts.settings import Settings
+from sie_sidecar.tokens import ModelTokenizer
+
+MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 8e-2}
+MAX_TOKENS = 200
+QUESTION = "{text}" + "<|endoftext|>" * 10
+PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
+TEXTS = ["what is the total price", "river", "a {brace} and 東京, naïve 2026", ""]
+# a square, a strip, one that is made smaller, one that is made larger
+PAGES = [
+    image(width, height, seed) for seed, (width, height) in enumerate([(112, 112), (60, 230), (400, 200), (31, 33)])
+]
+
+
+def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": name,
+            "weights": {"path": str(folder)},
+            "family": "vision-language",
+            "inputs": ["text", "image"],
+            "outputs": {"multivector": WIDTH},
+            "max_tokens": MAX_TOKENS,
+            "prompts": {"query": QUESTION, "document": QUESTION},
+            **changed,
+        }
+    )
+
+
+class Oracle:
+    """The library's model and image processor, one input at a time, with weights to which the LoRA was added."""
+
+    def __init__(self, folder: Path, lora: Path | None) -> None:
+        from transformers import AutoConfig, Qwen2_5_VLModel
+
+        weights = qwen_checkpoints.merged(folder, lora)
+        self._projection = [weights.pop(f"custom_text_proj.{part}") for part in ("weight", "bias")]
+        config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+        self._model = Qwen2_5_VLModel(config).eval()
+        self._model.load_state_dict(
+            {name.replace("model.", "language_model.", 1): each for name, each in weights.items()}
+        )
+        self.inputs = qwen_checkpoints.Inputs(folder, max_pixels=MOST)
+
+    def __call__(self, given: Given) -> Vectors:
+        """[tokens, width], each row of the length one."""
+        asked = self.inputs(QUESTION.format(text=given)) if isinstance(given, str) else self.inputs(PAGE, [given])
+        with torch.inference_mode():
+            states = self._model(**asked).last_hidden_state[0]
+            return F.normalize(F.linear(states, *self._projection), dim=-1).numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen_checkpoints.colqwen(tmp_path_factory.mktemp("pages") / "colqwen")
+
+
+@pytest.fixture(scope="module")
+def lora(folder: Path) -> Path:
+    return qwen_checkpoints.colqwen_lora(folder.parent / "lora", folder)
+
+
+@pytest.fixture(scope="module")
+def load(engine: Engine, folder: Path, lora: Path) -> Callable[..., Served]:
+    @cache
+    def loaded(precision: str = "float32", *, plain: bool = False) -> Served:
+        named = {} if plain else {"lora": str(lora)}
+        entry = entry_of(
+            folder,
+            f"pages/{'plain' if plain else 'colqwen'}-{precision}",
+            load={"precision": precision, "max_pixels": MOST},
+            run=named,
+        )
+        weights = engine.residency.ensure(entry.id, entry).weights
+        if weights.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        if not plain:
+            engine.ensure_lora(entry.id, str(lora))
+        return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path, lora: Path) -> Oracle:
+    return Oracle(folder, lora)
+
+
+def _mixed() -> list[Given]:
+    return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_token_vectors_equal_the_oracle(
+    precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
+) -> None:
+    """Questions and pages of many sizes in one batch, against the library one by one."""
+    served = load(precision)
+    found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
+    path = "padded" if "padded" in served.weights.attention else "packed"
+    table.record("vision-language colqwen2.5", path, precision, agreement)
+    assert agreement.difference <= MAX_DIFFERENCE[precision]
+    assert path == "packed"
+
+
+def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
+    """Which are other vectors, also those of the projection."""
+    found, expected = load(plain=True).run("encode", _mixed()), [Oracle(folder, None)(each) for each in _mixed()]
+    assert Agreement.of(np.concatenate(found), np.concatenate(expected)).difference <= MAX_DIFFERENCE["float32"]
+    assert Agreement.of(np.concatenate(load().run("encode", _mixed())), np.concatenate(expected)).cosine < 0.9
+
+
+def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
+    """MaxSim between a question and pages."""
+    found = load().run("score", PAGES, TEXTS[0])
+    expected = [(oracle(TEXTS[0]) @ oracle(page).T).max(1).sum() for page in PAGES]
+    assert np.abs(np.array(found) - expected).max() <= 1e-4
+
+
+def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
+    served = load()
+    for each, beside in zip(_mixed(), served.run("encode", _mixed()), strict=True):
+        (alone,) = served.run("encode", [each])
+        assert np.abs(alone - beside).max() <= 5e-6
+
+
+def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+    """That of an architecture whose packed states would be wrong."""
+    entry = entry_of(folder, "pages/padded", load={"max_pixels": MOST})
+    weights = engine.residency.ensure(entry.id, entry).weights
+    weights.backbone.run_padded()
+    padded = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    for one, other in zip(padded.run("encode", _mixed()), load(plain=True).run("encode", _mixed()), strict=True):
+        assert np.abs(one - other).max() <= 5e-6
+
+
+def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
+    served = load()
+    expected = np.concatenate(served.run("encode", _mixed()))
+    found: list[Vectors] = []
+
+    def run() -> None:
+        found.extend(np.concatenate(served.run("encode", _mixed())) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 6
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+def test_rows_and_their_costs_follow_the_sizes_of_the_pages(load: Callable[..., Served], oracle: Oracle) -> None:
+    """Ids are the processor's. A block costs its token, and as much again for the tower."""
+    inputs = [Input(images=(png(page),)) for page in PAGES]
+    made = load().rows("encode", inputs)
+    for row, page in zip(made.rows, PAGES, strict=True):
+        expected = oracle.inputs(PAGE, [page])["input_ids"][0].tolist()
+        assert row.ids.tolist() == expected
+        assert row.cost == len(expected) + 1 + expected.count(SPECIALS.index("<|image_pad|>"))
+
+
+def test_a_text_with_the_token_of_images_and_a_second_image_are_refused_alone(load: Callable[..., Served]) -> None:
+    file = png(PAGES[0])
+    made = load().rows("encode", [Input("a <|image_pad|> of a river"), Input("a river"), Input(images=(file, file))])
+    assert {index: error.reason for index, error in made.unfit.items()} == {
+        0: "reserved_token",
+        2: "unsupported_modality",
+    }
+
+
+def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
+    """And none of the model's own making: a batch that is torn apart gives no vectors."""
+    ids = np.array([1, 5, 5, 2], np.int64)
+    packed = Packed(ids, np.arange(4), np.array([0, 4], np.int32), np.array([[0, 1, 4, 4]]), np.zeros(1, np.int64))
+    assert axes_of(packed, 5, [[(1, 2)]]).tolist() == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
+    with pytest.raises(InternalFailure, match="2 tokens stand for 1 images"):
+        axes_of(packed, 5, [[(2, 2)]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the model's is 24 wide"),
+        ({"max_tokens": 30}, "max_tokens is 30, the row of an image has"),
+        ({"load": {"max_pixels": MOST, "min_pixels": BLOCK**2}, "max_tokens": 40}, "max_tokens is 40, the row"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, engine: Engine, folder: Path
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=message):
+        engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

@@ -1,0 +1,303 @@
+"""Vectors and scores of texts with images equal those of transformers' own Qwen3-VL, read as its vendor reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity import qwen_checkpoints
+from parity.dual_checkpoints import image, png
+from parity.page_engine import Served
+from parity.qwen_checkpoints import LEAST_3, MOST_3
+from parity.table import Agreement, ParityTable, Scores
+from PIL import Image
+
+from sie_adapter.engine import Engine
+from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import Input
+from sie_contracts.settings import Settings
+from sie_sidecar.tokens import ModelTokenizer
+
+MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 5e-2}
+MAX_TOKENS = 160
+BOUNDS = {"min_pixels": LEAST_3, "max_pixels": MOST_3}
+SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+BEFORE = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n"
+TURN = "<|im_end|>\n<|im_start|>assistant\n"
+TASK = "Represent the user's input."
+PAIR = (
+    '<|im_start|>system\nJudge whether the Document meets the requirements. Note that the answer can only be "yes" or '
+    '"no".<|im_end|>\n<|im_start|>user\n',
+    "<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}",
+    TURN,
+)
+RANKING = "Given a search query, retrieve relevant candidates that answer the query."
+# yes and no are words of no toy vocabulary: two letters stand for them
+YES, NO = "y", "n"
+PICTURES = [
+    image(width, height, seed)
+    for seed, (width, height) in enumerate([(64, 64), (200, 50), (90, 90), (33, 170), (300, 280)])
+]
+FILES = [png(each) for each in PICTURES]
+# a text, an image, both, several images, nothing
+GIVEN: list[tuple[str, list[int]]] = [
+    ("a river", []),
+    ("", [0]),
+    ("the old town\nby the sea", [1]),
+    ("", [2, 3, 4]),
+    ("naïve 東京", [3, 1]),
+    ("", []),
+    ("word " * 9, []),
+]
+
+
+Side = tuple[str, Sequence[Image.Image]]  # a text and its images
+
+
+def shown(given: tuple[str, list[int]]) -> Side:
+    text, places = given
+    return text, [PICTURES[place] for place in places]
+
+
+def entry_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": name,
+            "weights": {"path": str(folder)},
+            "family": "multimodal-encoder",
+            "inputs": ["text", "image"],
+            "outputs": {"dense": 48},
+            "max_tokens": MAX_TOKENS,
+            "prompts": {
+                "query": BEFORE + "{text}",
+                "document": BEFORE + "{text}",
+                "default_instruction": TASK,
+            },
+            "load": BOUNDS,
+            **changed,
+        }
+    )
+
+
+def reranker_of(folder: Path, name: str, **changed: Any) -> ModelEntry:
+    ranks = {"pair": PAIR, "head": {"yes_token": YES, "no_token": NO}, "max_tokens": 400}
+    own = {"family": "multimodal-reranker", "outputs": {"score": 0}, "prompts": {"default_instruction": RANKING}}
+    return entry_of(folder, name, **{**ranks, **own, **changed})
+
+
+def inputs_of(given: Sequence[tuple[str, list[int]]]) -> list[Input]:
+    return [Input(text, images=tuple(FILES[place] for place in places)) for text, places in given]
+
+
+class Oracle:
+    """The library's model, one input at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import Qwen3VLForConditionalGeneration
+
+        self._model = Qwen3VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+        self.inputs = qwen_checkpoints.Inputs(folder, **BOUNDS)
+
+    def vector(self, text: str, images: Sequence[Image.Image], task: str = TASK) -> NDArray[np.float32]:
+        """[width], of the length one."""
+        content = SHOWN * len(images) + text or "NULL"
+        asked = self.inputs(BEFORE.format(instruction=task) + content + TURN, images)
+        with torch.inference_mode():
+            state = self._model.model(**asked).last_hidden_state[0, -1]
+            return torch.nn.functional.normalize(state, dim=0).numpy()  # type: ignore[no-any-return]
+
+    def score(self, query: Side, document: Side, task: str = RANKING) -> float:
+        """P(yes) of the two answers."""
+        sides = [SHOWN * len(images) + text or "NULL" for text, images in (query, document)]
+        prompt = PAIR[0] + f"<Instruct>: {task}<Query>:{sides[0]}\n<Document>:{sides[1]}" + PAIR[2]
+        asked = self.inputs(prompt, [*query[1], *document[1]])
+        answers = [self.inputs(answer)["input_ids"][0] for answer in (NO, YES)]
+        assert [len(each) for each in answers] == [1, 1]
+        with torch.inference_mode():
+            logits = self._model(**asked).logits[0, -1]
+            return float(torch.sigmoid(logits[answers[1][0]] - logits[answers[0][0]]))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen_checkpoints.qwen3_vl(tmp_path_factory.mktemp("seen") / "qwen3-vl")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def load(engine: Engine, folder: Path) -> Callable[..., Served]:
+    @cache
+    def loaded(precision: str = "float32", *, ranks: bool = False) -> Served:
+        make = reranker_of if ranks else entry_of
+        entry = make(
+            folder, f"seen/{'ranks' if ranks else 'embeds'}-{precision}", load={**BOUNDS, "precision": precision}
+        )
+        weights = engine.residency.ensure(entry.id, entry).weights
+        if weights.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+
+    return loaded
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_vectors_equal_the_oracle(
+    precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
+) -> None:
+    """Texts, images and both in one batch, against the library one by one."""
+    served = load(precision)
+    found = np.stack(served.run("encode", inputs_of(GIVEN)))
+    expected = np.stack([oracle.vector(*shown(each)) for each in GIVEN])
+    agreement = Agreement.of(found, expected)
+    path = "padded" if "padded" in served.weights.attention else "packed"
+    table.record("multimodal-encoder qwen3-vl", path, precision, agreement)
+    assert agreement.difference <= MAX_DIFFERENCE[precision]
+    assert path == "packed"
+
+
+def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
+    served = load()
+    for each, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
+        (alone,) = served.run("encode", [each])
+        assert np.abs(alone - beside).max() <= 2e-6
+
+
+def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+    """Also the features that the first layers add."""
+    entry = entry_of(folder, "seen/padded")
+    weights = engine.residency.ensure(entry.id, entry).weights
+    weights.backbone.run_padded()
+    padded = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    found, expected = (each.run("encode", inputs_of(GIVEN)) for each in (padded, load()))
+    assert np.abs(np.stack(found) - np.stack(expected)).max() <= 2e-6
+
+
+def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
+    served = load()
+    expected = np.stack(served.run("encode", inputs_of(GIVEN)))
+    found: list[NDArray[np.float32]] = []
+
+    def run() -> None:
+        found.extend(np.stack(served.run("encode", inputs_of(GIVEN))) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 6
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("Find it", "Find it."), ("Find it!", "Find it!"), (" Find it ", "Find it.")]
+)
+def test_an_instruction_ends_with_a_mark(given: str, read: str, load: Callable[..., Served], oracle: Oracle) -> None:
+    """The vendor adds a full stop where there is none."""
+    (found,) = load().run("encode", [Input("a river")], instruction=given)
+    assert np.abs(found - oracle.vector("a river", [], read)).max() <= 2e-6
+
+
+def test_a_long_text_is_cut_before_the_end_of_the_turn_and_never_its_images(load: Callable[..., Served]) -> None:
+    served = load()
+    last = served.tokenizer.last.tolist()
+    assert len(last) > 2
+    for images in ((), (FILES[1], FILES[3])):
+        row = served.rows("encode", [Input("word " * 400, images=images)]).rows[0]
+        assert len(row.ids) == MAX_TOKENS
+        assert row.truncated
+        assert row.ids[-len(last) :].tolist() == last
+        assert len(row.images) == len(images)
+        (whole,) = served.run("encode", [Input("word " * 400, images=images)])
+        assert np.isfinite(whole).all()
+
+
+def test_images_that_fill_more_than_the_model_reads_are_refused_alone(load: Callable[..., Served]) -> None:
+    found = load().run("encode", [Input("", images=(FILES[4],) * 12), Input("a river")])
+    assert found[0].reason == "too_long"
+    assert found[1].shape == (48,)
+
+
+def test_the_token_of_images_in_a_text_is_refused_beside_images_too(load: Callable[..., Served]) -> None:
+    made = load().rows("encode", [Input("a <|image_pad|>", images=(FILES[0],)), Input("x", images=(FILES[0],))])
+    assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
+
+
+QUERIES: list[tuple[str, list[int]]] = [("what is by the sea", []), ("", [0]), ("which of these", [1])]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_scores_equal_the_oracle(
+    precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
+) -> None:
+    """Images on both sides."""
+    served = load(precision, ranks=True)
+    found, expected = [], []
+    for query in QUERIES:
+        found += served.run("score", inputs_of(GIVEN), inputs_of([query])[0])
+        expected += [oracle.score(shown(query), shown(document)) for document in GIVEN]
+    difference = float(np.abs(np.array(found) - expected).max())
+    path = "padded" if "padded" in served.weights.attention else "packed"
+    table.record("multimodal-reranker qwen3-vl", path, precision, Scores(difference))
+    assert difference <= {"float32": 2e-6, "bfloat16": 5e-2}[precision]
+    assert np.ptp(expected) > 0.05
+    assert path == "packed"
+
+
+def test_an_output_layer_of_its_own_is_read(engine: Engine, tmp_path: Path) -> None:
+    folder = qwen_checkpoints.qwen3_vl(tmp_path / "untied", tied=False)
+    entry = reranker_of(folder, "seen/untied")
+    weights = engine.residency.ensure(entry.id, entry).weights
+    served = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    found, oracle = served.run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
+    assert np.abs(np.array(found) - [oracle.score(("a town", []), shown(each)) for each in GIVEN[:3]]).max() <= 2e-6
+
+
+def test_a_document_is_cut_and_never_its_images_nor_the_template(load: Callable[..., Served]) -> None:
+    served = load(ranks=True)
+    row = served.rows("score", [Input("word " * 900, images=(FILES[1],))], Input("sea", images=(FILES[0],))).rows[0]
+    end = served.tokenizer.contents([TURN], 100, "END")[0].ids.tolist()
+    assert len(row.ids) == served.weights.max_tokens
+    assert row.ids[-len(end) :].tolist() == end
+    assert [each.upright for each in row.images] == [(64, 64), (50, 200)]
+    assert row.truncated
+
+
+def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served]) -> None:
+    made = load(ranks=True).rows("score", [Input("a"), Input("b")], Input("sea", images=(b"no image",)))
+    assert made.error is not None
+    assert made.error.reason == "invalid_media"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pair": []}, "a multimodal-reranker needs pair, head.yes_token and head.no_token"),
+        ({"head": {"yes_token": "yes and", "no_token": NO}}, "the answer 'yes and' is not one token"),
+        ({"family": "vision-language"}, "model_type is qwen3_vl, a vision-language is colpali or qwen2_5_vl"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_refused(
+    change: dict[str, Any], message: str, engine: Engine, folder: Path
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=message):
+        engine.residency.ensure("seen/wrong", reranker_of(folder, "seen/wrong", **change))
