@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from sie_adapter.checkpoint import stored_rows
 from sie_adapter.extraction_folders import UNLIMITED, Described, tokenizer_limit
+from sie_adapter.open_clip import CONFIG, is_open_clip
 from sie_adapter.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
@@ -28,6 +29,8 @@ _BOTH = ["text", "image"]
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
     """What `folder`, whose config.json is `raw`, says if a family here runs its model of images; else None."""
+    if is_open_clip(folder):
+        return _open_clip(folder)
     describe = _DESCRIBED.get(str(raw.get("model_type")))
     if describe is None:
         return None
@@ -38,6 +41,17 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     found = f"family {entry['family']}: model_type {config.model_type} of config.json"
     assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
     return Described(entry, [found, "what is done to an image: preprocessor_config.json"], [assumed] if assumed else [])
+
+
+def _open_clip(folder: Path) -> Described:
+    entry = {
+        "description": "Texts and images in one space, a SigLIP of open_clip.",
+        "family": "dual-encoder",
+        "inputs": _BOTH,
+        "outputs": {"dense": stored_rows(folder, "text.text_projection.weight")},
+        "max_tokens": stored_rows(folder, "text.positional_embedding"),
+    }
+    return Described(entry, [f"family dual-encoder: {CONFIG}, which also says what is done to an image"])
 
 
 def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:

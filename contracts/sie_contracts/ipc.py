@@ -116,8 +116,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
     pixels; None: an input may have none. `image_tokens`: the ids that stand for them; None: such a row has none, and an
     input may have several images. `writes`: the answer is written token by token, beside the batches of other models: a
-    batch may take minutes, it holds no lane of the device, and its rows join those that are being written. `empty`: what
-    stands for an input without a text and without images.
+    batch may take minutes, holds no lane of the device, and its rows join those that are being written. `empty`: stands
+    for an input without a text and images.
     """
 
     layout: Layout = "text"
@@ -157,12 +157,11 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     `texts` are set for the layouts raw, spans and passages, one for each row. `offsets` are set for spans and passages:
     int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and those of the
-    instruction. `given`: int32 [rows]; a row that brings its own
-    vectors has no ids, and `given` is the number of its vectors in `vectors` (float32, all of one width); -1 for other
-    rows. Both are empty if no row brings vectors. `images`: int32 [images, 5], of each image its row, the height and
-    the width of its pixels, and those of the submitted image, upright; in the order of the rows. `pixels`: RGB, uint8
-    [height, width, 3], one image after the other. `mentions`: those of each row, of a layout
-    raw; empty if no row has any.
+    instruction. `given`: int32 [rows]; a row that brings its own vectors has no ids, and `given` is the number of its
+    vectors in `vectors` (float32, all of one width); -1 for other rows. Both are empty if no row brings vectors.
+    `images`: int32 [images, 5], of each image its row, the height and the width of its pixels, and those of the
+    submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3], one image after the
+    other. `mentions`: those of each row, of a layout raw; empty if no row has any.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another

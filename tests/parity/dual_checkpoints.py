@@ -17,6 +17,7 @@ import sentencepiece
 import torch
 from parity.tokenizer_recipes import corpus
 from PIL import Image
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     CLIPConfig,
@@ -46,6 +47,7 @@ from sie_sidecar.image_frames import Prepared
 SIZE, PATCH = 48, 16
 PAGE = 64
 WIDTH = 24
+OPEN_CLIP_WIDTH = 128  # two heads: timm names their number nowhere
 CLIP_TOKENS, SIGLIP_TOKENS, FIRST_SIGLIP_TOKENS = 77, 64, 16
 _TOWER: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _END = "<|endoftext|>"
@@ -97,6 +99,83 @@ def siglip(folder: Path, *, first: bool = False) -> Path:
     return _with_processor(
         folder, SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}), "SiglipImageProcessor"
     )
+
+
+def marqo(folder: Path) -> Path:
+    """A SigLIP as open_clip writes it, whose towers differ in width. Its config.json names remote code."""
+    tokenizer = _sentencepiece_tokenizer(folder)
+    tokenizer.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(3)
+    state = {}
+    for name, shape in _open_clip_shapes(len(tokenizer)).items():
+        scale = max(1, torch.Size(shape[1:]).numel()) ** -0.5 if len(shape) > 1 else 0.3
+        state[name] = torch.randn(shape, generator=generator) * scale
+        if name.endswith("weight") and len(shape) == 1:  # of a norm
+            state[name] += 1
+    save_file(state, folder / "open_clip_model.safetensors", {"format": "pt"})
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": _OPEN_CLIP, "preprocess_cfg": _SQUASHED}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "marqo", "auto_map": {"AutoModel": "marqo.Marqo"}}))
+    return folder
+
+
+_OPEN_CLIP = {
+    "embed_dim": OPEN_CLIP_WIDTH,
+    "init_logit_bias": -10,
+    "custom_text": True,
+    "vision_cfg": {
+        "image_size": SIZE,
+        "timm_model_name": "vit_base_patch16_siglip_224",
+        "timm_pool": "map",
+        "timm_proj": "none",
+    },
+    "text_cfg": {
+        "context_length": FIRST_SIGLIP_TOKENS,
+        "heads": 4,
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+    },
+}
+_SQUASHED = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "squash"}
+
+
+def _open_clip_shapes(words: int) -> dict[str, tuple[int, ...]]:
+    text, image, tokens = 48, OPEN_CLIP_WIDTH, FIRST_SIGLIP_TOKENS
+    found: dict[str, tuple[int, ...]] = {
+        "logit_scale": (),
+        "logit_bias": (),
+        "text.positional_embedding": (tokens, text),
+        "text.token_embedding.weight": (words, text),
+        "visual.trunk.pos_embed": (1, (SIZE // PATCH) ** 2, image),
+        "visual.trunk.attn_pool.latent": (1, 1, image),
+        "visual.trunk.patch_embed.proj.weight": (image, 3, PATCH, PATCH),
+        "visual.trunk.patch_embed.proj.bias": (image,),
+    }
+    linears = {
+        "text.text_projection": (image, text),
+        "visual.trunk.attn_pool.q": (image, image),
+        "visual.trunk.attn_pool.kv": (2 * image, image),
+        "visual.trunk.attn_pool.proj": (image, image),
+        "visual.trunk.attn_pool.mlp.fc1": (4 * image, image),
+        "visual.trunk.attn_pool.mlp.fc2": (image, 4 * image),
+    }
+    norms = {"text.ln_final": text, "visual.trunk.norm": image, "visual.trunk.attn_pool.norm": image}
+    for number in range(2):
+        block = f"text.transformer.resblocks.{number}"
+        found |= {f"{block}.attn.in_proj_weight": (3 * text, text), f"{block}.attn.in_proj_bias": (3 * text,)}
+        linears |= {f"{block}.attn.out_proj": (text, text), f"{block}.mlp.c_fc": (4 * text, text)}
+        linears |= {f"{block}.mlp.c_proj": (text, 4 * text)}
+        norms |= {f"{block}.ln_1": text, f"{block}.ln_2": text}
+        block = f"visual.trunk.blocks.{number}"
+        linears |= {f"{block}.attn.qkv": (3 * image, image), f"{block}.attn.proj": (image, image)}
+        linears |= {f"{block}.mlp.fc1": (4 * image, image), f"{block}.mlp.fc2": (image, 4 * image)}
+        norms |= {f"{block}.norm1": image, f"{block}.norm2": image}
+    for name, shape in linears.items():
+        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name, width in norms.items():
+        found |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    return found
 
 
 def colpali(folder: Path) -> Path:

@@ -29,7 +29,7 @@ ORACLES = {
     "zero-shot": "transformers, pipeline",
     "text-classifier": "transformers, pipeline",
     "token-classifier": "transformers, pipeline",
-    "dual-encoder": "transformers, CLIPModel and SiglipModel with their image processors",
+    "dual-encoder": "transformers, CLIPModel and SiglipModel with their processors; open_clip 3.3.0 by a stored file",
     "vision-language": "transformers, ColPaliForRetrieval with its processor, Qwen2_5_VLModel with a projection",
     "multimodal-encoder": "transformers, Qwen3VLModel, read as its vendor reads it",
     "multimodal-reranker": "transformers, Qwen3VLForConditionalGeneration, read as its vendor reads it",

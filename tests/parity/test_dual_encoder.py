@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,16 +15,28 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import dual_checkpoints
-from parity.dual_checkpoints import CLIP_TOKENS, FIRST_SIGLIP_TOKENS, SIGLIP_TOKENS, SIZE, WIDTH, image, png, seen
+from parity.dual_checkpoints import (
+    CLIP_TOKENS,
+    FIRST_SIGLIP_TOKENS,
+    OPEN_CLIP_WIDTH,
+    SIGLIP_TOKENS,
+    SIZE,
+    WIDTH,
+    image,
+    png,
+    seen,
+)
 from parity.heads_checkpoints import texts
+from parity.open_clip_cases import SIZES, TEXTS
 from parity.table import Agreement, ParityTable
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from selection import long_but
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from sie_adapter.engine import Engine
 from sie_adapter.families.dual_encoder import DualEncoder
-from sie_contracts.entries import parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Failed, Input, Ok, RunOptions
@@ -266,6 +279,78 @@ def test_a_pooling_is_refused(load: Callable[..., Pair]) -> None:
         reply = served.engine.execute(batch)
     assert not isinstance(reply, BatchDone)
     assert reply.error.reason == "unknown_option"
+
+
+def test_a_model_of_open_clip_gives_the_vectors_of_open_clip(
+    engine: Engine, tmp_path: Path, table: ParityTable
+) -> None:
+    """By a file that golden/make_marqo.py wrote: open_clip needs torchvision."""
+    folder = dual_checkpoints.marqo(tmp_path / "marqo")
+    name, given = "dual/marqo", [*TEXTS, *([image(*size, seed)] for seed, size in enumerate(SIZES))]
+    weights = engine.residency.ensure(name, marqo_entry(folder, name)).weights
+    served = Served(engine, name, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    stored = json.loads((Path(__file__).parent / "golden" / "marqo.json").read_text())
+    agreement = Agreement.of(np.stack(served.encode(given)), np.array([*stored["texts"], *stored["images"]]))
+    table.record("dual-encoder marqo", "padded" if "padded" in weights.attention else "packed", "float32", agreement)
+    assert agreement.difference <= MAX_DIFFERENCE["float32"]
+
+
+def marqo_entry(folder: Path, name: str) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": name,
+            "weights": {"path": str(folder)},
+            "family": "dual-encoder",
+            "inputs": ["text", "image"],
+            "outputs": {"dense": OPEN_CLIP_WIDTH},
+            "max_tokens": FIRST_SIGLIP_TOKENS,
+        }
+    )
+
+
+def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    found = json.loads(path.read_text())
+    edit(found)
+    path.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda said: said["preprocess_cfg"].update(resize_mode="shortest"), "expected resize_mode squash"),
+        (lambda said: said["model_cfg"]["text_cfg"].update(pool_type="argmax"), "which is no SigLIP known here"),
+        (
+            lambda said: said["model_cfg"]["vision_cfg"].update(timm_model_name="vit_so400m_patch14_siglip_384"),
+            "which is no SigLIP known here",
+        ),
+    ],
+)
+def test_another_model_of_open_clip_is_refused(
+    edit: Callable[[dict[str, Any]], None], message: str, engine: Engine, tmp_path: Path
+) -> None:
+    folder = dual_checkpoints.marqo(tmp_path / "marqo")
+    _edit(folder / "open_clip_config.json", edit)
+    with pytest.raises(ModelLoadFailed, match=message):
+        engine.residency.ensure("dual/other", marqo_entry(folder, "dual/other"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda state: state.pop("text.ln_final.bias"), "Missing key"),
+        (lambda state: state.update({"visual.head.proj.weight": torch.ones(2, 2)}), "1 unexpected keys: visual.head"),
+        (lambda state: state.pop("visual.trunk.attn_pool.kv.bias"), "has no visual.trunk.attn_pool.kv.bias"),
+    ],
+)
+def test_weights_of_open_clip_that_are_not_all_in_place_are_refused(
+    edit: Callable[[dict[str, Any]], None], message: str, engine: Engine, tmp_path: Path
+) -> None:
+    folder = dual_checkpoints.marqo(tmp_path / "marqo")
+    state = load_file(folder / "open_clip_model.safetensors")
+    edit(state)
+    save_file(state, folder / "open_clip_model.safetensors")
+    with pytest.raises(ModelLoadFailed, match=message):
+        engine.residency.ensure("dual/other", marqo_entry(folder, "dual/other"))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
     ),
     ("siglip", "SiglipModel"): (
+        "Marqo/marqo-ecommerce-embeddings-B",
         "google/siglip2-base-patch16-224",
         "google/siglip-so400m-patch14-224",
         "google/siglip-so400m-patch14-384",

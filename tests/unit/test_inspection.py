@@ -299,6 +299,12 @@ def test_other_folders_load_and_answer_too(
     [
         (dual_checkpoints.clip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.CLIP_TOKENS),
         (dual_checkpoints.siglip, "dual-encoder", {"dense": dual_checkpoints.WIDTH}, dual_checkpoints.SIGLIP_TOKENS),
+        (
+            dual_checkpoints.marqo,
+            "dual-encoder",
+            {"dense": dual_checkpoints.OPEN_CLIP_WIDTH},
+            dual_checkpoints.FIRST_SIGLIP_TOKENS,
+        ),
         (dual_checkpoints.colpali, "vision-language", {"multivector": dual_checkpoints.WIDTH}, 1024),
         (qwen_checkpoints.colqwen, "vision-language", {"multivector": qwen_checkpoints.WIDTH}, 2048),
         (qwen_checkpoints.qwen3_vl, "multimodal-encoder", {"dense": 48}, 4096),
@@ -322,7 +328,7 @@ def test_models_of_images_become_entries_that_load(
     entry = entry_of(report)
     assert (entry.family, entry.outputs, entry.max_tokens) == (family, outputs, max_tokens)
     assert "image" in entry.inputs
-    assert "preprocessor_config.json" in entry.weights.digests
+    assert {"preprocessor_config.json", "open_clip_config.json"} & set(entry.weights.digests)
     resident = engine.residency.ensure(f"me/{family}-{folder.parent.name}", entry)
     assert resident.weights.rows
 

@@ -24,6 +24,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from sie_adapter import open_clip
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, load_model, read_json
 from sie_adapter.device import Compute, to_device
@@ -36,6 +37,7 @@ from sie_adapter.packing import Int64, Items, Packed, Shown, expanded
 from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Normalisation, Recipe
 from sie_contracts.ipc import Rows, Side
 from sie_contracts.load_errors import load_failed
 
@@ -172,10 +174,14 @@ class DualEncoder(PackedModel):
         runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         _model_type(folder, entry)
-        processor_of(folder, entry)
-        model: Any = empty_model(AutoModel, folder, entry.load)
+        _processor(folder, entry)
+        tokenizer = _tokenizer(folder, entry.load)
+        if open_clip.is_open_clip(folder):
+            model: Any = open_clip.empty_open_clip(folder, entry, tokenizer)
+        else:
+            model = empty_model(AutoModel, folder, entry.load)
         table = model.text_model.get_input_embeddings().num_embeddings
-        return fault_of_tokenizer(_tokenizer(folder, entry.load), table)
+        return fault_of_tokenizer(tokenizer, table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
@@ -183,9 +189,13 @@ class DualEncoder(PackedModel):
         """
         kind = _model_type(folder, entry)
         super().__init__(entry, compute)
-        recipe, normalisation = processor_of(folder, entry)
+        recipe, normalisation = _processor(folder, entry)
+        tokenizer = _tokenizer(folder, load)
         with torch.inference_mode():
-            model: Any = load_model(AutoModel, folder, load, compute)
+            if open_clip.is_open_clip(folder):
+                model: Any = open_clip.load_open_clip(folder, entry, compute, tokenizer)
+            else:
+                model = load_model(AutoModel, folder, load, compute)
             self.memory_bytes = bytes_of(model)
             self._towers: _Towers = _TOWERS[kind](model)
             if compute.device.type == "cpu":
@@ -195,8 +205,7 @@ class DualEncoder(PackedModel):
             self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
         self.width = self._towers.width
         self._check_width(entry, "dense", self.width)
-        tokenizer, _ = fitted(_tokenizer(folder, load), self.vocabulary)
-        self.tokenizer = tokenizer.to_str().encode()
+        self.tokenizer = fitted(tokenizer, self.vocabulary)[0].to_str().encode()
         patch = model.config.vision_config.patch_size
         patches = (recipe.height // patch) * (recipe.width // patch)
         side = Side(expanded=self._towers.filled)
@@ -258,16 +267,23 @@ class DualEncoder(PackedModel):
         )
 
 
+def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
+    """How images become numbers. Raises ModelLoadFailed."""
+    return (open_clip.processor_of_open_clip if open_clip.is_open_clip(folder) else processor_of)(folder, entry)
+
+
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """The tokenizer of `folder`, which reads texts as the model was trained on them. Raises ModelLoadFailed.
 
     SigLIP's texts were in lower case; those of its first version had no punctuation and no two spaces in a row, which
-    the library does in a tokenizer that is not a fast one. Source: transformers, SiglipTokenizer and Siglip2Tokenizer.
+    the library does in a tokenizer that is not a fast one. open_clip does so too, and takes an underscore for a space.
+    Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
-    if read_json(folder / "config.json").get("model_type") != "siglip":
+    is_open_clip = open_clip.is_open_clip(folder)
+    if not is_open_clip and read_json(folder / "config.json").get("model_type") != "siglip":
         return load_tokenizer(folder, load)
-    file = folder / "tokenizer.json"
-    if read_json(folder / "tokenizer_config.json").get("tokenizer_class") != "SiglipTokenizer":
+    file, named = folder / "tokenizer.json", read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if not is_open_clip and named != "SiglipTokenizer":
         return _normalised(load_tokenizer(folder, load), [normalizers.Lowercase()])
     if not file.is_file():
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer.json: copy it from the repository of the weights")
@@ -277,6 +293,7 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     return _normalised(
         tokenizer,
         [
+            *([normalizers.Replace("_", " ")] if is_open_clip else []),
             normalizers.Replace(_METASPACE, " "),
             normalizers.Lowercase(),
             normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
@@ -293,6 +310,8 @@ def _normalised(tokenizer: Tokenizer, first: list[Any]) -> Tokenizer:
 
 
 def _model_type(folder: Path, entry: ModelEntry) -> str:
+    if open_clip.is_open_clip(folder):
+        return "siglip"
     found = str(read_json(folder / "config.json").get("model_type"))
     if found not in _TOWERS:
         known = ", ".join(_TOWERS)
