@@ -19,6 +19,7 @@ from parity.dual_checkpoints import image, png
 from parity.page_engine import Given, Served, Vectors
 from parity.qwen_checkpoints import BLOCK, MOST, SPECIALS, WIDTH
 from parity.table import Agreement, ParityTable
+from selection import long_but
 
 from sie_adapter.engine import Engine
 from sie_adapter.families.qwen_vl import axes_of
@@ -125,7 +126,7 @@ def _mixed() -> list[Given]:
     return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", long_but(["float32", "bfloat16"], ["float32"]))
 def test_token_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
@@ -140,6 +141,7 @@ def test_token_vectors_equal_the_oracle(
     assert path == "packed"
 
 
+@pytest.mark.long
 def test_without_the_lora_the_base_answers(load: Callable[..., Served], folder: Path) -> None:
     """Which are other vectors, also those of the projection."""
     found, expected = load(plain=True).run("encode", _mixed()), [Oracle(folder, None)(each) for each in _mixed()]
@@ -161,6 +163,7 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
         assert np.abs(alone - beside).max() <= 5e-6
 
 
+@pytest.mark.long
 def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
     """That of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, "pages/padded", load={"max_pixels": MOST})
@@ -171,6 +174,7 @@ def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Call
         assert np.abs(one - other).max() <= 5e-6
 
 
+@pytest.mark.long
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.concatenate(served.run("encode", _mixed()))

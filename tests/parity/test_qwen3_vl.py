@@ -18,6 +18,7 @@ from parity.page_engine import Served
 from parity.qwen_checkpoints import LEAST_3, MOST_3
 from parity.table import Agreement, ParityTable, Scores
 from PIL import Image
+from selection import long_but
 
 from sie_adapter.engine import Engine
 from sie_contracts.entries import ModelEntry, parse_entry
@@ -159,7 +160,7 @@ def load(engine: Engine, folder: Path) -> Callable[..., Served]:
     return loaded
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", long_but(["float32", "bfloat16"], ["float32"]))
 def test_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
@@ -174,6 +175,7 @@ def test_vectors_equal_the_oracle(
     assert path == "packed"
 
 
+@pytest.mark.long
 def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> None:
     served = load()
     for each, beside in zip(inputs_of(GIVEN), served.run("encode", inputs_of(GIVEN)), strict=True):
@@ -181,6 +183,7 @@ def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> No
         assert np.abs(alone - beside).max() <= 2e-6
 
 
+@pytest.mark.long
 def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
     """Also the features that the first layers add."""
     entry = entry_of(folder, "seen/padded")
@@ -191,6 +194,7 @@ def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Call
     assert np.abs(np.stack(found) - np.stack(expected)).max() <= 2e-6
 
 
+@pytest.mark.long
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.stack(served.run("encode", inputs_of(GIVEN)))
@@ -208,9 +212,10 @@ def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     assert all(np.array_equal(each, expected) for each in found)
 
 
-@pytest.mark.parametrize(
-    ("given", "read"), [("Find it", "Find it."), ("Find it!", "Find it!"), (" Find it ", "Find it.")]
-)
+INSTRUCTIONS = [("Find it", "Find it."), ("Find it!", "Find it!"), (" Find it ", "Find it.")]
+
+
+@pytest.mark.parametrize(("given", "read"), long_but(INSTRUCTIONS, INSTRUCTIONS[:1]))
 def test_an_instruction_ends_with_a_mark(given: str, read: str, load: Callable[..., Served], oracle: Oracle) -> None:
     """The vendor adds a full stop where there is none."""
     (found,) = load().run("encode", [Input("a river")], instruction=given)
@@ -245,7 +250,7 @@ def test_the_token_of_images_in_a_text_is_refused_beside_images_too(load: Callab
 QUERIES: list[tuple[str, list[int]]] = [("what is by the sea", []), ("", [0]), ("which of these", [1])]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", long_but(["float32", "bfloat16"], ["float32"]))
 def test_scores_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
@@ -263,6 +268,7 @@ def test_scores_equal_the_oracle(
     assert path == "packed"
 
 
+@pytest.mark.long
 def test_an_output_layer_of_its_own_is_read(engine: Engine, tmp_path: Path) -> None:
     folder = qwen_checkpoints.qwen3_vl(tmp_path / "untied", tied=False)
     entry = reranker_of(folder, "seen/untied")
