@@ -96,6 +96,7 @@ CORE = {
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids
 TOKENISING = {
+    "sie_sidecar.image_rows",
     "sie_sidecar.rows",
     "sie_sidecar.layouts",
     "sie_sidecar.longtext",
