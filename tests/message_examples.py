@@ -384,6 +384,18 @@ EXAMPLES: dict[str, Any] = {
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
     ),
+    "ipc3-Ready-images-beside": ipc.Ready(
+        _LOADED,
+        b"{}",
+        512,
+        {
+            "encode": Rows(
+                images=Recipe("blocks", multiple=32, least_pixels=4096, most_pixels=16384, block_tokens=1),
+                image_tokens=ImageTokens(9, before=(1,), after=(2,), beside_text=True),
+                empty="NULL",
+            )
+        },
+    ),
     "ipc3-Ready-precision": ipc.Ready(
         LoadedModel(
             "org/model",
