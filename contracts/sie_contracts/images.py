@@ -171,6 +171,11 @@ def grid_of(recipe: Recipe, pixels: Size) -> Size:
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
+def most_blocks(recipe: Recipe) -> int:
+    """Of one image; 0 where it has none."""
+    return recipe.most_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
+
+
 def cost(recipe: Recipe, pixels: Size) -> int:
     """What an image of that size for the model costs, in tokens."""
     if not recipe.block_tokens:

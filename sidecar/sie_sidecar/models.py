@@ -19,6 +19,7 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.heartbeats import Fetched, ModelStatus, ServedPrecision
+from sie_contracts.images import most_blocks
 from sie_sidecar.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -36,11 +37,12 @@ MAX_TURN_S = 5.0  # that a load gives its model: the next one is held for SIE_LO
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
     """What an image costs, and how many ids stand for it, as `layouts` makes its row: the most of all operations."""
-    found = [
-        (rows.images.tokens, len(ids.before) + ids.count + len(ids.after) if (ids := rows.image_tokens) else 0)
-        for rows in ready.rows.values()
-        if rows.images is not None
-    ]
+    found = []
+    for rows in ready.rows.values():
+        if (recipe := rows.images) is not None:
+            blocks, ids = most_blocks(recipe), rows.image_tokens
+            count = len(ids.before) + (ids.count or blocks) + len(ids.after) if ids else 0
+            found.append((recipe.tokens + blocks * recipe.block_tokens, count))
     return max((patches + ids for patches, ids in found), default=0), max((ids for _, ids in found), default=0)
 
 
