@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from sie_contracts import ipc
+from sie_contracts import device_reports, ipc
 from sie_contracts.catalogue import Catalogue, fingerprint
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InternalFailure, LoraLoading, ModelLoading, SIEError
@@ -104,7 +104,7 @@ class FakeAdapter:
         self.digests: dict[str, str] = {}  # of the files of a LoRA
         self.releases: list[str] = []
         self.batches: list[ipc.RunBatch] = []
-        self.described: tuple[ipc.RanBatch, ...] | None = None  # as an adapter with SIE_INSTRUMENTATION does
+        self.described: tuple[device_reports.RanBatch, ...] | None = None  # as an adapter with SIE_INSTRUMENTATION does
         self.pings: list[float] = []
         self.connections = 0  # accepted since the start
         self.running = 0

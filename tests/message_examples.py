@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import ipc, messages
+from sie_contracts import device_reports, ipc, messages
 from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import (
@@ -49,6 +49,7 @@ from sie_contracts.messages import (
 )
 from sie_contracts.muvera import Muvera
 from sie_contracts.records import Assigned, Demand, Placement, PlacementPart, PoolSpec, Reservation, Reservations
+from sie_contracts.sounds import SoundRecipe
 
 FIXTURES = Path(__file__).parent / "contract" / "fixtures"
 
@@ -178,6 +179,10 @@ EXAMPLES: dict[str, Any] = {
         operation="encode",
         inputs=(Input("é"),),
         endpoint="embeddings",
+    ),
+    "work-1-audio": _work(
+        operation="encode",
+        inputs=(Input("first", audio=b"RIFF\0\0\0\0WAVE"), Input(audio=b"fLaC")),
     ),
     "work-1-images": _work(
         operation="encode",
@@ -347,6 +352,16 @@ EXAMPLES: dict[str, Any] = {
         images=b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0",
         pixels=bytes(range(6)),
     ),
+    "ipc3-RunBatch-sounds": ipc.RunBatch(
+        "w1-12",
+        "org/model",
+        "encode",
+        bytes(4),
+        b"",
+        (Group(0, 1),),
+        sounds=b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0",
+        features=bytes(24),
+    ),
     "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc3-Drain": ipc.Drain(),
     "ipc3-Cancel": ipc.Cancel(),
@@ -360,7 +375,7 @@ EXAMPLES: dict[str, Any] = {
         "0.1.0",
         utilization_percent=37.5,
         threshold_percent=85.0,
-        shortages=(ipc.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
+        shortages=(device_reports.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
     ),
     "ipc3-Description-batches": ipc.Description(
         3,
@@ -368,7 +383,9 @@ EXAMPLES: dict[str, Any] = {
         "cpu",
         "0.1.0",
         batches=(
-            ipc.RanBatch(7, 1.5e9, "org/model", "encode", 2, 2, 1, 83, 60, 4129, 0.25, True, 1, 13, 1.5, 0.5, 1 << 20),
+            device_reports.RanBatch(
+                7, 1.5e9, "org/model", "encode", 2, 2, 1, 83, 60, 4129, 0.25, True, 1, 13, 1.5, 0.5, 1 << 20
+            ),
         ),
     ),
     "ipc3-Ready": ipc.Ready(
@@ -381,6 +398,9 @@ EXAMPLES: dict[str, Any] = {
     ),
     "ipc3-Ready-writes": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", writes=True)}),
     "ipc3-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
+    "ipc3-Ready-sounds": ipc.Ready(
+        _LOADED, b"{}", 512, {"encode": Rows(sounds=SoundRecipe(48000, 480_000, 1024, 480, 64, 7500, 50.0, 14_000.0))}
+    ),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
     ),

@@ -24,7 +24,7 @@ from sie_adapter.failure import is_device_fatal
 from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
-from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, images, items
+from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, images, items, sounds
 from sie_adapter.passes import Passes
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
@@ -90,8 +90,10 @@ class BatchRun:
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
-            seen = images(message.images, message.pixels, model.rows[message.operation].images)
-            self._items = items(message.lengths, message.ids, message.types, seen)
+            rows = model.rows[message.operation]
+            seen = images(message.images, message.pixels, rows.images)
+            heard = sounds(message.sounds, message.features, rows.sounds)
+            self._items = items(message.lengths, message.ids, message.types, seen, heard)
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)

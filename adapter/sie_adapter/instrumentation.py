@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from sie_adapter.lanes import Job
-from sie_contracts.ipc import BatchDone, RanBatch, Reply
+from sie_contracts.device_reports import RanBatch
+from sie_contracts.ipc import BatchDone, Reply
 from sie_contracts.messages import Failed
 
 MAX_BATCHES = 100

@@ -2,7 +2,8 @@
 
     lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► Packed (sequences by length, no padding, positions,
     bounds)
-    images, pixels ──► Images, those of each item
+    images, pixels ──► Files, those of each item
+    sounds, features ──► Files, the same
 
 Sequences are ordered by length so that those of equal length lie side by side: a group of them is one view, without a
 copy. Pure numpy.
@@ -13,17 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.images import Recipe, Size, cost
+from sie_contracts.sounds import SoundRecipe
 
 # Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of
 # a short text.
 _STEPS = ((64, 1), (256, 16), (1024, 32), (1 << 62, 64))
 UInt8 = NDArray[np.uint8]
+Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -42,23 +45,27 @@ class Shown(NamedTuple):
     width: int
 
 
+Heard = Float32  # the features of a sound, [views, frames, bins]
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Images:
-    """The images of a batch, those of one item side by side. `rows`: the item of each, [images], ascending; `shown`:
-    each of them; `tokens`: what each costs, [images].
+class Files(Generic[T]):
+    """The images of a batch, or its sounds, those of one item side by side. `rows`: the item of each, [files],
+    ascending; `shown`: each of them; `tokens`: what each costs, [files].
     """
 
     rows: Int64
-    shown: Sequence[Shown]
+    shown: Sequence[T]
     tokens: Int64
 
-    def of(self, items: Int64) -> list[list[Shown]]:
-        """The images of each of these items."""
+    def of(self, items: Int64) -> list[list[T]]:
+        """Those of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def costs(self, items: int) -> Int64:
-        """The cost of the images of each item in tokens, [items]."""
+        """What they cost for each item in tokens, [items]."""
         return np.bincount(self.rows, weights=self.tokens, minlength=items).astype(np.int64)
 
 
@@ -67,19 +74,21 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: how many tokens of each item, from its first
-    on, are attended to, [items], None for all of them. `images`: None if no item has any.
+    on, are attended to, [items], None for all of them. `images`, `sounds`: None if no item has any.
     """
 
     lengths: Int64
     ids: Int32
     types: UInt8 | None = None
     visible: Int64 | None = None
-    images: Images | None = None
+    images: Files[Shown] | None = None
+    sounds: Files[Heard] | None = None
 
     @cached_property
     def costs(self) -> Int64:
         """What each item costs on the device, in tokens, [items]."""
-        return self.lengths if self.images is None else self.lengths + self.images.costs(len(self.lengths))
+        files = [each for each in (self.images, self.sounds) if each is not None]
+        return sum((each.costs(len(self.lengths)) for each in files), self.lengths)
 
     @cached_property
     def starts(self) -> Int64:
@@ -96,7 +105,13 @@ class Items:
         return low, high
 
 
-def items(lengths: bytes, ids: bytes, types: bytes = b"", images: Images | None = None) -> Items:
+def items(
+    lengths: bytes,
+    ids: bytes,
+    types: bytes = b"",
+    images: Files[Shown] | None = None,
+    sounds: Files[Heard] | None = None,
+) -> Items:
     """Decode a batch. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
         raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
@@ -108,12 +123,14 @@ def items(lengths: bytes, ids: bytes, types: bytes = b"", images: Images | None 
         raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(ids) // 4} ids came")
     if types and len(types) != tokens:
         raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
-    if images is not None and len(images.rows) and images.rows[-1] >= len(counts):
-        raise MalformedBatch(f"an image is of row {images.rows[-1]}, the batch has {len(counts)}")
-    return Items(counts, np.frombuffer(ids, "<i4"), np.frombuffer(types, np.uint8) if types else None, images=images)
+    for name, files in (("an image", images), ("a sound", sounds)):
+        if files is not None and len(files.rows) and files.rows[-1] >= len(counts):
+            raise MalformedBatch(f"{name} is of row {files.rows[-1]}, the batch has {len(counts)}")
+    own = np.frombuffer(types, np.uint8) if types else None
+    return Items(counts, np.frombuffer(ids, "<i4"), own, images=images, sounds=sounds)
 
 
-def images(places: bytes, pixels: bytes, recipe: Recipe | None) -> Images | None:
+def images(places: bytes, pixels: bytes, recipe: Recipe | None) -> Files[Shown] | None:
     """Decode the images of a batch, made by `recipe`; None if it has none. Raises MalformedBatch."""
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -133,7 +150,26 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None) -> Images | None
         for part, (height, width, *upright) in zip(parts, found[:, 1:].tolist(), strict=True)
     ]
     costs = [cost(recipe, Size(height, width)) for height, width in found[:, 1:3].tolist()]
-    return Images(rows, shown, np.array(costs, np.int64))
+    return Files(rows, shown, np.array(costs, np.int64))
+
+
+def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> Files[Heard] | None:
+    """Decode the sounds of a batch, made by `recipe`; None if it has none. Raises MalformedBatch."""
+    if len(places) % 16 or len(features) % 4:
+        raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
+    if not places:
+        return None
+    if recipe is None:
+        raise MalformedBatch("sounds came for a model that takes none")
+    found = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
+    rows, sizes = found[:, 0], found[:, 1:].prod(axis=1)
+    if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
+        raise MalformedBatch("the sounds are not in the order of their rows, or one is empty")
+    if 4 * int(sizes.sum()) != len(features):
+        raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
+    parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
+    heard = [part.reshape(shape) for part, shape in zip(parts, found[:, 1:].tolist(), strict=True)]
+    return Files(rows, heard, np.full(len(rows), recipe.tokens, np.int64))
 
 
 def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
@@ -147,7 +183,7 @@ def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Ite
     within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)
     ids[np.repeat(np.cumsum(lengths) - lengths, batch.lengths) + within] = batch.ids
     visible = None if attended or np.array_equal(lengths, batch.lengths) else batch.lengths
-    return Items(lengths, ids, None, visible, batch.images)
+    return Items(lengths, ids, None, visible, batch.images, batch.sounds)
 
 
 @dataclass(frozen=True)

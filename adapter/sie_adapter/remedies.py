@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from typing import Literal
 
-from sie_contracts.ipc import Shortages
+from sie_contracts.device_reports import Shortages
 
 Remedy = Literal[
     "recoveries_attempted",

@@ -11,7 +11,7 @@ matrix product, so that c is CROSSOVER_WIDTHS (`bench/rulings.py lengths`).
 Waits are predicted from these costs. Budgets that settings give in tokens, those of batches and of keys, count tokens.
 
 An image costs what a worker that has the model loaded tells. Until one does, it counts as IMAGE_TOKENS: about the
-patches of 14 pixels in a square of 224. The models differ by a factor of 100.
+patches of 14 pixels in a square of 224. The models differ by a factor of 100. A sound counts as IMAGE_TOKENS, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 CROSSOVER_WIDTHS = 3
-IMAGE_TOKENS = 256  # of one image, in estimates that split and admit requests
+IMAGE_TOKENS = 256  # of one image or sound, in estimates that split and admit requests
 
 
 class ImageCost(NamedTuple):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sie_contracts.errors import InvalidInput
+from sie_contracts.media import fault
 
 MAX_ASPECT = 200  # longer edge by shorter edge
 MAX_DECODED_PIXELS = 100_000_000
@@ -25,7 +25,6 @@ MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
 Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page"]
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 Raised = Literal["no", "rounded", "floored"]
-Cause = Literal["too_large", "undecodable", "aspect", "timeout"]
 
 
 class Size(NamedTuple):
@@ -115,17 +114,6 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
         if not found["do_normalize"]:
             return Normalisation(rescale=rescale)
         return Normalisation(_channels(found, "image_mean"), _channels(found, "image_std"), rescale)
-
-
-def fault(cause: Cause, what: str) -> InvalidInput:
-    """The error of an image that cannot be used; its message begins with the cause."""
-    return InvalidInput(f"{cause}: {what}", reason="invalid_media")
-
-
-def cause_of(error: InvalidInput) -> tuple[Cause, str]:
-    """What `fault` was given."""
-    found, _, what = error.message.partition(": ")
-    return next(cause for cause in get_args(Cause) if cause == found), what
 
 
 def check(recipe: Recipe, size: Size) -> None:

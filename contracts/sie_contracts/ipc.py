@@ -9,8 +9,8 @@ The sidecar decides which models may be unloaded, and in what order: `may_drop` 
 decides when, takes the first one first, and names in `dropped` of its reply those that were. It keeps neither list: a
 model that no request names stays loaded.
 
-Token ids, given vectors, pixels and results travel as one block of bytes each. `lengths` and `ids` are little-endian
-int32, `types` and `pixels` are uint8.
+Token ids, given vectors, pixels, features and results travel as one block of bytes each. `lengths` and `ids` are
+little-endian int32, `features` are float32, `types` and `pixels` are uint8.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from sie_contracts.device_reports import RanBatch, Shortages
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import Fetched
 from sie_contracts.images import ImageTokens, Recipe
 from sie_contracts.messages import Mention, Operation, Outcome, RunOptions
+from sie_contracts.sounds import SoundRecipe
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
@@ -117,7 +119,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     pixels; None: an input may have none. `image_tokens`: the ids that stand for them; None: such a row has none, and an
     input may have several images. `writes`: the answer is written token by token, beside the batches of other models: a
     batch may take minutes, holds no lane of the device, and its rows join those that are being written. `empty`: stands
-    for an input without a text and images.
+    for an input without a text and images. `sounds`: how the sound of an input becomes features; None: an input may
+    have none.
     """
 
     layout: Layout = "text"
@@ -130,6 +133,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     image_tokens: ImageTokens | None = None
     writes: bool = False
     empty: str = ""
+    sounds: SoundRecipe | None = None
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -160,8 +164,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     instruction. `given`: int32 [rows]; a row that brings its own vectors has no ids, and `given` is the number of its
     vectors in `vectors` (float32, all of one width); -1 for other rows. Both are empty if no row brings vectors.
     `images`: int32 [images, 5], of each image its row, the height and the width of its pixels, and those of the
-    submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3], one image after the
-    other. `mentions`: those of each row, of a layout raw; empty if no row has any.
+    submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3]. `mentions`: those of
+    each row, of a layout raw; empty if no row has any. `sounds`: int32 [sounds, 4], of each sound its row and the shape
+    of its features. `features`: float32 [views, frames, bins].
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
@@ -189,6 +194,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     images: bytes = b""
     pixels: bytes = b""
     mentions: tuple[tuple[Mention, ...], ...] = ()
+    sounds: bytes = b""
+    features: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -198,9 +205,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The catalogue entry of a model changed, or was removed (`entry` None). Answered by Done once the adapter serves
-    the new entry.
-    """
+    """The entry of a model changed, or was removed (None). Answered by Done once the adapter serves the new one."""
 
     model: str
     entry: dict[str, Any] | None = None
@@ -245,50 +250,6 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     requested_precision: str = ""
     precision_reason: str = ""
     crossover_tokens: int = 0
-
-
-class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Out-of-memory counters of one model since the process started: how often memory ran out, and what was done about
-    it.
-    """
-
-    model: str
-    recoveries_attempted: int = 0
-    recoveries_succeeded: int = 0
-    terminal_failures: int = 0
-    cache_clears: int = 0
-    evictions_triggered: int = 0
-    batch_splits: int = 0
-
-
-class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sizes and times of a batch that the adapter ran.
-
-    `number` counts the batches of this process, from 1. `ended`: wall time, seconds since 1970. `rows`: sequences on
-    the device, of `inputs` inputs of `items` work items. `tokens`: cost of the rows without what the model fills them
-    up with; `longest`: that of the longest row; `attention`: the sum of squared lengths. `wait_ms`: in this process,
-    before a lane took the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone. `failed`: inputs whose
-    outcome is an error; all of them if the whole batch was refused. `memory_bytes`: in use on the device after the
-    batch.
-    """
-
-    number: int
-    ended: float
-    model: str
-    operation: Operation
-    rows: int
-    inputs: int
-    items: int
-    tokens: int
-    longest: int
-    attention: int
-    wait_ms: float
-    lora: bool = False
-    failed: int = 0
-    padding: int = 0
-    inference_ms: float = 0.0
-    postprocess_ms: float = 0.0
-    memory_bytes: int = 0
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -62,8 +62,9 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     `tokens`: ids of the model's own tokenizer, in place of a text. `pair`: the second text of a pair that is
     classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
     set, the text is not read. `images`: files of images, each as the client sent it: base64 is decoded, nothing else is
-    changed. A worker that does not know one of the last two fields reads an empty text, so workers are upgraded before
-    gateways. `mentions`: between which a model of relations looks for them.
+    changed. `mentions`: between which a model of relations looks for them. `audio`: the file of a sound, as images are
+    given. A worker that does not know `vectors`, `images` or `audio` reads an empty text, so workers are upgraded
+    before gateways.
     """
 
     text: str | None = None
@@ -72,6 +73,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     vectors: Vectors | None = None
     images: tuple[bytes, ...] = ()
     mentions: tuple[Mention, ...] = ()
+    audio: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +86,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.images:
             size += sum(map(len, self.images))
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
-        return size if self.vectors is None else size + len(self.vectors.data)
+        return size + len(self.audio) + (0 if self.vectors is None else len(self.vectors.data))
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -19,7 +19,7 @@ from sie_contracts.messages import MENTION_BYTES, Mention
 from sie_contracts.names import did_you_mean
 from sie_contracts.option_values import describe
 from sie_contracts.options import FIELDS
-from sie_gateway.images import Images, Link
+from sie_gateway.images import Images, Link, Sound, read_sound
 from sie_gateway.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
@@ -30,7 +30,7 @@ ID_BYTES = 4  # of a token id, about as many as of the text of one
 @dataclass(frozen=True)
 class Item:
     """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32
-    [tokens, width], or files of images.
+    [tokens, width], or files of images, or that of a sound.
 
     `pair` is the second text of a pair. Without any of them the item holds nothing that a model can use; `instead` says
     then what field it has in their place. `unfit`: why no model can run it. `unknown`: its fields that mean nothing.
@@ -50,15 +50,21 @@ class Item:
     unknown: tuple[str, ...] = ()
     mentions: tuple[Mention, ...] = ()
     links: tuple[Link, ...] = ()
+    audio: bytes = b""
 
     @property
     def is_empty(self) -> bool:
-        return self.text is None and self.tokens is None and self.vectors is None and not self.images
+        return self.text is None and self.tokens is None and self.vectors is None and not self.files
 
     @property
-    def image_bytes(self) -> int:
-        """Bytes of its images, which are part of its size."""
-        return sum(map(len, self.images)) if self.images else 0
+    def files(self) -> tuple[bytes, ...]:
+        """Its images and its sound."""
+        return (*self.images, self.audio) if self.audio else self.images
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its files, which are part of its size."""
+        return sum(map(len, self.files)) if self.files else 0
 
     @property
     def size(self) -> int:
@@ -69,8 +75,7 @@ class Item:
         )
         if self.tokens is not None:
             size += ID_BYTES * len(self.tokens)
-        if self.images:
-            size += self.image_bytes
+        size += self.file_bytes
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
         return size if self.vectors is None else size + self.vectors.nbytes
 
@@ -175,6 +180,7 @@ def _item(value: Any, path: str) -> Item:
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
+    audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else Sound()
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return Item(
@@ -184,7 +190,8 @@ def _item(value: Any, path: str) -> Item:
         used,
         vectors=vectors,
         images=images,
-        unfit=unfit,
+        unfit=unfit or unheard,
+        audio=audio,
         instead=instead,
         unknown=unknown,
         links=links,
@@ -208,11 +215,13 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
 
 
 def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
-    """What is told of the texts of inputs that have images too, for a model that reads only the images of these."""
-    count = sum(1 for item in items if item.text and item.images)
-    if not count:
-        return ()
-    return (f"text: ignored in {count} of {len(items)} inputs; {model} reads the images of an input that has both",)
+    """What is told of the texts of inputs that have files too, for a model that reads only the files of these."""
+    texts = [item for item in items if item.text]
+    images, sounds = sum(bool(item.images) for item in texts), sum(bool(item.audio) for item in texts)
+    if images or sounds:
+        told = f"{model} reads the {'images' if images else 'sound'} of an input that has both"
+        return (f"text: ignored in {images or sounds} of {len(items)} inputs; {told}",)
+    return ()
 
 
 def _is_unset(value: Any) -> bool:

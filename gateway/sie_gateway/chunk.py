@@ -48,7 +48,7 @@ class Chunk:
 
 
 class Files(NamedTuple):
-    """The images that an input is run with, and how many bytes of its own size are images."""
+    """The images and sounds that an input is run with, and how many bytes of its own size they are."""
 
     images: int = 0
     own_bytes: int = 0
@@ -107,7 +107,7 @@ def plan(
             for size, own in zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False)
         )
     )
-    shared_text_bytes = shared_bytes - (query.image_bytes if query else 0)
+    shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
     chunks = split(
         item_sizes,
         max_tokens=max_tokens,
@@ -134,11 +134,11 @@ def plan(
 
 
 def _files(items: Sequence[Item], query: Item | None) -> list[Files]:
-    """The images of each input; empty if there are none. Those of the query are read with each of them."""
-    shared = len(query.images) if query else 0
-    if not shared and not any(item.images for item in items):
+    """The files of each input; empty if there are none. Those of the query are read with each of them."""
+    shared = len(query.files) if query else 0
+    if not shared and not any(item.files for item in items):
         return []
-    return [Files(len(item.images) + shared, item.image_bytes) for item in items]
+    return [Files(len(item.files) + shared, item.file_bytes) for item in items]
 
 
 def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
@@ -207,7 +207,7 @@ def split(
 
     The result of an input has at most `item_result_bytes`, and `token_result_bytes` for each token, where a byte may be
     a token. `each_tokens` are added to every input, such as those of a query. Each input is run as `rows` rows.
-    `files`: the images of each input, if there are any, each of which costs as `image` says.
+    `files`: the images and sounds of each input, if there are any, each of which costs as `image` says.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

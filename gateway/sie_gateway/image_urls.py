@@ -147,7 +147,7 @@ class ImageUrls:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             found = [_with(item, files) for item in items]
             # a file that is used twice travels twice
-            _check_total(sum(each.image_bytes for item, each in zip(items, found, strict=True) if item.links))
+            _check_total(sum(each.file_bytes for item, each in zip(items, found, strict=True) if item.links))
             yield found
         finally:
             for task in tasks.values():

@@ -1,7 +1,8 @@
-"""Images of a request: what a client sent becomes the bytes of a file, unchanged. Nothing is fetched, and no file is
-opened here.
+"""Images and sounds of a request: what a client sent becomes the bytes of a file, unchanged. Nothing is fetched, and no
+file is opened here.
 
     base64, data URI, bytes, URL, or a map with `data` ──read, gather──► Images: the files, or what is wrong with one
+                                                        ──read_sound──► Sound: the same of one sound
 
 A value of another type fails the request. A text that is no base64 fails its input alone. `image_urls` fetches URLs.
 """
@@ -19,6 +20,7 @@ from sie_contracts.option_values import bad
 
 MAX_IMAGES = 64  # of one input
 EXPECTED = "the bytes of an image file, as base64 or in a data URI"
+EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 _URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # no base64 has a colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 _SPACE = b" \t\r\n"  # between the lines that some tools cut base64 into
@@ -43,6 +45,13 @@ class Images(NamedTuple):
     links: tuple[Link, ...] = ()
 
 
+class Sound(NamedTuple):
+    """The file of one input. None where `fault` says why the input cannot be run."""
+
+    file: bytes = b""
+    fault: ErrorInfo | None = None
+
+
 class _Undecodable(Exception):
     """Why a text gives no bytes."""
 
@@ -51,6 +60,22 @@ def read(value: Any, path: str) -> Images:
     """A list of images, or a single one. Raises InvalidInput with reason schema."""
     given = [(f"{path}[{index}]", each) for index, each in enumerate(value)] if isinstance(value, list) else None
     return gather(given if given is not None else [(path, value)], path)
+
+
+def read_sound(value: Any, path: str) -> Sound:
+    """A sound. Raises InvalidInput: schema, invalid_media for a URL."""
+    if isinstance(value, dict):
+        rate = value.get("sample_rate")  # the file says it, too
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
+            raise bad(f"{path}.sample_rate", rate, "a whole number or null")
+    try:
+        found = _file(value, path, 0, EXPECTED_SOUND, "the sound as a WAV file")
+    except _Undecodable as error:
+        return Sound(b"", _fault(f"{path}: {error}", path).fault)
+    if isinstance(found, Link):
+        message = f"{found.path}: got a URL, sounds are not fetched: send {EXPECTED_SOUND}"
+        raise InvalidInput(message, reason="invalid_media", param=found.path)
+    return Sound(found)
 
 
 def gather(given: Sequence[tuple[str, Any]], path: str) -> Images:
@@ -78,11 +103,13 @@ def _fault(message: str, path: str, **extras: int) -> Images:
     return Images((), ErrorInfo("INVALID_INPUT", message, "invalid_media", path, extras=extras))
 
 
-def _file(value: Any, path: str, place: int) -> bytes | Link:
+def _file(
+    value: Any, path: str, place: int, expected: str = EXPECTED, instead: str = "the image as a PNG file"
+) -> bytes | Link:
     """Raises _Undecodable, InvalidInput."""
     if isinstance(value, dict):
         if "nd" in value:
-            message = f"{path}: expected {EXPECTED}, got an array: send the image as a PNG file"
+            message = f"{path}: expected {expected}, got an array: send {instead}"
             raise InvalidInput(message, reason="schema", param=path)
         if not isinstance(value.get("format"), str | None):
             raise bad(f"{path}.format", value["format"], "a string or null")
@@ -92,9 +119,9 @@ def _file(value: Any, path: str, place: int) -> bytes | Link:
             return Link(place, value, path)
         value = _decoded(value)
     if not isinstance(value, bytes):
-        raise bad(path, value, EXPECTED)
+        raise bad(path, value, expected)
     if not value:
-        raise _Undecodable(f"expected {EXPECTED}, got nothing")
+        raise _Undecodable(f"expected {expected}, got nothing")
     return value
 
 

@@ -343,7 +343,7 @@ def _reads_mentions(request: Understood) -> bool:
 
 def _input(item: Item) -> Input:
     """The part of an item that a worker needs."""
-    if item.tokens is None and item.pair is None and item.vectors is None and not item.images:
+    if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
         return Input(item.text, mentions=item.mentions)
     return Input(
         item.text,
@@ -351,4 +351,5 @@ def _input(item: Item) -> Input:
         pair=item.pair,
         vectors=None if item.vectors is None else Vectors.of(item.vectors),
         images=item.images,
+        audio=item.audio,
     )

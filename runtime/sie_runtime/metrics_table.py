@@ -312,6 +312,13 @@ _WORKER = (
         ("result",),
         6,
     ),
+    Metric(
+        "sie_sounds",
+        "counter",
+        "Sounds by what became of them: `prepared`, a cause of `invalid_media`, or `failed` where it was not the file",
+        ("result",),
+        6,
+    ),
     Metric("sie_poisoned_inputs", "counter", "Inputs refused because they killed two adapters"),
     # batches
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, each=1),

@@ -52,7 +52,7 @@ class BatchKey(NamedTuple):
 @dataclass(frozen=True)
 class Limits:
     """Bounds of a batch: tokens, work items, seconds that the oldest may wait, overtakes of bulk work, and bytes of
-    pixels.
+    pixels and features.
 
     `reorder_s`: in a model that pads, no job is overtaken by one of its key that arrived more than so much later.
     """
@@ -62,7 +62,7 @@ class Limits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    pixel_bytes: int = 96 << 20  # of the 128 MiB that a frame to the adapter may have
+    media_bytes: int = 96 << 20  # of the 128 MiB that a frame to the adapter may have
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Device:
 class Job(Generic[T]):
     """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same).
     `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
-    `budget_s` seconds when it was published. `pixel_bytes`: of its images. `writes`: its answer is written beside the
-    lanes of the device (`ipc.Rows.writes`).
+    `budget_s` seconds when it was published. `media_bytes`: of its images and sounds. `writes`: its answer is written
+    beside the lanes of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -97,7 +97,7 @@ class Job(Generic[T]):
     deadline_s: float = math.inf
     budget_s: float = math.inf
     time_cost: float = 0.0
-    pixel_bytes: int = 0
+    media_bytes: int = 0
     writes: bool = False
 
 
@@ -184,8 +184,8 @@ class _Queue(Generic[T]):
     def _first(self, limits: Limits) -> list[int]:
         cost = number = size = 0
         for job in self.jobs:
-            cost, size = cost + job.cost, size + job.pixel_bytes
-            is_over = number >= limits.requests or cost > limits.cost or size > limits.pixel_bytes
+            cost, size = cost + job.cost, size + job.media_bytes
+            is_over = number >= limits.requests or cost > limits.cost or size > limits.media_bytes
             if number and (job.alone or is_over):
                 break
             number += 1
@@ -200,12 +200,12 @@ class _Queue(Generic[T]):
         for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
             if job.alone or job.arrived_s > head.arrived_s + limits.reorder_s:
                 break
-            near.append((abs(job.cost - head.cost), place, job.cost, job.pixel_bytes))
-        places, cost, size = [0], head.cost, head.pixel_bytes
+            near.append((abs(job.cost - head.cost), place, job.cost, job.media_bytes))
+        places, cost, size = [0], head.cost, head.media_bytes
         for _, place, job_cost, job_bytes in sorted(near):
             if len(places) >= limits.requests:
                 break
-            if cost + job_cost <= limits.cost and size + job_bytes <= limits.pixel_bytes:
+            if cost + job_cost <= limits.cost and size + job_bytes <= limits.media_bytes:
                 places.append(place)
                 cost, size = cost + job_cost, size + job_bytes
         return places

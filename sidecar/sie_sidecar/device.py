@@ -115,7 +115,7 @@ class DeviceQueue:
         crossover = ready.loaded.crossover_tokens if ready is not None else 0
         time_cost = costs.text_cost(cost, sum(row.cost**2 for row in own), crossover)
         budget_s = item.budget_ms / 1000
-        bulk, size = item.priority == "bulk", sum(row.pixel_bytes for row in own)
+        bulk, size = item.priority == "bulk", sum(row.media_bytes for row in own)
         rows = ready.rows.get(item.operation) if ready is not None else None
         writes = rows is not None and rows.writes
         return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, size, writes)

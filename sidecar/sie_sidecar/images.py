@@ -1,4 +1,4 @@
-"""The bytes of an image file become the pixels that a model reads. Pure, on Pillow; only image workers import it, since
+"""The bytes of an image file become the pixels that a model reads. Pure, on Pillow; only media workers import it, since
 decoders are C code that reads what a client sent.
 
     magic ──► header ──► limits ──► decode ──► upright ──► white under alpha, 16 bits to 8 ──► resize, crop or pad
@@ -19,7 +19,8 @@ from typing import NamedTuple
 from PIL import AvifImagePlugin, Image, ImageFile, UnidentifiedImageError, features
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Filter, Recipe, Size, check, fault, pixels_of, resizes
+from sie_contracts.images import Filter, Recipe, Size, check, pixels_of, resizes
+from sie_contracts.media import fault
 
 AVIF = "AVIF"
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", *((AVIF,) if features.check("avif") else ()))
@@ -85,7 +86,7 @@ def prepare(data: bytes, recipe: Recipe) -> Pixels:
     except InvalidInput:
         raise
     except MemoryError as error:
-        raise fault("too_large", "decoding the image takes more memory than an image worker has") from error
+        raise fault("too_large", "decoding the image takes more memory than a media worker has") from error
     except UnidentifiedImageError as error:
         raise fault("undecodable", "the header of the image file is damaged") from error
     except Exception as error:  # decoders raise whatever a damaged file makes of their state

@@ -17,6 +17,7 @@ from sie_contracts.ipc import Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar import cost, image_rows
 from sie_sidecar.image_rows import Beside
+from sie_sidecar.media_frames import Heard
 from sie_sidecar.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
@@ -79,7 +80,9 @@ def _contents(tokenizer: ModelTokenizer, layout: Rows, item: Work, pairs: Iterat
     found: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, given in enumerate(item.inputs):
-        if given.images:
+        if given.audio:
+            found.append(_heard(item.sounds[index], layout))
+        elif given.images:
             found.append(_seen(given, item.images[index], layout, item.options))
         elif given.vectors is not None:
             found.append(_given(given.vectors))
@@ -99,6 +102,13 @@ def _seen(given: Input, images: Seen | InvalidInput, layout: Rows, options: RunO
         return image_rows.alone(images, layout)
     ids, costs = image_rows.ids_of(images, layout), image_rows.cost_of(images, layout)
     return Beside(options.prefix, images, ids, costs, (given.text or "") + options.suffix)
+
+
+def _heard(sound: Heard | InvalidInput, layout: Rows) -> Row:
+    """The row of a sound: a text beside it is not read."""
+    assert layout.sounds is not None
+    assert isinstance(sound, Heard)
+    return Row(_NONE, 0, expanded=layout.sounds.tokens, sound=sound)
 
 
 def _given(vectors: Vectors) -> Row:

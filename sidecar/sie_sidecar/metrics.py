@@ -20,7 +20,7 @@ from sie_contracts.messages import BatchNote, Failed, WorkResult
 from sie_runtime.metrics import Maker, Scrape, epoch_number, exemplar
 from sie_runtime.metrics_table import OOM, OTHER
 from sie_runtime.refusals import REFUSED
-from sie_sidecar.image_pool import RESULTS
+from sie_sidecar.media_pool import RESULTS
 
 if TYPE_CHECKING:
     from sie_sidecar.health import Health
@@ -51,12 +51,12 @@ class Metrics:
         self.settlements = make.counters("sie_settlements")
         self.refused = make.counters("sie_refused_below_routes")
         self.dead_letters = make.counters("sie_dead_letters")
-        self.images = make.counters("sie_images")
+        self.media = {"image": make.counters("sie_images"), "sound": make.counters("sie_sounds")}
         for metric, values in (
             (self.deliveries, ("true", "false")),
             (self.settlements, _OUTCOMES),
             (self.dead_letters, ("kept", "lost")),
-            (self.images, RESULTS),
+            *((counter, RESULTS) for counter in self.media.values()),
             (self.certificates, ("passed", "failed")),
             (self.refused, REFUSED),
         ):
@@ -69,9 +69,9 @@ class Metrics:
         """Count a request that no route saw; `reason` is one of REFUSED."""
         self.refused.labels(reason).inc()
 
-    def count_image(self, result: str) -> None:
-        """Count an image; `result` is one of RESULTS."""
-        self.images.labels(result).inc()
+    def count_file(self, noun: str, result: str) -> None:
+        """Count a file; `noun` is one of NOUNS, `result` one of RESULTS of the pool."""
+        self.media[noun].labels(result).inc()
 
     def loaded(self, model: str, *, certified: bool) -> None:
         self.loads.labels(model).inc()

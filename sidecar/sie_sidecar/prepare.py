@@ -1,7 +1,7 @@
 """The second stage: from a delivered work item to one that can run. Its inputs are fetched, its model is loaded, its
 texts are tokenised.
 
-    group ──► entry as the gateway knew it? ──► model loaded ──► images to pixels ──► tokenised ──► returned
+    group ──► entry as the gateway knew it? ──► model loaded ──► images, sounds ──► tokenised ──► returned
                  │  └──► older here: wait for it, then leave it to others  └──► tokenize, decode: answered
                  └──► newer here: its gateway asks anew
 """
@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sie_contracts.errors import InvalidInput, NotReady, SIEError
 from sie_contracts.images import Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.sounds import SoundRecipe
 from sie_sidecar import layouts, tokenise
 from sie_sidecar.fetching import Fetching
-from sie_sidecar.image_frames import Prepared
-from sie_sidecar.image_pool import ImagePool
 from sie_sidecar.in_flight import InFlight, changed
 from sie_sidecar.inventory import Inventory
 from sie_sidecar.loading import Loading
+from sie_sidecar.media_frames import Heard, Prepared
+from sie_sidecar.media_pool import MediaPool
 from sie_sidecar.models import Hosted
 from sie_sidecar.rows import OF_QUERY, Seen, Work, effort_of
 from sie_sidecar.settle import Settle
@@ -43,7 +45,7 @@ class Prepare:
         settle: Settle,
         fetching: Fetching | None,
         tokenizers: TokenizerPool,
-        images: ImagePool,
+        media: MediaPool,
         clock: Callable[[], float],
     ) -> None:
         """`fetching`: None where this worker has no payload store."""
@@ -53,7 +55,7 @@ class Prepare:
         self._settle = settle
         self._fetching = fetching
         self._tokenizers = tokenizers
-        self._images = images
+        self._media = media
         self._clock = clock
         self.tokenising = 0  # groups
 
@@ -141,10 +143,10 @@ class Prepare:
         layout = hosted.ready.rows.get(operation)
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
-        seen = await asyncio.gather(*(self._seen(flight, layout.images) for flight in group))
+        prepared = await asyncio.gather(*(self._files(flight, layout) for flight in group))
         work = [
-            Work(flight.item.inputs, flight.item.query, flight.item.options, images)
-            for flight, images in zip(group, seen, strict=True)
+            Work(flight.item.inputs, flight.item.query, flight.item.options, images, sounds)
+            for flight, (images, sounds) in zip(group, prepared, strict=True)
         ]
         effort = sum(effort_of(layout, each) for each in work)
         made = await self._tokenizers.run(
@@ -159,6 +161,12 @@ class Prepare:
             )
             flight.unfit = each.unfit
 
+    async def _files(
+        self, flight: InFlight, layout: Rows
+    ) -> tuple[Mapping[int, Seen | InvalidInput], Mapping[int, Heard | InvalidInput]]:
+        """The images and the sounds of the inputs, as far as the model takes them."""
+        return await asyncio.gather(self._seen(flight, layout.images), self._heard(flight, layout.sounds))
+
     async def _seen(self, flight: InFlight, recipe: Recipe | None) -> Mapping[int, Seen | InvalidInput]:
         """The pixels of the inputs that have images, by their index, and of the query, or why they have none."""
         if recipe is None:
@@ -169,8 +177,23 @@ class Prepare:
         found = await asyncio.gather(*(self._pixels(images, recipe) for images in shown.values()))
         return dict(zip(shown, found, strict=True))
 
+    async def _heard(self, flight: InFlight, recipe: SoundRecipe | None) -> Mapping[int, Heard | InvalidInput]:
+        """The features of the inputs that have a sound, by their index, or why they have none."""
+        if recipe is None:
+            return {}
+        given = {index: each.audio for index, each in enumerate(flight.item.inputs) if each.audio}
+        found = await asyncio.gather(*(self._features(audio, recipe) for audio in given.values()))
+        return dict(zip(given, found, strict=True))
+
+    async def _features(self, audio: bytes, recipe: SoundRecipe) -> Heard | InvalidInput:
+        try:
+            return await self._media.prepare(audio, recipe)
+        except InvalidInput as error:
+            error.message, error.param = f"audio: {error.message}", "audio"
+            return error
+
     async def _pixels(self, images: Sequence[bytes], recipe: Recipe) -> Seen | InvalidInput:
-        found = await asyncio.gather(*(self._images.prepare(image, recipe) for image in images), return_exceptions=True)
+        found = await asyncio.gather(*(self._media.prepare(image, recipe) for image in images), return_exceptions=True)
         for place, each in enumerate(found):
             if isinstance(each, InvalidInput):
                 each.message, each.param = f"images[{place}]: {each.message}", f"images[{place}]"

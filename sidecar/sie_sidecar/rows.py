@@ -18,7 +18,7 @@ from sie_contracts.ipc import Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.trace_context import NONE, Context
 from sie_sidecar import cost
-from sie_sidecar.image_frames import Prepared
+from sie_sidecar.media_frames import Heard, Prepared
 from sie_sidecar.tokens import Ids, ModelTokenizer
 
 # The images of an input as pixels.
@@ -41,7 +41,7 @@ class Row:
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
     `passages`. `expanded`: its length on the device, or the cost of what goes beside its ids, if that is more.
-    `vectors` stand in the place of ids. So do `images`.
+    `vectors` stand in the place of ids. So do `images`, and so does `sound`.
     """
 
     ids: Ids
@@ -51,6 +51,7 @@ class Row:
     expanded: int = 0
     vectors: Vectors | None = None
     images: Seen = ()
+    sound: Heard | None = None
 
     @property
     def truncated(self) -> bool:
@@ -62,20 +63,21 @@ class Row:
         return cost.text(len(self.ids), self.expanded)
 
     @property
-    def pixel_bytes(self) -> int:
-        """Of its images."""
-        return sum(len(image.pixels) for image in self.images)
+    def media_bytes(self) -> int:
+        """Of the pixels of its images and the features of its sound."""
+        return sum(len(image.pixels) for image in self.images) + (len(self.sound.features) if self.sound else 0)
 
 
 class Work(NamedTuple):
-    """What the rows of one work item are made from. `images`: those of each input that has any, by its index, or why
-    they are none; those of the query are at OF_QUERY.
+    """What the rows of one work item are made from. `images` and `sounds`: those of each input that has any, by its
+    index, or why they are none; the images of the query are at OF_QUERY.
     """
 
     inputs: Sequence[Input]
     query: Input | None
     options: RunOptions
     images: Mapping[int, Seen | InvalidInput] = MappingProxyType({})
+    sounds: Mapping[int, Heard | InvalidInput] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -103,31 +105,39 @@ def checked_work(
         return item, error, unfit
     if item.query is not None:
         query, seen = item.query, item.images.get(OF_QUERY)
-        if query.images and layout.layout != "pieces":
-            error = _unsupported("images", "takes none in a query")
+        if query.audio or (query.images and layout.layout != "pieces"):
+            error = _unsupported("audio" if query.audio else "images", "takes none in a query")
         else:
             error = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
     for index, given in enumerate(item.inputs):
-        seen = item.images.get(index)
-        why = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, given, item.options)
+        made = item.images.get(index), item.sounds.get(index)
+        bad = next((each for each in made if isinstance(each, InvalidInput)), None)
+        why = bad or _unfit(tokenizer, layout, given, item.options)
         if why is not None:
             unfit[index] = why
     if unfit:
         item = item._replace(
             inputs=[Input("") if index in unfit else given for index, given in enumerate(item.inputs)],
             images={index: seen for index, seen in item.images.items() if index not in unfit},
+            sounds={index: heard for index, heard in item.sounds.items() if index not in unfit},
         )
     return item, error, unfit
 
 
 def _is_text(given: Input) -> bool:
-    return given.tokens is None and given.pair is None and given.vectors is None and not given.images
+    return (
+        given.tokens is None and given.pair is None and given.vectors is None and not given.images and not given.audio
+    )
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOptions) -> InvalidInput | None:
     """Why an input does not suit the model or what is asked of it."""
     if _is_text(given):
         return None
+    if given.audio:
+        if layout.sounds is None:
+            return _unsupported("audio", "takes none")
+        return _unsupported("audio", "takes none beside images") if given.images else None
     if given.images:
         if layout.images is None:
             return _unsupported("images", "takes none")
@@ -307,6 +317,7 @@ def to_batch(
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
     given = [row.vectors for row in rows if row.vectors is not None]
     seen = [(number, image) for number, row in enumerate(rows) for image in row.images]
+    heard = [(number, row.sound) for number, row in enumerate(rows) if row.sound is not None]
     counts = (
         np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes()
         if given
@@ -334,6 +345,8 @@ def to_batch(
         ).tobytes(),
         pixels=b"".join(image.pixels for _, image in seen),
         mentions=tuple(mentions) if any(mentions) else (),
+        sounds=np.array([(number, *sound.shape) for number, sound in heard], np.int32).tobytes(),
+        features=b"".join(sound.features for _, sound in heard),
     )
 
 

@@ -31,7 +31,6 @@ from sie_sidecar.device import DeviceQueue
 from sie_sidecar.dispatch import Dispatch
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.hosting import Hosting
-from sie_sidecar.image_pool import ImagePool
 from sie_sidecar.in_flight import InFlight
 from sie_sidecar.intake import Intake
 from sie_sidecar.inventory import Inventory
@@ -41,6 +40,7 @@ from sie_sidecar.ledger import open_ledger
 from sie_sidecar.link import AdapterLink
 from sie_sidecar.loading import Loading
 from sie_sidecar.loras import Loras
+from sie_sidecar.media_pool import MediaPool
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.models import Hosted
 from sie_sidecar.poison import Marks
@@ -112,7 +112,7 @@ class Worker:
         self._loras = Loras(link, clock)
         self._marks = Marks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
-        self._images = ImagePool(settings.image_workers, metrics.count_image)
+        self._media = MediaPool(settings.image_workers, metrics.count_file)
         self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
         self.inventory = Inventory(
             self.hosting,
@@ -143,7 +143,7 @@ class Worker:
             broker, lane, worker_id, broker_s, self.device, self.loading, self.inventory, self.intake.take
         )
         self._prepare = Prepare(
-            self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._images, clock
+            self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
         )
         broker.on_reconnect(lambda: self.source.pulling.look())
         link.listeners.append(self._on_link)
@@ -241,7 +241,7 @@ class Worker:
             self.hosting.stop(),
             self._loras.stop(),
             self._marks.close(),
-            self._images.close(),
+            self._media.close(),
             *(each.stop() for each in self._cancels),
         )
         if self._ledger:

@@ -42,7 +42,7 @@ from sie_contracts.images import Recipe
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input
 from sie_sidecar import images
-from sie_sidecar.image_frames import Prepared
+from sie_sidecar.media_frames import Prepared
 
 SIZE, PATCH = 48, 16
 PAGE = 64

@@ -43,7 +43,7 @@ from sie_contracts.settings import Settings
 from sie_sdk import draw
 from sie_sidecar import images, layouts
 from sie_sidecar import rows as rowing
-from sie_sidecar.image_frames import Prepared
+from sie_sidecar.media_frames import Prepared
 from sie_sidecar.rows import Part, Work
 from sie_sidecar.tokens import ModelTokenizer
 

@@ -225,7 +225,7 @@ def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None
 
 def test_bytes_of_images_count_in_the_size_and_not_as_text() -> None:
     (item,) = bodies.items({"items": [{"text": "four", "images": [b"x" * 1000, b"y"]}]}, limit=1)
-    assert (item.size, item.image_bytes, item.is_empty) == (1005, 1001, False)
+    assert (item.size, item.file_bytes, item.is_empty) == (1005, 1001, False)
     assert not Item(None, images=(b"x",)).is_empty
     assert Input("four", images=(b"x" * 1000, b"y")).nbytes == 1005
 

@@ -14,7 +14,7 @@ from sie_contracts.images import Recipe, Size
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions
 from sie_sidecar import layouts
-from sie_sidecar.image_frames import Prepared
+from sie_sidecar.media_frames import Prepared
 from sie_sidecar.rows import Part, Work, to_batch
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -52,7 +52,7 @@ def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> Non
     """They bound a batch as well as its tokens do."""
     large = prepared(0, 640, 480)
     (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(images=(FILE, FILE)), _0=[large, large])])
-    assert (made.rows[0].cost, made.rows[0].pixel_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
+    assert (made.rows[0].cost, made.rows[0].media_bytes) == (2 * RECIPE.tokens, 2 * len(large.pixels))
 
 
 def test_an_image_that_is_none_and_a_model_that_takes_none_are_refused_for_their_input_alone(

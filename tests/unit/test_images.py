@@ -24,12 +24,12 @@ from sie_contracts.images import (
     Recipe,
     Size,
     UnknownProcessor,
-    cause_of,
     check,
     from_processor,
     pixels_of,
     resizes,
 )
+from sie_contracts.media import cause_of
 from sie_sidecar.images import FORMATS, Pixels, prepare
 
 ASIS = Recipe("squash", height=HEIGHT, width=WIDTH)
@@ -364,7 +364,7 @@ def test_the_arithmetic_of_a_checkpoint_is_read() -> None:
 
 
 def test_a_mutated_file_is_refused_or_has_the_foretold_size() -> None:
-    """Few of them here, in this process; tests/unit/test_image_pool.py gives thousands to the workers."""
+    """Few of them here, in this process; tests/unit/test_media_pool.py gives thousands to the workers."""
     rng, files = random.Random(17), seeds()
     refused: list[str] = []
     for _ in range(300):

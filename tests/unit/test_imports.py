@@ -82,7 +82,7 @@ CORE = {
     "sie_sidecar.rate",
     "sie_sidecar.sizing",
     "sie_sidecar.cost",
-    "sie_sidecar.image_frames",
+    "sie_sidecar.media_frames",
     "sie_contracts.placement",
     "sie_gateway.chunk",
     "sie_gateway.body",

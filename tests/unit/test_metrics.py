@@ -21,8 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import sie_contracts
 from sie_contracts import messages, topology
 from sie_contracts.configs import ConfigDelta
+from sie_contracts.device_reports import Shortages
 from sie_contracts.errors import InternalFailure, QueueFull
-from sie_contracts.ipc import BatchDone, Description, Shortages
+from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, Ok, WorkResult
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_gateway.routes import ROUTES

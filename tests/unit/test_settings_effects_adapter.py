@@ -34,9 +34,10 @@ from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.residency import DeviceMemory, Permission, Residency
 from sie_adapter.server import Server
 from sie_contracts import ipc
+from sie_contracts.device_reports import RanBatch
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
-from sie_contracts.ipc import BatchDone, Group, RanBatch, Refused, Reply, RunBatch, frame
+from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
 from sie_contracts.messages import Failed
 from sie_contracts.settings import SettingError
 from sie_store.cluster import ClusterCache

@@ -172,7 +172,7 @@ EFFECTS = {
     ),
     "SIE_IMAGE_URL_HOSTS": ("tests/unit/test_image_items.py::test_a_url_of_a_listed_host_is_its_file_on_every_route"),
     "SIE_IMAGE_WORKERS": (
-        "tests/unit/test_image_pool.py::test_as_many_images_are_prepared_at_once_as_there_are_image_workers"
+        "tests/unit/test_media_pool.py::test_as_many_images_are_prepared_at_once_as_there_are_image_workers"
     ),
     "SIE_ATTENTION_BACKEND": f"{ADAPTER}::test_the_attention_backend_reaches_what_models_are_loaded_with",
     "SIE_MAX_LORAS_PER_MODEL": f"{ADAPTER}::test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes",

@@ -24,9 +24,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import sie_contracts
 from sie_contracts import heartbeats, messages, topology
+from sie_contracts.device_reports import RanBatch
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
-from sie_contracts.ipc import RanBatch
 from sie_contracts.settings import SettingError
 from sie_gateway import status as statuses
 from sie_gateway import workers

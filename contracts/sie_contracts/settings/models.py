@@ -96,7 +96,7 @@ class EngineSettings:
         "SIE_IMAGE_WORKERS",
         "sidecar",
         whole(1),
-        "Number of processes that turn image files into pixels, shared by all models. They start when the first images come.",
+        "Number of processes that turn image files into pixels and sound files into features, shared by all models. They start when the first files come.",
     )
     attention_backend: str = row(
         "auto",

@@ -12,7 +12,7 @@ from sie_adapter import device as devices
 from sie_adapter.packing import Int64
 from sie_adapter.remedies import Remedies, Remedy
 from sie_adapter.shortage import Shortage
-from sie_contracts.ipc import Shortages
+from sie_contracts.device_reports import Shortages
 
 CPU = torch.device("cpu")
 

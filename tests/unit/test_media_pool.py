@@ -1,4 +1,4 @@
-"""The processes that decode: what one of them breaks is one image, and none outlives the sidecar."""
+"""The processes that decode: what one of them breaks is one file, and none outlives the sidecar."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import sound_files
 from image_files import bomb, encoded, mutated, picture, png, seeds
 from inprocess import settings_of, until
 
 from sie_contracts.errors import InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
 from sie_contracts.images import Recipe, Size
-from sie_sidecar import image_frames, image_pool, images
-from sie_sidecar.image_pool import ImagePool
+from sie_contracts.sounds import SoundRecipe
+from sie_sidecar import images, media_frames, media_pool, sounds
+from sie_sidecar.media_frames import Heard, Prepared
+from sie_sidecar.media_pool import MediaPool
 
 SMALL = Recipe("crop", height=16, width=16, shorter=16)
 GOOD = encoded(picture())
@@ -33,8 +36,8 @@ MANY = 5000  # mutated files
 
 
 @contextlib.asynccontextmanager
-async def pool_of(workers: int = 1, *others: Any, **options: Any) -> AsyncIterator[ImagePool]:
-    pool = ImagePool(workers, *others, **options)
+async def pool_of(workers: int = 1, *others: Any, **options: Any) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(workers, *others, **options)
     try:
         yield pool
     finally:
@@ -42,14 +45,14 @@ async def pool_of(workers: int = 1, *others: Any, **options: Any) -> AsyncIterat
         assert pool.pids == ()
 
 
-async def refusal(pool: ImagePool, data: bytes) -> str:
+async def refusal(pool: MediaPool, data: bytes) -> str:
     with pytest.raises(InvalidInput) as caught:
         await pool.prepare(data, SMALL)
     assert caught.value.reason == "invalid_media"
     return caught.value.message
 
 
-async def frozen(pool: ImagePool) -> int:
+async def frozen(pool: MediaPool) -> int:
     """The only worker, which does not run until it is told to, and so has whatever it is given next."""
     await pool.prepare(GOOD, SMALL)
     (pid,) = pool.pids
@@ -67,6 +70,23 @@ async def test_an_image_becomes_the_pixels_that_the_function_makes() -> None:
                 expected.upright,
             )
             assert (found.height, found.width, found.animated) == (16, 16, False)
+
+
+async def test_a_sound_becomes_the_features_that_the_function_makes_beside_images() -> None:
+    """By the same processes."""
+    counted: list[tuple[str, str]] = []
+    recipe = SoundRecipe(8000, 8000, 400, 160, 20, 500, high=4000.0)
+    sound = sound_files.encoded(sound_files.tone(0.4), "FLAC")
+    async with pool_of(2, lambda noun, result: counted.append((noun, result))) as pool:
+        files = [pool.prepare(sound, recipe), pool.prepare(GOOD, SMALL), pool.prepare(GOOD, recipe)]
+        heard, seen, wrong = await asyncio.gather(*files, return_exceptions=True)
+        assert len(pool.pids) <= 2
+    expected = sounds.prepare(sound, recipe)
+    assert heard == Heard(expected.values.tobytes(), recipe.shape, expected.digest(), 0.4)
+    assert isinstance(seen, Prepared)
+    assert isinstance(wrong, InvalidInput)
+    assert wrong.message.startswith("undecodable: the first bytes are of no sound format")
+    assert Counter(counted) == {("sound", "prepared"): 1, ("image", "prepared"): 1, ("sound", "undecodable"): 1}
 
 
 async def test_no_worker_starts_before_an_image_comes_and_no_more_than_are_needed() -> None:
@@ -98,7 +118,7 @@ async def test_as_many_images_are_prepared_at_once_as_there_are_image_workers(
 
 async def test_an_unusable_file_says_why_and_its_neighbours_are_prepared() -> None:
     counted: list[str] = []
-    async with pool_of(2, counted.append) as pool:
+    async with pool_of(2, lambda noun, result: counted.append(result)) as pool:
         found = await asyncio.gather(
             *(pool.prepare(data, SMALL) for data in (GOOD, b"", GOOD, bomb(), GOOD[:200], GOOD)), return_exceptions=True
         )
@@ -191,7 +211,7 @@ async def test_a_caller_that_leaves_costs_no_worker_and_mixes_up_no_answers() ->
 
 
 async def test_more_images_than_a_request_can_wait_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_pool, "MAX_WAITING", 3)
+    monkeypatch.setattr(media_pool, "MAX_WAITING", 3)
     async with pool_of() as pool:
         pid = await frozen(pool)
         running = asyncio.create_task(pool.prepare(GOOD, SMALL))
@@ -221,7 +241,7 @@ async def test_the_end_of_the_pool_ends_its_workers_and_answers_everybody() -> N
 async def test_a_worker_that_cannot_start_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with pool_of() as pool:
-        with pytest.raises(ResourceExhausted, match="no image worker could be started"):
+        with pytest.raises(ResourceExhausted, match="no media worker could be started"):
             await pool.prepare(GOOD, SMALL)
         monkeypatch.undo()
         assert (await pool.prepare(GOOD, SMALL)).height == 16
@@ -249,7 +269,7 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
     """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
-    made = image_frames.Made(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
+    made = media_frames.MadeImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
     message = {"type": "Made", **msgspec.structs.asdict(made)}
     answer = msgspec.msgpack.encode({**message, **LIES[name]})
     hello = msgspec.msgpack.encode({"type": "Hello", "pid": 1})
@@ -266,17 +286,17 @@ async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
 def test_what_a_worker_says_is_data() -> None:
     for body in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Other"}), b"\x81\xa4type\xa1\xff", bytes(50)):
         with pytest.raises(msgspec.DecodeError):
-            image_frames.answer(body)
+            media_frames.answer(body)
 
 
 OF_A_SIDECAR = """
 import asyncio, sys
 from image_files import encoded, picture
 from sie_contracts.images import Recipe
-from sie_sidecar.image_pool import ImagePool
+from sie_sidecar.media_pool import MediaPool
 
 async def main():
-    pool = ImagePool(2)
+    pool = MediaPool(2)
     recipe = Recipe("squash", height=8, width=8)
     await asyncio.gather(*(pool.prepare(encoded(picture()), recipe) for _ in range(6)))
     print(*pool.pids, flush=True)
@@ -308,13 +328,13 @@ def paths() -> dict[str, str]:
 
 def test_a_worker_imports_little() -> None:
     """It starts while somebody waits, and there may be many of them."""
-    asked = "import sys, sie_sidecar.image_worker; print(*{name.partition('.')[0] for name in sys.modules})"
+    asked = "import sys, sie_sidecar.media_worker; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert {"sie_broker", "sie_runtime", "torch", "tokenizers", "obstore", "httpx"} & set(done.stdout.split()) == set()
 
 
 def test_the_sidecar_itself_imports_no_decoder() -> None:
-    asked = "import sys, sie_sidecar.process, sie_sidecar.image_pool; print('PIL' in sys.modules)"
+    asked = "import sys, sie_sidecar.process, sie_sidecar.media_pool; print('PIL' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False"]
 
@@ -357,5 +377,5 @@ async def test_thousands_of_mutated_files_kill_nothing_and_leak_nothing() -> Non
 
 
 def test_a_size_is_told_as_height_and_width() -> None:
-    made = image_frames.Made(1, 2, 3, 4, 5, False, bytes(32), b"")
+    made = media_frames.MadeImage(1, 2, 3, 4, 5, False, bytes(32), b"")
     assert (made.size, made.upright) == (Size(2, 3), Size(4, 5))

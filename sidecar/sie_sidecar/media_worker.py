@@ -1,5 +1,5 @@
-"""A process that turns image files into pixels, one after the other, for the sidecar at the other end of its standard
-input.
+"""A process that turns image files into pixels and sound files into features, one after the other, for the sidecar at
+the other end of its standard input.
 
     limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar is gone ──► end
 
@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import cause_of
 from sie_contracts.ipc import FrameError, receive_frame
-from sie_sidecar import image_frames, images
+from sie_contracts.media import cause_of
+from sie_sidecar import images, media_frames
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,10 +32,10 @@ def main() -> None:
     _limit(memory_bytes)
     _die_with(parent)
     with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):  # the sidecar is gone
-        _send(sidecar, image_frames.frame(image_frames.Hello(os.getpid())))
+        _send(sidecar, media_frames.frame(media_frames.Hello(os.getpid())))
         _silence()
         while True:
-            _send(sidecar, _answer(image_frames.job(receive_frame(sidecar, image_frames.MAX_JOB_BYTES))))
+            _send(sidecar, _answer(media_frames.job(receive_frame(sidecar, media_frames.MAX_JOB_BYTES))))
 
 
 def _limit(memory_bytes: int) -> None:
@@ -62,14 +62,25 @@ def _silence() -> None:
     os.close(nothing)
 
 
-def _answer(job: image_frames.Job) -> tuple[bytes, bytes]:
+def _answer(job: media_frames.Job) -> tuple[bytes, bytes]:
     try:
-        made = images.prepare(job.data, job.recipe)
-        found = image_frames.Made(job.number, *made.size, *made.upright, made.animated, made.digest(), made.pixels)
-        return image_frames.frame(found)
+        made = _image(job) if isinstance(job, media_frames.ImageJob) else _sound(job)
+        return media_frames.frame(made)
     except InvalidInput as error:
         raised = type(error.__cause__).__name__ if error.__cause__ else ""
-        return image_frames.frame(image_frames.Unusable(job.number, *cause_of(error), raised))
+        return media_frames.frame(media_frames.Unusable(job.number, *cause_of(error), raised))
+
+
+def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
+    made = images.prepare(job.data, job.recipe)
+    return media_frames.MadeImage(job.number, *made.size, *made.upright, made.animated, made.digest(), made.pixels)
+
+
+def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
+    from sie_sidecar import sounds  # numpy and libsndfile, which a worker without sounds does not need
+
+    made = sounds.prepare(job.data, job.recipe)
+    return media_frames.MadeSound(job.number, *made.shape, made.seconds, made.digest(), made.values.tobytes())
 
 
 def _send(sidecar: socket.socket, parts: tuple[bytes, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Between the sidecar and its image workers, over a pair of sockets: frames of `u32 big-endian length + msgpack`, one
+"""Between the sidecar and its media workers, over a pair of sockets: frames of `u32 big-endian length + msgpack`, one
 `Job` and one answer at a time. A worker says `Hello` once it is ready. What it says is data of a process that may have
 been taken over by a file: it is checked, never executed.
 """
@@ -10,21 +10,32 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from sie_contracts.images import MAX_RESULT_BYTES, Cause, Recipe, Size
+from sie_contracts.images import MAX_RESULT_BYTES, Recipe, Size
+from sie_contracts.media import Cause
+from sie_contracts.sounds import MAX_FEATURE_BYTES, Shape, SoundRecipe
 
 MAX_FILE_BYTES = 128 << 20
 MAX_JOB_BYTES = MAX_FILE_BYTES + 4096
-MAX_ANSWER_BYTES = MAX_RESULT_BYTES + 4096
+MAX_ANSWER_BYTES = max(MAX_RESULT_BYTES, MAX_FEATURE_BYTES) + 4096
 
 _Edge = Annotated[int, msgspec.Meta(ge=1)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _HEADER = struct.Struct(">I")
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One file, as a client sent it."""
+class ImageJob(msgspec.Struct, frozen=True, tag=True):
+    """One image file, as a client sent it."""
 
     number: int
     recipe: Recipe
+    data: bytes
+
+
+class SoundJob(msgspec.Struct, frozen=True, tag=True):
+    """One sound file, as a client sent it."""
+
+    number: int
+    recipe: SoundRecipe
     data: bytes
 
 
@@ -34,7 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
+class MadeImage(msgspec.Struct, frozen=True, tag=True):
     """`pixels`: uint8 [height, width, 3]. `digest`: of them and their size."""
 
     number: int
@@ -43,7 +54,7 @@ class Made(msgspec.Struct, frozen=True, tag=True):
     upright_height: _Edge
     upright_width: _Edge
     animated: bool
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    digest: _Digest
     pixels: bytes
 
     @property
@@ -53,6 +64,24 @@ class Made(msgspec.Struct, frozen=True, tag=True):
     @property
     def upright(self) -> Size:
         return Size(self.upright_height, self.upright_width)
+
+
+class MadeSound(msgspec.Struct, frozen=True, tag=True):
+    """`features`: float32 [views, frames, bins], little-endian. `digest`: of them and their shape. `seconds`: of the
+    file.
+    """
+
+    number: int
+    views: _Edge
+    frames: _Edge
+    bins: _Edge
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    digest: _Digest
+    features: bytes
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.views, self.frames, self.bins)
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +106,19 @@ class Prepared(NamedTuple):
     animated: bool = False
 
 
+class Heard(NamedTuple):
+    """`features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of features and shape. `seconds`: of
+    the file.
+    """
+
+    features: bytes
+    shape: Shape
+    digest: bytes
+    seconds: float
+
+
+Job = ImageJob | SoundJob
+Made = MadeImage | MadeSound
 Answer = Hello | Made | Unusable
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -85,7 +127,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(message: Job | Answer) -> tuple[bytes, bytes]:
-    """Header and body: together they would be one more copy of an image."""
+    """Header and body: together they would be one more copy of a file."""
     body = _encode(message)
     return _HEADER.pack(len(body)), body
 

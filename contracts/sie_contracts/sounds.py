@@ -1,0 +1,154 @@
+"""How the sound of a file becomes what a model reads: `SoundRecipe`, which travels from the adapter to the sidecar.
+Pure: nothing here opens a file.
+
+    header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram in decibels
+
+The numbers are those of the feature extractors of transformers 5.23. Where a library takes a part of a long sound at
+random, the middle of what it may take is taken here: one sound has one result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from sie_contracts.media import fault
+
+MAX_SECONDS = 600
+MAX_SAMPLES = 64_000_000  # of all channels of a file
+RATES = (1_000, 384_000)  # of files, in Hz
+MAX_FEATURE_BYTES = 64 << 20  # of what is made of one sound
+
+Filling = Literal["repeatpad", "repeat", "pad"]
+Scale = Literal["htk", "slaney"]
+
+
+class Shape(NamedTuple):
+    """Of the features of a sound: pictures of the spectrum, frames of each, bins of each frame."""
+
+    views: int
+    frames: int
+    bins: int
+
+
+class Header(NamedTuple):
+    """What a file says of its sound: `frames` samples of each channel, `rate` of them a second."""
+
+    frames: int
+    rate: int
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.rate
+
+
+class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is done to a sound of one channel. The model reads `window` samples, `rate` of them a second, as a
+    spectrogram with a frame for each `hop` samples, each of `fft` of them, in `bins` bands from `low` to `high` Hz.
+
+    `filling`: a shorter sound is repeated as often as it fits whole and then padded with silence, repeated to the full
+    length, or padded. Of a longer one the middle is read; with `fused`, as four views: the whole of it, shrunk, and a
+    part of each third. `fused` gives a shorter sound four times. `scale`: of the bands, those of slaney have one area.
+    `chunk`: so many samples cost as much as a token.
+    """
+
+    rate: int
+    window: int
+    fft: int
+    hop: int
+    bins: int
+    chunk: int
+    low: float = 0.0
+    high: float = 0.0
+    scale: Scale = "slaney"
+    filling: Filling = "repeatpad"
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "window", "fft", "hop", "bins", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a recipe of sounds needs {name}, at least 1")
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"the bands reach from {self.low:g} to {self.high:g} Hz")
+        if self.window < self.fft:
+            raise ValueError(f"the window has {self.window} samples, a frame {self.fft}")
+        if 4 * math.prod(self.shape) > MAX_FEATURE_BYTES:
+            raise ValueError(f"the features would have {4 * math.prod(self.shape)} bytes, at most {MAX_FEATURE_BYTES}")
+
+    @property
+    def tokens(self) -> int:
+        """What one sound costs: the samples that the model reads of it, in chunks."""
+        return -(-self.window // self.chunk)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(4 if self.fused else 1, self.window // self.hop + 1, self.bins)
+
+
+def check(header: Header) -> None:
+    """Raises the fault of a sound that is longer than is read, which is known from its header."""
+    frames, rate, channels = header
+    if not RATES[0] <= rate <= RATES[1]:
+        raise fault("undecodable", f"the sound has {rate} samples a second, {RATES[0]} to {RATES[1]} are read")
+    if min(frames, channels) < 1:
+        raise fault("undecodable", "the sound file holds no samples")
+    if header.seconds > MAX_SECONDS:
+        raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {MAX_SECONDS} s are read")
+    if frames * channels > MAX_SAMPLES:
+        raise fault(
+            "too_large", f"the sound has {frames * channels} samples in {channels} channels, at most {MAX_SAMPLES}"
+        )
+
+
+class UnknownExtractor(ValueError):
+    """A preprocessor_config.json asks for what no recipe does; the message says what."""
+
+
+_CLAP = {
+    "feature_size": 64,
+    "sampling_rate": 48_000,
+    "hop_length": 480,
+    "max_length_s": 10,
+    "fft_window_size": 1024,
+    "frequency_min": 0,
+    "frequency_max": 14_000,
+    "truncation": "fusion",
+    "padding": "repeatpad",
+}
+FUSED_BINS = 64  # to which the library shrinks the whole of a long sound, whatever the number of bands
+
+
+def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
+    """The recipe of a checkpoint's preprocessor_config.json for a model that makes so many positions of what it reads.
+    Raises UnknownExtractor.
+    """
+    name = config.get("feature_extractor_type")
+    if name != "ClapFeatureExtractor":
+        raise UnknownExtractor(f"the feature extractor is {name or 'not named'}, known is ClapFeatureExtractor")
+    found = {**_CLAP, **{key: value for key, value in config.items() if value is not None}}
+    if found["truncation"] not in ("fusion", "rand_trunc") or found["padding"] not in ("repeatpad", "repeat", "pad"):
+        raise UnknownExtractor(f"truncation is {found['truncation']} and padding {found['padding']}")
+    fused = found["truncation"] == "fusion"
+    if fused and found["feature_size"] != FUSED_BINS:
+        raise UnknownExtractor(f"feature_size is {found['feature_size']}, fused features have {FUSED_BINS}")
+    window = found["max_length_s"] * found["sampling_rate"]
+    try:
+        return SoundRecipe(
+            rate=found["sampling_rate"],
+            window=window,
+            fft=found["fft_window_size"],
+            hop=found["hop_length"],
+            bins=found["feature_size"],
+            chunk=max(1, window // positions),
+            low=found["frequency_min"],
+            high=found["frequency_max"],
+            scale="htk" if fused else "slaney",
+            filling=found["padding"],
+            fused=fused,
+        )
+    except ValueError as error:
+        raise UnknownExtractor(str(error)) from error

@@ -1,0 +1,210 @@
+"""The bytes of a sound file become the features that a model reads. Pure, on libsndfile and soxr; only media workers
+import it, since decoders are C code that reads what a client sent.
+
+    magic ──► header ──► limits ──► decode ──► mean of the channels ──► the model's rate ──► its length ──► features
+
+What is read: FORMATS. A sound is resampled as `librosa.load` does it (soxr, high quality). The features are those of
+the feature extractors of transformers: equal in every bit for a sound that fits into the model's window, but for which
+part of a longer one is read (`contracts/sounds.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import soundfile
+import soxr
+from numpy.typing import NDArray
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.media import fault
+from sie_contracts.sounds import Header, Shape, SoundRecipe, check
+
+# by its first bytes, and the formats that libsndfile may say it is
+_MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
+    (lambda head: head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE", frozenset({"WAV", "WAVEX", "RF64"})),
+    (lambda head: head.startswith(b"fLaC"), frozenset({"FLAC"})),
+    (lambda head: head.startswith(b"OggS"), frozenset({"OGG"})),
+    (lambda head: head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] >= b"\xe0"), frozenset({"MP3"})),
+)
+FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+_UNKNOWN_LENGTH = 1 << 62  # of libsndfile, and above
+_BLOCK_FRAMES = 4096  # of a spectrogram, transformed at a time: a block takes 50 MB
+_LEAST_POWER = 1e-10
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+
+
+class Features(NamedTuple):
+    """Float32 [views, frames, bins], of a sound that lasts so many seconds."""
+
+    values: Float32
+    seconds: float
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(*self.values.shape)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the features and their shape."""
+        found = hashlib.sha256(b"%d x %d x %d\n" % self.shape)
+        found.update(self.values.tobytes())
+        return found.digest()
+
+
+def prepare(data: bytes, recipe: SoundRecipe) -> Features:
+    """The features of a file. Raises InvalidInput, reason invalid_media, whose message begins with the cause: too_large
+    or undecodable.
+    """
+    try:
+        samples, seconds = _decoded(data, recipe.rate)
+        return Features(features(samples, recipe), seconds)
+    except InvalidInput:
+        raise
+    except MemoryError as error:
+        raise fault("too_large", "decoding the sound takes more memory than a media worker has") from error
+    except Exception as error:  # decoders raise whatever a damaged file makes of their state
+        raise fault("undecodable", "the sound file is damaged or incomplete") from error
+
+
+def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
+    """One channel at this rate, and how many seconds the file lasts."""
+    if not data:
+        raise fault("undecodable", "the sound file is empty")
+    kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)
+    if kinds is None:
+        raise fault("undecodable", f"the first bytes are of no sound format that is read: {', '.join(FORMATS)}")
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+        if file.format not in kinds:  # behind a tag there may be anything
+            raise fault("undecodable", "the sound file is of another format than its first bytes say")
+        if file.frames >= _UNKNOWN_LENGTH:
+            raise fault("undecodable", "the header of the sound file does not say how long the sound is")
+        header = Header(file.frames, file.samplerate, file.channels)
+        check(header)
+        channels: Float32 = file.read(dtype="float32", always_2d=True)
+    own = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
+    if not np.isfinite(own).all():
+        raise fault("undecodable", "the sound file has samples that are no finite numbers")
+    found = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
+    if not len(found):
+        raise fault("undecodable", "the sound file holds no samples")
+    return found, len(channels) / header.rate
+
+
+def features(samples: Float32, recipe: SoundRecipe) -> Float32:
+    """Those of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
+    ClapFeatureExtractor.
+    """
+    if len(samples) <= recipe.window:
+        whole = _spectrogram(_filled(samples, recipe), recipe)
+        return np.stack([whole] * recipe.shape.views)
+    if not recipe.fused:
+        start = (len(samples) - recipe.window) // 2
+        return _spectrogram(samples[start : start + recipe.window], recipe)[None]
+    return _views(_spectrogram(samples, recipe), recipe.shape.frames)
+
+
+def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
+    """A sound that is no longer than the model's window, made as long as that."""
+    times = recipe.window // len(samples)
+    if recipe.filling == "repeat" and len(samples) < recipe.window:
+        return np.tile(samples, times + 1)[: recipe.window]
+    if recipe.filling == "repeatpad":
+        samples = np.tile(samples, times)
+    return np.pad(samples, (0, recipe.window - len(samples)))
+
+
+def _views(whole: Float32, frames: int) -> Float32:
+    """Four of a longer sound: the whole of it in so many frames, and the middle one of the parts that begin in each
+    third.
+    """
+    if len(whole) == frames:
+        return np.stack([whole] * 4)
+    thirds = np.array_split(np.arange(len(whole) - frames + 1), 3)
+    starts = [int(third[len(third) // 2]) if len(third) else 0 for third in thirds]
+    return np.stack([_shrunk(whole, frames), *(whole[start : start + frames] for start in starts)])
+
+
+def _shrunk(whole: Float32, frames: int) -> Float32:
+    """In so many frames, each between the two that are nearest. Source: torch, bilinear interpolation without aligned
+    corners, within 1e-5 of it.
+    """
+    scale = np.float32(len(whole)) / np.float32(frames)
+    places = np.maximum((np.arange(frames, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
+    before = np.minimum(places.astype(np.int64), len(whole) - 1)
+    after = np.minimum(before + 1, len(whole) - 1)
+    share = (places - before.astype(np.float32))[:, None]
+    found: Float32 = (1 - share) * whole[before] + share * whole[after]
+    return found
+
+
+def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
+    """The power of each band in decibels, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes
+    one frame after the other.
+    """
+    half = recipe.fft // 2
+    padded = np.pad(samples, (half, half), mode="reflect").astype(np.float64)
+    frames = np.lib.stride_tricks.sliding_window_view(padded, recipe.fft)[:: recipe.hop]
+    shape, bands = _hann(recipe.fft), _bands(recipe)
+    found = np.empty((len(frames), recipe.bins), np.float32)
+    for start in range(0, len(frames), _BLOCK_FRAMES):
+        spectrum = np.fft.rfft(frames[start : start + _BLOCK_FRAMES] * shape).astype(np.complex64)
+        power = np.abs(spectrum, dtype=np.float64) ** 2.0
+        mel = np.maximum(_LEAST_POWER, np.dot(bands.T, power.T))
+        found[start : start + _BLOCK_FRAMES] = (10.0 * np.log10(mel)).T
+    return found
+
+
+@functools.cache
+def _hann(length: int) -> Float64:
+    return np.hanning(length + 1)[:-1]
+
+
+@functools.lru_cache(maxsize=16)
+def _bands(recipe: SoundRecipe) -> Float64:
+    """The share of each frequency in each band, [frequencies, bins]. Source: transformers, audio_utils.mel_filter_bank,
+    which has it from librosa and torchaudio.
+    """
+    to_mel, to_hertz = _SCALES[recipe.scale]
+    low, high = (to_mel(np.array([edge], np.float64))[0] for edge in (recipe.low, recipe.high))
+    centres = to_hertz(np.linspace(low, high, recipe.bins + 2))
+    frequencies = np.linspace(0, recipe.rate // 2, recipe.fft // 2 + 1)
+    widths = np.diff(centres)
+    slopes = centres[None] - frequencies[:, None]
+    found = np.maximum(np.zeros(1), np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+    if recipe.scale == "slaney":
+        found *= (2.0 / (centres[2:] - centres[:-2]))[None]
+    result: Float64 = found
+    return result
+
+
+def _htk_to_mel(hertz: Float64) -> Any:
+    return 2595.0 * np.log10(1.0 + (hertz / 700.0))
+
+
+def _htk_to_hertz(mels: Float64) -> Any:
+    return 700.0 * (np.power(10, mels / 2595.0) - 1.0)
+
+
+def _slaney_to_mel(hertz: Float64) -> Any:
+    """In proportion up to 1,000 Hz, from there on by the logarithm."""
+    mels = 3.0 * hertz / 200.0
+    above = hertz >= 1000.0
+    mels[above] = 15.0 + np.log(hertz[above] / 1000.0) * (27.0 / np.log(6.4))
+    return mels
+
+
+def _slaney_to_hertz(mels: Float64) -> Any:
+    hertz = 200.0 * mels / 3.0
+    above = mels >= 15.0
+    hertz[above] = 1000.0 * np.exp((np.log(6.4) / 27.0) * (mels[above] - 15.0))
+    return hertz
+
+
+_SCALES = {"htk": (_htk_to_mel, _htk_to_hertz), "slaney": (_slaney_to_mel, _slaney_to_hertz)}

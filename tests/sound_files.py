@@ -1,0 +1,46 @@
+"""Sound files of every kind, made here: tones that glide, so that a wrong rate or a wrong part of a sound is another
+sound.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+RATE = 48_000
+
+
+def tone(seconds: float, *, rate: int = RATE, seed: int = 0, channels: int = 1) -> NDArray[np.float32]:
+    """A tone that rises, its overtones and some noise, [samples], or [samples, channels] of different loudness."""
+    rng = np.random.default_rng(seed)
+    times = np.arange(round(seconds * rate)) / rate
+    base = 200 + 60 * (seed % 7)
+    phase = 2 * np.pi * (base * times + 40 * times**2)
+    sound = sum(0.3 / part * np.sin(part * phase) for part in (1, 2, 5)) + rng.normal(0, 0.01, len(times))
+    found = np.asarray(sound, np.float32)
+    return found if channels == 1 else np.stack([found / (1 + each) for each in range(channels)], 1)
+
+
+def encoded(sound: NDArray[np.float32], kind: str = "WAV", *, rate: int = RATE, subtype: str | None = None) -> bytes:
+    """A file of it. Ogg is written in pieces: its encoder takes no long ones."""
+    sink = io.BytesIO()
+    channels = 1 if sound.ndim == 1 else sound.shape[1]
+    with soundfile.SoundFile(sink, "w", rate, channels, subtype, format=kind) as file:
+        for start in range(0, len(sound), 1 << 14):
+            file.write(sound[start : start + (1 << 14)])
+    return sink.getvalue()
+
+
+def replaced(data: bytes, place: int, value: bytes) -> bytes:
+    return data[:place] + value + data[place + len(value) :]
+
+
+def claiming(samples: int, **options: Any) -> bytes:
+    """A FLAC file whose header says that it has so many samples."""
+    data = encoded(tone(0.1, **options), "FLAC", rate=options.get("rate", RATE))
+    most = (samples & ((1 << 36) - 1)).to_bytes(5, "big")
+    return replaced(data, 21, bytes([data[21] & 0xF0 | most[0]]) + most[1:])

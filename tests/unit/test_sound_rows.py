@@ -1,0 +1,173 @@
+"""Sounds on their way: from the item of a request to a work item, from a worker's features to the adapter, and which
+inputs are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sie_adapter.packing import MalformedBatch, items, sounds
+from sie_contracts.costs import IMAGE_TOKENS
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import Rows
+from sie_contracts.messages import Input, RunOptions
+from sie_contracts.sounds import Shape, SoundRecipe
+from sie_gateway import body as bodies
+from sie_gateway import images
+from sie_gateway.chunk import Files
+from sie_sidecar import layouts
+from sie_sidecar.media_frames import Heard
+from sie_sidecar.rows import Part, Work, to_batch
+from sie_sidecar.tokens import ModelTokenizer
+
+RECIPE = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0)
+LAYOUT = Rows(sounds=RECIPE)
+FILE = b"RIFF, a file"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "river": 1, "x": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return ModelTokenizer(words.to_str().encode(), 16)
+
+
+def heard(seed: int) -> Heard:
+    features = np.random.default_rng(seed).normal(size=RECIPE.shape).astype(np.float32).tobytes()
+    return Heard(features, RECIPE.shape, hashlib.sha256(features).digest(), 0.4)
+
+
+def work(*inputs: Input, **made: Heard | InvalidInput) -> Work:
+    return Work(inputs, None, RunOptions(), sounds={int(name[1:]): each for name, each in made.items()})
+
+
+# the gateway
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        FILE,
+        base64.b64encode(FILE).decode(),
+        f"data:audio/wav;base64,{base64.b64encode(FILE).decode()}",
+        {"data": FILE, "format": "mp3", "sample_rate": 8000},
+        {"data": base64.b64encode(FILE).decode(), "format": None, "sample_rate": None},
+    ],
+    ids=range(5),
+)
+def test_every_form_of_a_sound_gives_the_same_bytes(form: Any) -> None:
+    (item,) = bodies.items({"items": [{"audio": form}]}, limit=1)
+    assert (item.audio, item.modalities, item.unfit, item.is_empty) == (FILE, ("audio",), None, False)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason", "param"),
+    [
+        ("https://host/a.wav", "invalid_media", "items[0].audio"),
+        ({"nd": True, "data": b"x"}, "schema", "items[0].audio"),
+        ([FILE], "schema", "items[0].audio"),
+        (7, "schema", "items[0].audio"),
+        ({"data": FILE, "sample_rate": "8k"}, "schema", "items[0].audio.sample_rate"),
+        ({"data": FILE, "sample_rate": True}, "schema", "items[0].audio.sample_rate"),
+    ],
+    ids=range(6),
+)
+def test_a_value_that_is_no_sound_fails_the_request_and_names_its_place(form: Any, reason: str, param: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        bodies.items({"items": [{"audio": form}]}, limit=1)
+    assert (caught.value.reason, caught.value.param) == (reason, param)
+    assert "image" not in caught.value.message
+
+
+@pytest.mark.parametrize("form", ["?", "data:audio/wav,x", {"data": ""}])
+def test_a_text_that_is_no_base64_fails_its_input_alone(form: Any) -> None:
+    found, fault = images.read_sound(form, "items[0].audio")
+    assert fault is not None
+    assert (found, fault.reason) == (b"", "invalid_media")
+
+
+def test_bytes_of_a_sound_count_in_the_size_and_not_as_text() -> None:
+    (item,) = bodies.items({"items": [{"text": "four", "images": [b"y"], "audio": b"x" * 1000}]}, limit=1)
+    assert (item.size, item.file_bytes, len(item.files)) == (1005, 1001, 2)
+    assert Input("four", images=(b"y",), audio=b"x" * 1000).nbytes == 1005
+    assert Files(2, 1001).tokens == 2 * IMAGE_TOKENS
+
+
+def test_a_text_beside_a_sound_is_told_to_be_unread() -> None:
+    found = bodies.items({"items": [{"text": "a", "audio": b"x"}, {"audio": b"x"}, "b"]}, limit=3)
+    (told,) = bodies.unread_texts(found, "org/ear")
+    assert told == "text: ignored in 1 of 3 inputs; org/ear reads the sound of an input that has both"
+
+
+# the sidecar and the adapter
+
+
+def test_an_input_with_a_sound_is_a_row_without_ids_that_costs_its_chunks(tokenizer: ModelTokenizer) -> None:
+    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input("river", audio=FILE), Input("river"), _0=heard(0))])
+    sound, said = made.rows
+    assert (len(sound.ids), sound.cost, sound.media_bytes) == (0, 8, len(heard(0).features))
+    assert (said.ids.tolist(), said.cost, said.sound) == ([1], 1, None)
+
+
+def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: ModelTokenizer) -> None:
+    broken = InvalidInput("audio: undecodable: the sound file is empty", reason="invalid_media")
+    asked = work(Input(audio=FILE), Input("river"), Input(audio=FILE), _0=broken, _2=heard(0))
+    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
+    assert dict(made.unfit) == {0: broken}
+    assert [row.sound is not None for row in made.rows] == [False, False, True]
+    (deaf,) = layouts.make(tokenizer, Rows(), [work(Input(audio=FILE), Input("river"))])
+    assert (set(deaf.unfit), deaf.unfit[0].reason) == ({0}, "unsupported_modality")
+    (both,) = layouts.make(tokenizer, LAYOUT, [work(Input(audio=FILE, images=(b"x",)), _0=heard(0))])
+    assert both.unfit[0].reason == "unsupported_modality"
+    asked = Work([Input("river")], Input(audio=FILE), RunOptions())
+    assert "audio: the model takes none in a query" in str(layouts.make(tokenizer, LAYOUT, [asked])[0].error)
+
+
+def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTokenizer) -> None:
+    """Of two work items in one batch."""
+    first, second = work(Input("river"), Input(audio=FILE), _1=heard(1)), work(Input(audio=FILE), _0=heard(2))
+    parts = [Part(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
+    batch = to_batch("b", "m", "encode", "text", parts)
+    found = sounds(batch.sounds, batch.features, RECIPE)
+    assert found is not None
+    decoded = items(batch.lengths, batch.ids, batch.types, None, found)
+    assert (decoded.lengths.tolist(), decoded.costs.tolist()) == ([1, 0, 0], [1, 8, 8])
+    assert [len(row) for row in found.of(np.arange(3))] == [0, 1, 1]
+    for features, given in zip(found.shown, (heard(1), heard(2)), strict=True):
+        assert features.shape == RECIPE.shape
+        assert features.tobytes() == given.features
+    assert sounds(b"", b"", RECIPE) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "values", "message"),
+    [
+        ([(0, 1, 2)], 2, "int32"),
+        ([(0, 1, 2, 3)], 5, "have 24 bytes, 20 came"),
+        ([(0, 1, 0, 3)], 0, "one is empty"),
+        ([(1, 1, 1, 1), (0, 1, 1, 1)], 2, "not in the order"),
+        ([(-1, 1, 1, 1)], 1, "not in the order"),
+    ],
+    ids=range(5),
+)
+def test_sounds_that_do_not_belong_to_their_batch_are_refused(
+    places: list[tuple[int, ...]], values: int, message: str
+) -> None:
+    with pytest.raises(MalformedBatch, match=message):
+        sounds(np.array(places, np.int32).tobytes(), bytes(4 * values), RECIPE)
+
+
+def test_a_sound_of_a_row_that_is_not_there_is_refused() -> None:
+    found = sounds(np.array([(3, 1, 1, 1)], np.int32).tobytes(), bytes(4), RECIPE)
+    with pytest.raises(MalformedBatch, match="a sound is of row 3"):
+        items(np.array([0, 0], np.int32).tobytes(), b"", b"", None, found)
+
+
+def test_the_shape_of_a_recipe_is_what_its_features_have() -> None:
+    assert RECIPE.shape == Shape(1, 21, 8)

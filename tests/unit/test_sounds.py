@@ -1,0 +1,209 @@
+"""What becomes of the bytes of a sound file: its features are those of the library's feature extractor."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import soxr
+from numpy.typing import NDArray
+from sound_files import RATE, claiming, encoded, replaced, tone
+
+from sie_contracts import sounds as recipes
+from sie_contracts.errors import InvalidInput
+from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_sidecar import sounds
+
+CLAP: dict[str, Any] = {"feature_extractor_type": "ClapFeatureExtractor", "max_length_s": 1}
+POSITIONS = 64
+PLAIN = from_extractor({**CLAP, "truncation": "rand_trunc"}, positions=POSITIONS)
+FUSED = from_extractor({**CLAP, "truncation": "fusion"}, positions=POSITIONS)
+
+
+def decoded(data: bytes) -> NDArray[np.float32]:
+    return sounds._decoded(data, RATE)[0]
+
+
+def refusal(data: bytes) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        sounds.prepare(data, PLAIN)
+    assert caught.value.reason == "invalid_media"
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype", "gap"),
+    [
+        ("WAV", "PCM_16", 4e-5),
+        ("WAV", "PCM_24", 1e-6),
+        ("WAV", "PCM_U8", 0.01),
+        ("WAV", "FLOAT", 0.0),
+        ("WAV", "ULAW", 0.03),
+        ("WAVEX", "PCM_16", 4e-5),
+        ("RF64", "PCM_16", 4e-5),
+        ("FLAC", "PCM_16", 4e-5),
+        ("FLAC", "PCM_24", 1e-6),
+        ("OGG", "VORBIS", 0.2),
+        ("OGG", "OPUS", 0.2),
+        ("MP3", "MPEG_LAYER_III", 0.2),
+    ],
+)
+def test_each_format_gives_its_samples(kind: str, subtype: str, gap: float) -> None:
+    sound = tone(0.5)
+    found = decoded(encoded(sound, kind, subtype=subtype))
+    assert found.dtype == np.float32
+    assert np.abs(found[:20_000] - sound[:20_000]).max() <= gap
+
+
+def test_channels_become_their_mean_and_another_rate_the_models() -> None:
+    """As librosa.load does it: first the mean, then soxr at high quality."""
+    sound = tone(0.5, rate=44_100, channels=3)
+    found = decoded(encoded(sound, subtype="FLOAT", rate=44_100))
+    assert np.array_equal(found, soxr.resample(sound.mean(1), 44_100, RATE, quality="HQ"))
+    assert len(found) == 24_000
+
+
+@pytest.mark.parametrize(
+    ("recipe", "seconds"),
+    [
+        *((PLAIN, seconds) for seconds in (0.01, 0.3, 0.51, 1.0, 1.7)),
+        *((FUSED, seconds) for seconds in (0.3, 1.0, 1.005, 1.02, 2.3)),
+    ],
+)
+def test_features_are_the_librarys(recipe: SoundRecipe, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every bit, but for the shrunk view of a long sound. What the library takes at random is the middle here."""
+    from transformers import ClapFeatureExtractor
+
+    library = ClapFeatureExtractor(max_length_s=1, truncation="fusion" if recipe.fused else "rand_trunc")
+    monkeypatch.setattr(np.random, "randint", lambda low, high: (low + high - 1) // 2)
+    monkeypatch.setattr(np.random, "choice", lambda own: own[len(own) // 2])
+    sound = tone(seconds, seed=int(100 * seconds))
+    expected = np.asarray(library(sound, sampling_rate=RATE, return_tensors="np").input_features[0])
+    found = sounds.features(sound, recipe)
+    assert found.shape == expected.shape == recipe.shape
+    exact = slice(1, None) if recipe.fused and seconds > 1.01 else slice(None)
+    assert np.array_equal(found[exact], expected[exact])
+    assert np.abs(found - expected).max() <= 1e-4
+
+
+@pytest.mark.parametrize("filling", ["repeatpad", "repeat", "pad"])
+def test_a_short_sound_is_filled_up_as_the_library_does(filling: str) -> None:
+    from transformers import ClapFeatureExtractor
+
+    recipe = from_extractor({**CLAP, "truncation": "rand_trunc", "padding": filling}, positions=POSITIONS)
+    library = ClapFeatureExtractor(max_length_s=1, truncation="rand_trunc", padding=filling)
+    sound = tone(0.37)
+    expected = library(sound, sampling_rate=RATE, return_tensors="np").input_features[0]
+    assert np.array_equal(sounds.features(sound, recipe), expected)
+
+
+def test_a_long_sound_is_transformed_in_blocks_that_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = tone(3.1)
+    whole = sounds.features(sound, FUSED)
+    monkeypatch.setattr(sounds, "_BLOCK_FRAMES", 37)
+    assert np.abs(sounds.features(sound, FUSED) - whole).max() <= 1e-4
+
+
+def test_one_sound_has_one_result_whatever_file_it_comes_in() -> None:
+    sound = tone(1.4)
+    first, second = (sounds.prepare(encoded(sound, kind, subtype="PCM_16"), PLAIN) for kind in ("WAV", "RF64"))
+    assert first.digest() == second.digest()
+    assert first.seconds == second.seconds == 1.4
+    assert first.digest() != sounds.prepare(encoded(tone(1.4, seed=1)), PLAIN).digest()
+
+
+# what is refused
+
+GOOD = encoded(tone(0.2))
+FLAC = encoded(tone(0.2), "FLAC")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "undecodable: the sound file is empty"),
+        (b"hello world, this is no sound", "of no sound format that is read: WAV, FLAC, OGG, MP3"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(50), "of no sound format"),
+        (GOOD[:30], "undecodable: the sound file is damaged or incomplete"),
+        (FLAC[: len(FLAC) // 2], "undecodable: the sound file is damaged or incomplete"),
+        (encoded(np.zeros(0, np.float32)), "undecodable: the sound file holds no samples"),
+        (encoded(np.full(99, np.nan, np.float32), subtype="FLOAT"), "no finite numbers"),
+        (encoded(tone(0.1, rate=900), rate=900), "900 samples a second, 1000 to 384000 are read"),
+        (claiming(RATE * 601), "too_large: the sound lasts 601.0 s, at most 600 s are read"),
+        (claiming(RATE * 500, channels=3), "too_large: the sound has 72000000 samples in 3 channels, at most 64000000"),
+        (claiming(0), "does not say how long the sound is"),
+        (b"ID3\x04\0\0\0\0\0\x0a" + bytes(10) + FLAC, "undecodable: "),
+    ],
+    ids=range(12),
+)
+def test_what_is_no_sound_that_is_read_says_why(data: bytes, message: str) -> None:
+    assert message in refusal(data)
+
+
+def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sounds.soundfile.SoundFile, "read", lambda *_, **__: pytest.fail("decoded"))
+    assert refusal(claiming(RATE * 601)).startswith("too_large")
+
+
+def test_a_wav_file_that_was_cut_or_streamed_is_read_as_far_as_it_goes() -> None:
+    """Its header says 4 GB, or more than there is."""
+    size = GOOD.index(b"data") + 4
+    streamed = replaced(replaced(GOOD, 4, b"\xff" * 4), size, b"\xff" * 4)
+    assert np.array_equal(decoded(streamed), decoded(GOOD))
+    assert len(decoded(GOOD[:-4000])) == len(decoded(GOOD)) - 2000
+
+
+def test_damaged_files_are_refused_or_read_and_never_raise_anything_else() -> None:
+    chance = random.Random(3)
+    seeds = [encoded(tone(0.05), kind) for kind in ("WAV", "FLAC")]
+    outcomes = set()
+    for _ in range(150):
+        data = bytearray(chance.choice(seeds))
+        for _ in range(chance.randint(1, 8)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            found = sounds.prepare(bytes(data), PLAIN)
+            assert found.shape == PLAIN.shape
+            assert np.isfinite(found.values).all()
+            outcomes.add("read")
+        except InvalidInput as error:
+            outcomes.add(error.message.partition(":")[0])
+    assert {"read", "undecodable"} <= outcomes <= {"read", "undecodable", "too_large"}
+
+
+# recipes
+
+
+def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
+    assert (PLAIN.window, PLAIN.chunk, PLAIN.tokens) == (48_000, 750, 64)
+    published = from_extractor({"feature_extractor_type": "ClapFeatureExtractor"}, positions=64)
+    assert (published.tokens, published.shape) == (64, (4, 1001, 64))
+    assert SoundRecipe(16_000, 16_000, 400, 160, 80, 15_000, high=8000.0).tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "the feature extractor is not named"),
+        ({"feature_extractor_type": "WhisperFeatureExtractor"}, "is WhisperFeatureExtractor, known is Clap"),
+        ({**CLAP, "truncation": "cut"}, "truncation is cut"),
+        ({**CLAP, "padding": "mirror"}, "padding mirror"),
+        ({**CLAP, "feature_size": 80}, "feature_size is 80, fused features have 64"),
+        ({**CLAP, "frequency_max": 0}, "the bands reach from 0 to 0 Hz"),
+        ({**CLAP, "hop_length": 0}, "needs hop, at least 1"),
+        ({**CLAP, "max_length_s": 3600}, "the features would have"),
+    ],
+    ids=range(8),
+)
+def test_an_extractor_that_no_recipe_does_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownExtractor, match=message):
+        from_extractor(config, positions=POSITIONS)
+
+
+def test_the_limits_are_those_of_the_header() -> None:
+    recipes.check(recipes.Header(RATE * 600, RATE, 1))
+    for header in (recipes.Header(1, 0, 1), recipes.Header(0, RATE, 1), recipes.Header(RATE, RATE, 0)):
+        with pytest.raises(InvalidInput, match="undecodable"):
+            recipes.check(header)
