@@ -124,6 +124,18 @@ def _clip(folder: Path) -> Entry:
     }
 
 
+def _clap(folder: Path) -> Entry:
+    from parity import sound_checkpoints  # classes of transformers that no other model here needs
+
+    sound_checkpoints.clap(folder)
+    return {
+        "family": "sound-encoder",
+        "inputs": ["text", "audio"],
+        "outputs": {"dense": sound_checkpoints.WIDTH},
+        "max_tokens": sound_checkpoints.TOKENS,
+    }
+
+
 def _pages(folder: Path) -> Entry:
     dual_checkpoints.colpali(folder)
     question = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
@@ -151,6 +163,7 @@ KINDS: dict[str, Callable[[Path], Entry]] = {
     "classes": _classes,
     "clip": _clip,
     "pages": _pages,
+    "clap": _clap,
 }
 
 

@@ -1,4 +1,6 @@
-"""What folders of models that read images say of themselves: which family runs them, their width and their limits."""
+"""What folders of models that read images or sounds say of themselves: which family runs them, their width and their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
         return None
     found = f"family {entry['family']}: model_type {config.model_type} of config.json"
     assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
-    return Described(entry, [found, "what is done to an image: preprocessor_config.json"], [assumed] if assumed else [])
+    what = "a sound" if "audio" in entry["inputs"] else "an image"
+    told = [found, f"what is done to {what}: preprocessor_config.json"]
+    return Described(entry, told, [assumed] if assumed else [])
 
 
 def _open_clip(folder: Path) -> Described:
@@ -62,6 +66,18 @@ def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:
         "inputs": _BOTH,
         "outputs": {"dense": config.projection_dim if is_clip else config.text_config.projection_size},
         "max_tokens": config.text_config.max_position_embeddings,
+    }
+
+
+def _sound_encoder(config: Any, folder: Path) -> dict[str, Any]:
+    text = config.text_config
+    limit = tokenizer_limit(folder) or UNLIMITED
+    return {
+        "description": f"Texts and sounds in one space, {config.model_type}.",
+        "family": "sound-encoder",
+        "inputs": ["text", "audio"],
+        "outputs": {"dense": config.projection_dim},
+        "max_tokens": min(limit, text.max_position_embeddings - text.pad_token_id - 1),
     }
 
 
@@ -163,6 +179,7 @@ def _tasks(folder: Path) -> list[str]:
 _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
     "clip": _dual_encoder,
     "siglip": _dual_encoder,
+    "clap": _sound_encoder,
     "colpali": _pages,
     "qwen2_5_vl": _qwen_pages,
     "qwen3_vl": _qwen_vectors,

@@ -23,7 +23,7 @@ from sie_contracts.images import Normalisation, Recipe, UnknownProcessor, from_p
 from sie_contracts.load_errors import load_failed
 
 PROCESSOR = "preprocessor_config.json"
-# Images in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.
+# Images or sounds in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
 # Blocks of patches in one pass of a tower that takes any size; an image of more has a pass of its own.
@@ -72,12 +72,12 @@ class Tower:
         self._run = run
         self._compute = compute
         self._levels = _Levels(normalisation, compute.device)
-        self._most = _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
+        self._most = per_pass(compute)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
         """What `run` gives of each image, in order."""
         return torch.cat(
-            [self._run(self._pixels(images[start:stop])) for start, stop in _passes(len(images), self._most)]
+            [self._run(self._pixels(images[start:stop])) for start, stop in passes(len(images), self._most)]
         )
 
     def _pixels(self, images: Sequence[Shown]) -> Tensor:
@@ -85,9 +85,14 @@ class Tower:
         return self._levels.normalised(stacked).permute(0, 3, 1, 2).to(self._compute.dtype)
 
 
-def _passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut so many images into passes of at most `most`, each a power of two: a CPU keeps memory for each size that it
-    has met.
+def per_pass(compute: Compute) -> int:
+    """How many images or sounds a tower reads at once."""
+    return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
+
+
+def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut so many images, or sounds, into passes of at most `most`, each a power of two: a CPU keeps memory for each
+    size that it has met.
     """
     start = 0
     while start < images:

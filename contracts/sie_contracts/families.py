@@ -29,7 +29,7 @@ class Family:
     config_file: str = "config.json"
     transformers_class: str = "AutoModel"
     gives_vectors: bool = False  # dense, sparse or multivector, from which scores are computed as well
-    ignores_text_beside_images: bool = False  # of an input that has both, only the images are read
+    ignores_text_beside_images: bool = False  # or beside a sound: of an input that has both, only these are read
     reads_answer: bool = False  # the score is the probability of the next token: a decoder
     takes_lora: bool = False
     needs_labels: bool = False  # in each request
@@ -85,6 +85,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "dual-encoder": Family(
             implementation="sie_adapter.families.dual_encoder:DualEncoder",
+            gives_vectors=True,
+            ignores_text_beside_images=True,
+        ),
+        "sound-encoder": Family(
+            implementation="sie_adapter.families.sound_encoder:SoundEncoder",
             gives_vectors=True,
             ignores_text_beside_images=True,
         ),

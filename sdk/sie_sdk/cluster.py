@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar, cast
 from urllib.parse import urlencode
 
+import numpy as np
+
 from sie_sdk import verbs
 from sie_sdk.core import CONTROL_S, Pause, Plan, Session, json_call, quoted
 from sie_sdk.errors import InvalidInputError, PoolNotFoundError, ServerError, SIEError
@@ -21,6 +23,12 @@ _DOT = bytes.fromhex(  # an image of one pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44"
     "ae426082"
 )
+_SILENCE = np.zeros(800, np.int16)
+_SMALLEST: dict[str, Item] = {
+    "text": {"text": "."},
+    "image": {"images": [_DOT]},
+    "audio": {"audio": {"data": _SILENCE, "sample_rate": 8000}},
+}
 
 
 def _told(reply: Any, name: str, kind: type[T]) -> T:
@@ -84,16 +92,16 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     """Send the smallest input that the model takes, which makes a worker start and load it; return what the catalogue
     says then.
 
-    Raises what a call raises, and InvalidInputError for a model that takes neither text nor images.
+    Raises what a call raises, and InvalidInputError for a model that takes neither text, images nor sounds.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
     inputs, tasks = _told(info, "inputs", list), _told(info, "tasks", list)
-    if "text" not in inputs and "image" not in inputs:
+    item = next((each for name, each in _SMALLEST.items() if name in inputs), None)
+    if item is None:
         raise InvalidInputError(
             f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT"
         )
-    item: Item = {"text": "."} if "text" in inputs else {"images": [_DOT]}
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
     elif "score" in tasks:

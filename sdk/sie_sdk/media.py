@@ -27,6 +27,8 @@ _PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
 # pixels of numpy: values of a pixel, and PNG's name for their colours
 _PNG_COLOURS = {1: 0, 3: 2, 4: 6}
 _PNG_LEVEL = 1  # of zlib: the largest gain for the least time
+# samples of numpy: what WAV calls them, 1 whole numbers, 3 floats
+_WAV_SAMPLES = {"uint8": 1, "int16": 1, "int32": 1, "float32": 3, "float64": 3}
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "png"),
     (b"\xff\xd8\xff", "jpeg"),
@@ -64,6 +66,38 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
     data, name = _read(value, path)
     kind = _format_of(data) or _suffix(name)
     return {"data": data, "format": kind} if kind else {"data": data}
+
+
+def sound(value: Any, path: str) -> Any:
+    """As `media`, where the data may be samples of numpy beside their `sample_rate`: they become a WAV file."""
+    if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
+        return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
+    if isinstance(value, np.ndarray):
+        raise _refused(path, 'samples need their rate: give {"data": samples, "sample_rate": 48000}')
+    return media(value, path)
+
+
+def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
+    """A WAV file of an array [samples] or [samples, channels]. Raises InvalidInputError."""
+    kind = _WAV_SAMPLES.get(samples.dtype.name)
+    if kind is None or samples.ndim not in (1, 2) or not samples.size or (samples.ndim == 2 and samples.shape[1] > 64):
+        got = f"{samples.dtype} {list(samples.shape)}"
+        raise _refused(
+            f"{path}.data", f"expected samples as float32 or int16, [samples] or [samples, channels], got {got}"
+        )
+    if not isinstance(rate, int | np.integer) or isinstance(rate, bool) or not 0 < rate < 1 << 24:
+        raise _refused(f"{path}.sample_rate", "expected the number of samples a second, a whole number")
+    channels = samples.shape[1] if samples.ndim == 2 else 1
+    width = samples.dtype.itemsize
+    data = np.ascontiguousarray(samples, samples.dtype.newbyteorder("<")).tobytes()
+    data += bytes(len(data) % 2)
+    if len(data) >= (1 << 32) - 64:
+        raise _refused(f"{path}.data", "a WAV file holds 4 GB")
+    head = struct.pack(
+        "<4sIHHIIHH", b"fmt ", 16, kind, channels, rate, rate * channels * width, channels * width, 8 * width
+    )
+    body = b"WAVE" + head + struct.pack("<4sI", b"data", len(data)) + data
+    return struct.pack("<4sI", b"RIFF", len(body)) + body
 
 
 def _read(value: Any, path: str) -> tuple[bytes, str]:

@@ -23,6 +23,8 @@ class Picture(Protocol):
 # image of PIL, or pixels: uint8 [height, width] or [height, width, 3]
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
+# the same without pixels; in a map `data` may be samples, [samples] or [samples, channels], beside their `sample_rate`
+Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 
 class Item(TypedDict, total=False):
@@ -34,7 +36,7 @@ class Item(TypedDict, total=False):
     text: str
     images: Media | Sequence[Media]
     document: Media
-    audio: Media
+    audio: Sound
     video: Media
     metadata: dict[str, Any]
     multivector: NDArray[Any] | Sequence[Sequence[float]]

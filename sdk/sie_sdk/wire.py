@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sie_contracts import arrays
 from sie_contracts.costs import IMAGE_TOKENS
 from sie_sdk.errors import InvalidInputError
-from sie_sdk.media import media
+from sie_sdk.media import media, sound
 from sie_sdk.types import Item, ItemUsage, Usage
 
 FILES = ("document", "audio", "video")
@@ -41,7 +41,8 @@ def item(value: Any, path: str) -> Any:
         sent["images"] = [media(each, f"{path}.images[{number}]", urls=True) for number, each in enumerate(several)]
     for name in FILES:
         if sent.get(name) is not None:
-            sent[name] = media(sent[name], f"{path}.{name}")
+            read = sound if name == "audio" else media
+            sent[name] = read(sent[name], f"{path}.{name}")
     if sent.get("multivector") is not None:
         sent["multivector"] = _matrix(sent["multivector"], f"{path}.multivector")
     return sent

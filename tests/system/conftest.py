@@ -25,6 +25,7 @@ README_MODELS = {
     "gliner": "urchade/gliner_multi-v2.1",
     "clip": "openai/clip-vit-base-patch32",
     "pages": "vidore/colpali-v1.3-hf",
+    "clap": "me/clap",
 }
 # kinds that the guarded cluster serves; those again of which a test counts the requests
 GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")

@@ -25,8 +25,8 @@ pytestmark = [
     # PEFT asks transformers for it
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md by test_objects.py,
-# documents.md by test_documents.py
+# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md, documents.md and sounds.md by the test of
+# their name
 ELSEWHERE = (
     "quickstart.md",
     "coming-from.md",
@@ -36,6 +36,7 @@ ELSEWHERE = (
     "image-search.md",
     "objects.md",
     "documents.md",
+    "sounds.md",
 )
 # those that want a server of their own come last
 OTHERS = sorted(

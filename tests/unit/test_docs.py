@@ -35,6 +35,7 @@ BLOCKS = {
     "doctor.md": {"": 2, "machine": 1},
     "documents.md": {"": 1},
     "image-search.md": {"": 4},
+    "sounds.md": {"": 1},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "migration.md": {"server": 1, "": 3},
@@ -133,7 +134,7 @@ def test_no_page_names_a_setting_that_does_not_exist() -> None:
 
 def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
     """Those without a mark, and servers, are run: of the README and of sdk.md by tests/system/test_readme.py, of
-    image-search.md by test_image_pages.py, else by test_docs.py.
+    image-search.md by test_image_pages.py, of sounds.md by test_sounds.py, else by test_docs.py.
     """
     found = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
     assert {name: counts for name, counts in found.items() if counts} == BLOCKS

@@ -331,7 +331,7 @@ class Worker:
 
 
 def vector_of(given: Input) -> np.ndarray:
-    digest = hashlib.sha256((given.text or "").encode() + b"|".join(given.images)).digest()
+    digest = hashlib.sha256((given.text or "").encode() + b"|".join(given.images) + given.audio).digest()
     return np.frombuffer(digest, np.uint8)[:WIDTH].astype(np.float32) + 1
 
 
@@ -339,7 +339,7 @@ def vector_of(given: Input) -> np.ndarray:
 async def running(folder: Path, **options: Any) -> AsyncIterator[tuple[GatewayProcess, Worker]]:
     both = {"inputs": ["text", "image"]}
     entries = (
-        toy_entry(SEEN, **both),
+        toy_entry(SEEN, inputs=["text", "image", "audio"]),
         toy_entry("toy/dual", family="dual-encoder", **both),
         toy_entry("toy/one"),
         toy_entry("toy/shown", outputs={"score": 0}, **both),
@@ -458,10 +458,9 @@ async def test_a_model_that_takes_texts_alone_names_models_that_take_images(
     assert failed["error"]["message"] == (
         "toy/one takes text, not image; models that take it: toy/dual, toy/eye-0, toy/eye-1"
     )
-    audio = await post(gateway, "/v1/encode/toy/one", {"items": [{"audio": b64(DATA)}]})
-    assert (
-        audio.json()["error"]["message"] == "items[0]: toy/one takes text, not audio; no model here takes it for encode"
-    )
+    for kind, told in (("audio", "models that take it: toy/seen"), ("video", "no model here takes it for encode")):
+        other = await post(gateway, "/v1/encode/toy/one", {"items": [{kind: b64(DATA)}]})
+        assert other.json()["error"]["message"] == f"items[0]: toy/one takes text, not {kind}; {told}"
     assert [each.images for each in worker.inputs] == [()]
 
 
@@ -489,6 +488,8 @@ PARTS = [
     {"type": "text", "text": "two"},
     {"type": "image_url", "image_url": b64(B)},
 ]
+HEARD = {"type": "input_audio", "input_audio": {"data": b64(B), "format": "wav"}}
+LINKED = {"type": "audio_url", "audio_url": {"url": uri(A)}}
 OF_PARTS = Input("one\ntwo", images=(A, B))
 OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v1/embeddings", {"input": uri(A), "modality": "image"}, [Input(images=(A,))]),
@@ -501,6 +502,9 @@ OTHERS: list[tuple[str, dict[str, Any], list[Input]]] = [
     ("/v1/embeddings", {"input": [{"text": "a", "image": uri(A)}]}, [Input("a", images=(A,))]),
     ("/v1/embeddings", {"input": [{"content": PARTS}]}, [OF_PARTS]),
     ("/v1/embeddings", {"input": PARTS[:2]}, [Input("one"), Input(images=(A,))]),
+    ("/v1/embeddings", {"input": [b64(A), uri(B)], "modality": "audio"}, [Input(audio=A), Input(audio=B)]),
+    ("/v1/embeddings", {"input": [{"content": [*PARTS, HEARD]}]}, [Input("one\ntwo", images=(A, B), audio=B)]),
+    ("/v1/embeddings", {"input": [{"content": [LINKED]}]}, [Input(audio=A)]),
     ("/v2/embed", {"images": [uri(A), b64(B)], "input_type": "image"}, [Input(images=(A,)), Input(images=(B,))]),
     ("/v1/embed", {"images": [uri(A)]}, [Input(images=(A,))]),
     (
@@ -595,6 +599,7 @@ async def test_a_rerank_does_not_repeat_images(place: tuple[GatewayProcess, Work
 FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": ["aGk=", "?"], "modality": "image"}, "input[1]"),
     ("/v1/embeddings", {"input": "", "modality": "image"}, "input[0]"),
+    ("/v1/embeddings", {"input": ["aGk=", "?"], "modality": "audio"}, "input[1]"),
     ("/v1/embeddings", {"input": ["a", {"image": "?"}]}, "input[1].image"),
     ("/v1/embeddings", {"input": [{"content": [*PARTS, *PARTS[1:2] * 63]}]}, "input[0].content"),
     ("/v2/embed", {"images": ["?"], "input_type": "image"}, "images[0]"),

@@ -252,7 +252,7 @@ async def test_a_worker_gets_nothing_of_the_environment(monkeypatch: pytest.Monk
     async with pool_of() as pool:
         await pool.prepare(GOOD, SMALL)
         worker = psutil.Process(pool.pids[0])
-        assert worker.environ().keys() <= {"PYTHONPATH", "LC_CTYPE"}
+        assert worker.environ().keys() <= {"PYTHONPATH", "LC_CTYPE", "OPENBLAS_NUM_THREADS"}
         assert {Path(each.path).name for each in worker.open_files()} <= {"null"}
 
 
@@ -270,7 +270,7 @@ LIES = {
 async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
     """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
     made = media_frames.MadeImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
-    message = {"type": "Made", **msgspec.structs.asdict(made)}
+    message = {"type": "MadeImage", **msgspec.structs.asdict(made)}
     answer = msgspec.msgpack.encode({**message, **LIES[name]})
     hello = msgspec.msgpack.encode({"type": "Hello", "pid": 1})
     frames = b"".join(len(each).to_bytes(4, "big") + each for each in (hello, answer))

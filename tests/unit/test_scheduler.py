@@ -234,10 +234,10 @@ def formed(jobs: Sequence[Job[str]], limits: Limits, now_s: float = 1.0) -> list
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
     """What goes to the adapter in one frame; an image over the bound runs alone."""
-    bounds = Limits(cost=1000, requests=10, wait_s=0.01, pixel_bytes=100)
+    bounds = Limits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
     sizes = [60, 40, 60, 30, 20, 500, 10]
     jobs = [
-        Job(key(padded=padded), 1, number / 1000, str(number), pixel_bytes=size) for number, size in enumerate(sizes)
+        Job(key(padded=padded), 1, number / 1000, str(number), media_bytes=size) for number, size in enumerate(sizes)
     ]
     batches = formed(jobs, bounds)
     assert sorted("".join(batches)) == list("0123456")

@@ -72,8 +72,8 @@ def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
 
 
 def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:
-    with pytest.raises(sie_sdk.InvalidInputError, match="audio"):
-        replied(cluster.warmed("m", {}, Session()), {"name": "m", "inputs": ["audio"], "tasks": ["encode"]})
+    with pytest.raises(sie_sdk.InvalidInputError, match="video"):
+        replied(cluster.warmed("m", {}, Session()), {"name": "m", "inputs": ["video"], "tasks": ["encode"]})
 
 
 def test_filters_of_models_are_a_query() -> None:

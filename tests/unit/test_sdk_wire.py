@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from sie_contracts import arrays
@@ -281,3 +282,36 @@ def test_metadata_comes_back_with_its_arrays() -> None:
     body["items"][0]["metadata"] = {"a": arrays.pack(np.ones(1, np.float32)), "raw": b"\x00"}
     found = wire.decode_vectors(msgspec.msgpack.encode(body))["items"][0]["metadata"]
     assert (found["a"].tolist(), found["raw"]) == ([1.0], b"\x00")
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "int16", "int32", "uint8"])
+@pytest.mark.parametrize("channels", [None, 1, 2])
+def test_samples_become_a_wav_file(kind: str, channels: int | None) -> None:
+    """Which another library reads as the same samples."""
+    shape = (101,) if channels is None else (101, channels)
+    values = np.random.default_rng(0).uniform(0, 0.9, shape)
+    samples = values.astype(kind) if kind.startswith("float") else (values * np.iinfo(kind).max).astype(kind)
+    sent = wire.item({"audio": {"data": samples, "sample_rate": 22_050}}, "items[0]")["audio"]
+    assert (sent.keys(), sent["format"]) == ({"data", "format"}, "wav")
+    read, rate = soundfile.read(io.BytesIO(sent["data"]), dtype="float64")
+    levels = {"int16": 1 << 15, "int32": 1 << 31, "uint8": 1 << 7}.get(kind, 1)
+    offset = 128 if kind == "uint8" else 0
+    assert rate == 22_050
+    assert np.array_equal(read.reshape(101, -1), ((samples.astype(np.float64) - offset) / levels).reshape(101, -1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (np.zeros(5, np.float32), "audio: samples need their rate"),
+        ({"data": np.zeros(5, np.float32)}, "audio.sample_rate: expected the number of samples"),
+        ({"data": np.zeros(5, np.float32), "sample_rate": True}, "audio.sample_rate"),
+        ({"data": np.zeros(5, np.int64), "sample_rate": 8000}, r"audio.data: expected samples .* got int64 \[5\]"),
+        ({"data": np.zeros((2, 2, 2), np.int16), "sample_rate": 8000}, "audio.data: expected samples"),
+        ({"data": np.zeros(0, np.int16), "sample_rate": 8000}, "audio.data: expected samples"),
+    ],
+    ids=range(6),
+)
+def test_samples_that_make_no_file_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        wire.item({"audio": given}, "items[0]")

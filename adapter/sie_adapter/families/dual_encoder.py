@@ -33,7 +33,7 @@ from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.images import Tower, processor_of
 from sie_adapter.linear import block_linears
-from sie_adapter.packing import Int64, Items, Packed, Shown, expanded
+from sie_adapter.packing import Files, Int64, Items, Packed, Shown, expanded
 from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
@@ -47,16 +47,16 @@ _ARGMAX_EOS = 2  # configurations of that end token are read at the largest id i
 
 @dataclass
 class _Pass(Packed):
-    """Rows of texts and rows of images: each is one state. `texts` are the rows of token ids, packed, which come first;
-    `images` those of each row behind them.
+    """Rows of texts and rows of images or sounds: each is one state. `texts` are the rows of token ids, packed, which
+    come first; `files` those of each row behind them.
     """
 
     texts: Packed | None = None
-    images: Sequence[Sequence[Shown]] = ()
+    files: Sequence[Sequence[Any]] = ()
 
 
-class _Towers(Protocol):
-    """What differs between the kinds of dual encoders.
+class TextTower(Protocol):
+    """What all kinds of dual encoders have.
 
     `filled`: the tokens that each text is filled up to with the id `filler`; 0: none. `width`: of a vector.
     """
@@ -67,6 +67,10 @@ class _Towers(Protocol):
 
     def text(self, hidden: Tensor, packed: Packed) -> Tensor:
         """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
+
+
+class _Towers(TextTower, Protocol):
+    """What differs between those of images."""
 
     def image(self, pixels: Tensor) -> Tensor:
         """The vector of each image, float32 [images, width], from normalised pixels [images, 3, height, width]."""
@@ -130,10 +134,10 @@ _TOWERS: Mapping[str, type[_Clip] | type[_Siglip]] = {"clip": _Clip, "siglip": _
 MODEL_TYPES = frozenset(_TOWERS)
 
 
-class _VectorHead:
+class VectorHead:
     """The vector of each row of a pass. States of the text tower alone, which a certificate compares, are read here."""
 
-    def __init__(self, towers: _Towers) -> None:
+    def __init__(self, towers: TextTower) -> None:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
@@ -197,7 +201,8 @@ class DualEncoder(PackedModel):
             else:
                 model = load_model(AutoModel, folder, load, compute)
             self.memory_bytes = bytes_of(model)
-            self._towers: _Towers = _TOWERS[kind](model)
+            towers: _Towers = _TOWERS[kind](model)
+            self._towers: TextTower = towers
             if compute.device.type == "cpu":
                 block_linears(model.vision_model)
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
@@ -211,8 +216,8 @@ class DualEncoder(PackedModel):
         side = Side(expanded=self._towers.filled)
         images = msgspec.structs.replace(recipe, tokens=patches)
         self.rows = {"encode": Rows("text", side, side, tokens=True, images=images)}
-        self.heads: dict[str, Head] = {"dense": _VectorHead(self._towers)}
-        self._tower = Tower(self._towers.image, normalisation, compute)
+        self.heads: dict[str, Head] = {"dense": VectorHead(self._towers)}
+        self._tower = Tower(towers.image, normalisation, compute)
 
     @staticmethod
     def _check_positions(entry: ModelEntry, limit: int) -> None:
@@ -230,7 +235,8 @@ class DualEncoder(PackedModel):
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """The chosen rows of texts, packed, then those of images."""
-        seen = np.zeros(len(chosen), bool) if batch.images is None else np.isin(chosen, batch.images.rows)
+        files = self._files(batch)
+        seen = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
         texts = self.backbone.pack(batch, chosen[~seen]) if not seen.all() else None
         order = np.concatenate([texts.order if texts is not None else np.zeros(0, np.int64), chosen[seen]])
         rows = len(order)
@@ -241,7 +247,7 @@ class DualEncoder(PackedModel):
             groups=np.array([[0, rows, 1, 1]], np.int64),
             order=order,
             texts=texts,
-            images=batch.images.of(chosen[seen]) if batch.images is not None else (),
+            files=files.of(chosen[seen]) if files is not None else (),
         )
 
     def forward(self, packed: Packed) -> Tensor:
@@ -251,11 +257,16 @@ class DualEncoder(PackedModel):
         if packed.texts is not None:
             found.append(self._towers.text(self.backbone.forward(packed.texts), packed.texts))
             packed.filled(packed.texts.padding)
-        if packed.images:
-            found.append(self._of_images(packed.images))
+        if packed.files:
+            found.append(self._of_files(packed.files))
         return torch.cat(found)
 
-    def _of_images(self, rows: Sequence[Sequence[Shown]]) -> Tensor:
+    @staticmethod
+    def _files(batch: Items) -> Files[Any] | None:
+        """What rows have in the place of ids."""
+        return batch.images
+
+    def _of_files(self, rows: Sequence[Sequence[Shown]]) -> Tensor:
         """[rows, width]"""
         vectors = self._tower.forward([image for row in rows for image in row])
         counts = [len(row) for row in rows]

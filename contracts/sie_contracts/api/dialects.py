@@ -43,12 +43,21 @@ class ImageAddress(Struct, kw_only=True):
     url: str
 
 
-class Part(Struct, kw_only=True):
-    """A text or an image, as one part of an input."""
+class InputAudio(Struct, kw_only=True):
+    """The bytes of a sound file, as base64."""
 
-    type: Literal["text", "image_url"]
+    data: str
+    format: Text = UNSET
+
+
+class Part(Struct, kw_only=True):
+    """A text, an image or a sound, as one part of an input."""
+
+    type: Literal["text", "image_url", "input_audio", "audio_url"]
     text: Text = UNSET
     image_url: ImageAddress | str | UnsetType = UNSET
+    input_audio: InputAudio | str | UnsetType = UNSET
+    audio_url: ImageAddress | str | UnsetType = UNSET
 
 
 Parts = Annotated[list[Part], Meta(min_length=1)]
@@ -94,7 +103,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
     output_dtype: VectorType | UnsetType = UNSET
     output_dimension: Whole = UNSET
     task: Text = UNSET
-    modality: Literal["text", "image"] | UnsetType = UNSET
+    modality: Literal["text", "image", "audio"] | UnsetType = UNSET
     normalized: Flag = UNSET
     truncation: Flag = UNSET
     token_encoding: Literal["model", "cl100k_base", "o200k_base"] | UnsetType = UNSET
@@ -191,7 +200,7 @@ class Ranked(Reply, kw_only=True):
 
 
 class CohereInput(Struct, kw_only=True):
-    """An input of several parts: its texts, one per line, and its images."""
+    """An input of several parts: its texts, one per line, its images and its sound."""
 
     content: Parts
 

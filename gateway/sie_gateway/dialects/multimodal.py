@@ -1,10 +1,11 @@
 """Inputs that are more than a text, as other makers write them: an object with a text or an image, and a list of parts,
-which are texts and images.
+which are texts, images and a sound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sie_gateway import body as bodies
@@ -24,12 +25,24 @@ def image(value: Any, path: str) -> Item:
     return pictured(None, [(path, value)], path)
 
 
+def sound(value: Any, path: str) -> Item:
+    """An input that is one sound."""
+    return _heard(Item(None), value, path)
+
+
+def _heard(item: Item, value: Any, path: str) -> Item:
+    """With the sound at this place of it. Raises InvalidInput."""
+    file, fault = images.read_sound(value, path)
+    return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
+
+
 def parts(value: Any, path: str) -> Item:
-    """One input of several parts: its texts, one per line, and its images. Raises InvalidInput."""
+    """One input of several parts: its texts, one per line, its images and its sound. Raises InvalidInput."""
     if not isinstance(value, list) or not value:
         raise fields.refused(path, value, "a list of parts")
     texts: list[str] = []
     found: list[tuple[str, Any]] = []
+    sounds: list[tuple[Any, str]] = []
     for index, part in enumerate(value):
         where = f"{path}[{index}]"
         kind = part.get("type") if isinstance(part, dict) else None
@@ -37,10 +50,19 @@ def parts(value: Any, path: str) -> Item:
             texts.append(fields.text({f"{where}.text": part.get("text")}, f"{where}.text"))
         elif kind == "image_url":
             found.append(address(part, where))
+        elif kind in ("input_audio", "audio_url") and not sounds:
+            sounds.append(_sound(part, kind, where))
         else:
-            raise fields.refused(f"{where}.type", kind, "text or image_url")
+            raise fields.refused(f"{where}.type", kind, "text, image_url, or input_audio or audio_url once")
     text = "\n".join(texts) if texts else None
-    return pictured(text, found, path) if found else Item(text)
+    item = pictured(text, found, path) if found else Item(text)
+    return _heard(item, *sounds[0]) if sounds else item
+
+
+def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
+    """What stands for the sound of a part, with its path."""
+    given, name = part.get(kind), "data" if kind == "input_audio" else "url"
+    return (given.get(name), f"{path}.{kind}.{name}") if isinstance(given, dict) else (given, f"{path}.{kind}")
 
 
 def address(part: fields.Body, path: str) -> tuple[str, Any]:

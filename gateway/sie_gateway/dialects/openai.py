@@ -2,7 +2,7 @@
 out, often base64.
 
 Jina and Voyage have the same route with more fields: inputs that are objects, types of the vectors, the side of a
-search, truncation. Infinity has `modality`, which says that the inputs are images.
+search, truncation. Infinity has `modality`, which says that the inputs are images or sounds.
 """
 
 from __future__ import annotations
@@ -119,17 +119,18 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
     given = body.get("input")
     if isinstance(given, dict):
         given = [given]
-    is_image = fields.choice(body, "modality", ("text", "image"), "text") == "image"
+    modality = fields.choice(body, "modality", ("text", "image", "audio"), "text")
     encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
     if isinstance(given, str):
-        if not is_image:
+        if modality == "text":
             _check_text(given, "input")
         given = [given]
     elif isinstance(given, list) and given and type(given[0]) is int:
         given = [given]
     inputs = fields.inputs(given, "input", limit)
-    if is_image:
-        return tuple(_image(each, f"input[{index}]") for index, each in enumerate(inputs))
+    if modality != "text":
+        read = _image if modality == "image" else _sound
+        return tuple(read(each, f"input[{index}]") for index, each in enumerate(inputs))
     if any(type(each) is dict for each in inputs):
         return tuple(_object(each, f"input[{index}]") for index, each in enumerate(inputs))
     first = inputs[0]
@@ -175,6 +176,13 @@ def _image(value: Any, path: str) -> Item:
     if not isinstance(value, str | dict):
         raise fields.refused(path, value, "a data URI")
     return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
+
+
+def _sound(value: Any, path: str) -> Item:
+    """An input of a request whose inputs are sounds."""
+    if not isinstance(value, str):
+        raise fields.refused(path, value, "a data URI")
+    return multimodal.sound(value, path)
 
 
 def _check_text(text: str, path: str) -> None:

@@ -1,0 +1,199 @@
+"""Dual encoders of sounds: texts and sounds become vectors of one space. CLAP (arXiv 2211.06687).
+
+    token ids ──► packed text tower ──► pooler of the first token ──► projection ──┐
+                                                                                   ├──► one vector for each row
+    features ──► normalised by band ──► sound tower, stacked ──► projection ───────┘
+
+A row has either token ids or a sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
+
+from sie_adapter.backbone import Backbone
+from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.device import Compute, to_device
+from sie_adapter.families.dual_encoder import DualEncoder, VectorHead
+from sie_adapter.families.extraction import bytes_of
+from sie_adapter.heads import Head
+from sie_adapter.images import PROCESSOR, passes, per_pass
+from sie_adapter.linear import block_linears
+from sie_adapter.lora import Loras
+from sie_adapter.packing import Files, Heard, Items, Packed
+from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+
+MODEL_TYPE = "clap"
+# settings that both text towers have
+_OF_ROBERTA = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "layer_norm_eps",
+    "pad_token_id",
+)
+
+
+class _Clap:
+    """Reads a text at its first token. Source: transformers, ClapModel."""
+
+    filled = filler = 0
+
+    def __init__(self, model: Any, compute: Compute) -> None:
+        self.reader = _roberta(model.text_model)
+        self._pooler = model.text_model.pooler.float()
+        self._of_text = model.text_projection.float()
+        self._sounds = model.audio_model
+        self._of_sound = model.audio_projection.float()
+        self._fused: bool = model.config.audio_config.enable_fusion
+        encoder = self._sounds.audio_encoder
+        encoder.batch_norm = _Float32(encoder.batch_norm.float(), compute.dtype)
+        self.width: int = model.config.projection_dim
+
+    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
+        first = packed.bounds[: len(packed.order)].astype(np.int64)
+        states = hidden[to_device(first, hidden.device)].float()
+        return self._of_text(self._pooler(states[:, None]))
+
+    def sound(self, features: Tensor) -> Tensor:
+        """The vector of each sound, float32 [sounds, width], from features [sounds, views, frames, bins], float32.
+
+        A model that fuses views does so for every sound, as the library does for a single one. In a batch the library
+        does it for the long ones, and where there is none of them for one that it chooses at random.
+        """
+        more = {}
+        if self._fused:
+            more["is_longer"] = torch.ones(len(features), 1, dtype=torch.bool, device=features.device)
+        found: Tensor = self._of_sound(self._sounds(input_features=features, **more).pooler_output.float())
+        return found
+
+
+def _roberta(source: Any) -> Any:
+    """The text tower of CLAP as what it is, with the same weights: the class of RoBERTa hands the bounds of sequences
+    to attention, that of CLAP does not.
+    """
+    config = source.config
+    own = RobertaConfig(**{name: getattr(config, name) for name in _OF_ROBERTA})
+    with torch.device("meta"):
+        model = RobertaModel._from_config(own, add_pooling_layer=False, attn_implementation=config._attn_implementation)
+    for name in ("position_ids", "token_type_ids"):
+        model.embeddings.register_buffer(name, getattr(source.embeddings, name), persistent=False)
+    weights = source.state_dict()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+class _Float32(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """A layer that runs in float32, in a model of another precision: levels in decibels have too few digits there."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self._dtype = layer, dtype
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[sounds, bins, frames, views]"""
+        found: Tensor = self.layer(values.float())
+        return found.to(self._dtype)
+
+
+class SoundEncoder(DualEncoder):
+    """A loaded model. `forward` may run on several threads at once; `backbone` is the text tower."""
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        _recipe(folder, entry)
+        model: Any = empty_model(AutoModel, folder, entry.load)
+        table = model.text_model.get_input_embeddings().num_embeddings
+        return fault(fitted(load_tokenizer(folder, entry.load), table)[0], table, Needs())
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
+        entry.
+        """
+        recipe = _recipe(folder, entry)
+        self.max_tokens = entry.max_tokens
+        self.precision = compute.precision
+        self.needs = Needs()
+        self._compute = compute
+        with torch.inference_mode():
+            model: Any = load_model(AutoModel, folder, load, compute)
+            self.memory_bytes = bytes_of(model)
+            self._towers = towers = _Clap(model, compute)
+            self._of_sounds = towers.sound
+            if compute.device.type == "cpu":
+                block_linears(model.audio_model)
+            self.backbone = Backbone(towers.reader, compute, entry.max_tokens)
+        self._check_positions(entry, self.backbone.positions or entry.max_tokens)
+        self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
+        self.width = towers.width
+        self._check_width(entry)
+        tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
+        self.tokenizer = tokenizer.to_str().encode()
+        self.rows = {"encode": Rows(tokens=True, sounds=recipe)}
+        self.heads: dict[str, Head] = {"dense": VectorHead(towers)}
+        self._most = per_pass(compute)
+        self.loras = Loras(towers.reader, compute, lambda: self.backbone.forward(self.backbone.sample((8,))))
+
+    @staticmethod
+    def _files(batch: Items) -> Files[Any] | None:
+        return batch.sounds
+
+    def _of_files(self, rows: Sequence[Sequence[Heard]]) -> Tensor:
+        sounds = [each for row in rows for each in row]
+        return torch.cat(
+            [
+                self._of_sounds(to_device(np.stack(sounds[start:stop]), self._compute.device))
+                for start, stop in passes(len(sounds), self._most)
+            ]
+        )
+
+
+def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
+    """How the files say that sounds become features. Raises ModelLoadFailed for what cannot be reproduced, or is not
+    what the sound tower reads.
+    """
+    raw = read_json(folder / "config.json")
+    if raw.get("model_type") != MODEL_TYPE:
+        found = raw.get("model_type")
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-encoder is {MODEL_TYPE}")
+    config = read_json(folder / PROCESSOR)
+    if not config:
+        raise load_failed(
+            "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
+        )
+    audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
+    # of the last stage, whose width is the largest
+    edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
+    try:
+        recipe = from_extractor(config, positions=edge * edge)
+    except UnknownExtractor as error:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+    frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
+    if (recipe.fused, recipe.bins) != (audio.enable_fusion, audio.num_mel_bins) or recipe.shape.frames > frames:
+        fuses = {True: "four views", False: "one view"}
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"{entry.id}: {PROCESSOR} makes {fuses[recipe.fused]} of {recipe.shape.frames} frames and {recipe.bins} "
+            f"bins, the model reads {fuses[audio.enable_fusion]} of {frames} and {audio.num_mel_bins}",
+        )
+    return recipe

@@ -1,0 +1,95 @@
+"""Sounds over HTTP to a model of texts and sounds: their vectors are the library's, a file that is no sound costs its
+own slot, and the block of docs/sounds.md prints what the library computes.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import shared
+import soundfile
+import torch
+from cluster import Cluster
+from local_models import LocalModels
+from numpy.typing import NDArray
+from pages import DOCS, blocks, run
+from sound_files import encoded, tone
+
+from sie_sdk import SIEClient
+
+CLAP, RATE = "test/clap", 16_000
+FILES = {
+    f"{number}.{kind.lower()}": encoded(tone(0.3 + 0.2 * number, rate=RATE, seed=number), kind, rate=RATE)
+    for number, kind in enumerate(("WAV", "FLAC", "OGG", "MP3"))
+}
+pytestmark = shared.OPEN
+
+
+@pytest.fixture(scope="module")
+def library(open_models: LocalModels) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The library's vectors of FILES [sounds, width], and of the text of the page."""
+    from transformers import AutoFeatureExtractor, AutoTokenizer, ClapModel
+
+    folder = open_models.weights / "clap"
+    model, extractor = ClapModel.from_pretrained(folder).eval(), AutoFeatureExtractor.from_pretrained(folder)
+    heard = [soundfile.read(io.BytesIO(data), dtype="float32")[0] for data in FILES.values()]
+    said = AutoTokenizer.from_pretrained(folder)("a dog barks", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        features = extractor(heard, sampling_rate=RATE, return_tensors="pt")
+        sounds = model.get_audio_features(**features).pooler_output.numpy()
+        text = model.get_text_features(input_ids=said).pooler_output[0].numpy()
+    return sounds, text
+
+
+def test_vectors_equal_the_library_and_a_file_that_is_no_sound_costs_its_own_slot(
+    open_cluster: Cluster, library: tuple[NDArray[np.float32], NDArray[np.float32]]
+) -> None:
+    items: list[dict[str, Any]] = [{"audio": base64.b64encode(data).decode()} for data in FILES.values()]
+    items += [{"audio": base64.b64encode(b"no sound").decode()}, {"text": "a dog barks"}]
+    answer = httpx.post(f"{open_cluster.url}/v1/encode/{CLAP}", json={"items": items}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    *heard, wrong, said = answer.json()["items"]
+    found = np.stack([item["dense"]["values"] for item in heard])
+    assert np.abs(found - library[0]).max() <= 2e-6
+    assert np.abs(np.asarray(said["dense"]["values"]) - library[1]).max() <= 2e-6
+    assert wrong["error"]["reason"] == "invalid_media"
+    assert wrong["error"]["message"].startswith("audio: undecodable: the first bytes are of no sound format")
+    other = httpx.post(f"{open_cluster.url}/v1/encode/test/clip", json={"items": items[:1]}, timeout=60)
+    told = "test/clip takes text, image, not audio; models that take it: me/clap, test/clap"
+    assert told in other.json()["error"]["message"]
+
+
+def test_infinitys_modality_and_the_samples_of_the_client_give_the_same(
+    open_cluster: Cluster, library: tuple[NDArray[np.float32], NDArray[np.float32]]
+) -> None:
+    first = FILES["0.wav"]
+    uri = f"data:audio/wav;base64,{base64.b64encode(first).decode()}"
+    body = {"model": CLAP, "input": [uri], "modality": "audio"}
+    answer = httpx.post(f"{open_cluster.url}/v1/embeddings", json=body, timeout=60)
+    assert np.abs(np.asarray(answer.json()["data"][0]["embedding"]) - library[0][0]).max() <= 2e-6
+    samples = soundfile.read(io.BytesIO(first), dtype="int16")[0]
+    with SIEClient(open_cluster.url) as client:
+        found = client.encode(CLAP, {"audio": {"data": samples, "sample_rate": RATE}})
+    assert np.abs(np.asarray(found["dense"]) - library[0][0]).max() <= 2e-6
+
+
+def test_sounds_are_found_by_words(
+    open_cluster: Cluster,
+    library: tuple[NDArray[np.float32], NDArray[np.float32]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, data in {**FILES, "broken.mp3": b"no sound"}.items():
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    scores = library[0] @ library[1]
+    names = list(FILES)
+    expected = [f"{names[place]} {scores[place]:.2f}" for place in np.argsort(-scores)[:3]]
+    (block,) = blocks(DOCS / "sounds.md", "python")
+    assert run(block.code, open_cluster) == expected
