@@ -21,7 +21,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, get_args, overload
+from typing import Any, Generic, Protocol, TypeVar, get_args, overload
 
 import msgspec
 
@@ -52,14 +52,27 @@ START_S = 30.0  # of a worker, on a busy machine
 DIED_S = 1.0  # until a process whose socket ended has ended too
 _logger = logging.getLogger("sie.sidecar.media")
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-T = TypeVar("T", Prepared, Heard)
+
+class _File(Protocol[T_co]):
+    """A file, and what is made of it."""
+
+    @property
+    def noun(self) -> str: ...
+
+    @property
+    def data(self) -> bytes: ...
+
+    def job(self, number: int) -> Job: ...
+
+    def outcome(self, made: Made) -> T_co:
+        """Raises _Lost if it cannot be true."""
 
 
 @dataclass(frozen=True)
 class _Image:
-    """An image file, and what is made of it."""
-
     data: bytes
     recipe: Recipe
     noun = "image"
@@ -68,7 +81,6 @@ class _Image:
         return ImageJob(number, self.recipe, self.data)
 
     def outcome(self, made: Made) -> Prepared:
-        """Raises _Lost if it cannot be true."""
         if not isinstance(made, MadeImage):
             raise _Lost("its answer is no image")
         try:
@@ -83,8 +95,6 @@ class _Image:
 
 @dataclass(frozen=True)
 class _Sound:
-    """A sound file, and what is made of it."""
-
     data: bytes
     recipe: SoundRecipe
     noun = "sound"
@@ -93,7 +103,6 @@ class _Sound:
         return SoundJob(number, self.recipe, self.data)
 
     def outcome(self, made: Made) -> Heard:
-        """Raises _Lost if it cannot be true."""
         if not isinstance(made, MadeSound):
             raise _Lost("its answer is no sound")
         if made.shape != self.recipe.shape or len(made.features) != 4 * math.prod(made.shape):
@@ -107,11 +116,10 @@ NOUNS = (_Image.noun, _Sound.noun)
 class _Waiting(Generic[T]):
     """A file, and who waits for its outcome."""
 
-    def __init__(self, file: _Image | _Sound, outcome: Callable[[Made], T]) -> None:
+    def __init__(self, file: _File[T]) -> None:
         self.file = file
         self.noun = file.noun
         self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._outcome: Callable[[Made], T] = outcome
 
     def fail(self, error: SIEError) -> None:
         if not self.done.done():
@@ -119,7 +127,7 @@ class _Waiting(Generic[T]):
 
     def succeed(self, made: Made) -> None:
         """Raises _Lost if what was made cannot be true."""
-        found = self._outcome(made)
+        found = self.file.outcome(made)
         if not self.done.done():
             self.done.set_result(found)
 
@@ -142,7 +150,7 @@ class MediaPool:
         self._count = count
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes
-        self._queue: asyncio.Queue[_Waiting[Prepared] | _Waiting[Heard]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Waiting[Any]] = asyncio.Queue()
         self._keepers: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
         self._free = 0  # keepers that wait for a file
@@ -170,13 +178,14 @@ class MediaPool:
         a file that is unusable; its message begins with the cause. Raises QueueFull, ResourceExhausted or ShuttingDown
         where it is not the file.
         """
-        file = _Image(data, recipe) if isinstance(recipe, Recipe) else _Sound(data, recipe)
+        if isinstance(recipe, Recipe):
+            return await self._prepared(_Image(data, recipe))
+        return await self._prepared(_Sound(data, recipe))
+
+    async def _prepared(self, file: _File[T]) -> T:
         try:
             self._admit(file)
-            if isinstance(file, _Image):
-                found: Prepared | Heard = await self._put(_Waiting(file, file.outcome))
-            else:
-                found = await self._put(_Waiting(file, file.outcome))
+            found = await self._put(_Waiting(file))
         except InvalidInput as error:
             self._count(file.noun, cause_of(error)[0])
             raise
@@ -186,7 +195,7 @@ class MediaPool:
         self._count(file.noun, "prepared")
         return found
 
-    def _admit(self, file: _Image | _Sound) -> None:
+    def _admit(self, file: _File[Any]) -> None:
         """Raises SIEError for what cannot wait here."""
         if self._closed:
             raise ShuttingDown("the media workers have ended")
@@ -241,14 +250,14 @@ class MediaPool:
             if worker is not None:
                 await self._end(worker)
 
-    async def _next(self) -> _Waiting[Prepared] | _Waiting[Heard]:
+    async def _next(self) -> _Waiting[Any]:
         self._free += 1
         try:
             return await self._queue.get()
         finally:
             self._free -= 1
 
-    async def _serve(self, job: _Waiting[Prepared] | _Waiting[Heard], worker: _Worker) -> _Worker | None:
+    async def _serve(self, job: _Waiting[Any], worker: _Worker) -> _Worker | None:
         """Answer `job`. Returns who takes the next file: this worker, or the one that was started in its place."""
         self._number += 1
         try:

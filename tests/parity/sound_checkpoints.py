@@ -36,7 +36,7 @@ def clap(folder: Path, *, fused: bool = False) -> Path:
         "max_position_embeddings": TOKENS + ROBERTA.vocabulary["<pad>"] + 1,
         **ROBERTA.ids(),
     }
-    fusion = {"enable_fusion": True, "fusion_type": "channel_map"} if fused else {}
+    fusion = {"enable_fusion": True, "fusion_type": "aff_2d"} if fused else {}
     config = ClapConfig(text_config=text, audio_config={**_AUDIO, **fusion}, projection_dim=WIDTH)
     _save(ClapModel(config), folder)
     extractor = ClapFeatureExtractor(

@@ -333,6 +333,17 @@ def test_models_of_images_become_entries_that_load(
     assert resident.weights.rows
 
 
+def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.clap(tmp_path / "model")
+    entry = entry_of(inspect(folder, "me/heard", {"path": str(folder)}))
+    assert (entry.family, entry.outputs) == ("sound-encoder", {"dense": sound_checkpoints.WIDTH})
+    assert (set(entry.inputs), entry.max_tokens) == ({"text", "audio"}, sound_checkpoints.TOKENS)
+    assert "preprocessor_config.json" in entry.weights.digests
+    assert engine.residency.ensure("me/heard", entry).weights.rows["encode"].sounds
+
+
 def test_what_no_file_says_is_named(tmp_path: Path) -> None:
     report = inspect(build(tmp_path / "bare", ARCHITECTURES["bert"]), "a/b", {"path": "/x"})
     assert any("pooling mean" in line for line in report.assumed)

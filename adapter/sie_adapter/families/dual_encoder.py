@@ -169,55 +169,10 @@ class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         return found
 
 
-class DualEncoder(PackedModel):
-    """A loaded model; `backbone` is the text tower."""
+class TwoTowers(PackedModel):
+    """Rows of texts, which `backbone` reads, and rows of files, which another tower reads: a vector for each."""
 
-    @staticmethod
-    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
-        """
-        _model_type(folder, entry)
-        _processor(folder, entry)
-        tokenizer = _tokenizer(folder, entry.load)
-        if open_clip.is_open_clip(folder):
-            model: Any = open_clip.empty_open_clip(folder, entry, tokenizer)
-        else:
-            model = empty_model(AutoModel, folder, entry.load)
-        table = model.text_model.get_input_embeddings().num_embeddings
-        return fault_of_tokenizer(tokenizer, table)
-
-    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
-        entry.
-        """
-        kind = _model_type(folder, entry)
-        super().__init__(entry, compute)
-        recipe, normalisation = _processor(folder, entry)
-        tokenizer = _tokenizer(folder, load)
-        with torch.inference_mode():
-            if open_clip.is_open_clip(folder):
-                model: Any = open_clip.load_open_clip(folder, entry, compute, tokenizer)
-            else:
-                model = load_model(AutoModel, folder, load, compute)
-            self.memory_bytes = bytes_of(model)
-            towers: _Towers = _TOWERS[kind](model)
-            self._towers: TextTower = towers
-            if compute.device.type == "cpu":
-                block_linears(model.vision_model)
-            self._check_positions(entry, model.config.text_config.max_position_embeddings)
-            model.text_model.embeddings = _Embeddings(model.text_model.embeddings)
-            self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
-        self.width = self._towers.width
-        self._check_width(entry, "dense", self.width)
-        self.tokenizer = fitted(tokenizer, self.vocabulary)[0].to_str().encode()
-        patch = model.config.vision_config.patch_size
-        patches = (recipe.height // patch) * (recipe.width // patch)
-        side = Side(expanded=self._towers.filled)
-        images = msgspec.structs.replace(recipe, tokens=patches)
-        self.rows = {"encode": Rows("text", side, side, tokens=True, images=images)}
-        self.heads: dict[str, Head] = {"dense": VectorHead(self._towers)}
-        self._tower = Tower(towers.image, normalisation, compute)
+    _towers: TextTower
 
     @staticmethod
     def _check_positions(entry: ModelEntry, limit: int) -> None:
@@ -264,10 +219,68 @@ class DualEncoder(PackedModel):
     @staticmethod
     def _files(batch: Items) -> Files[Any] | None:
         """What rows have in the place of ids."""
+        raise NotImplementedError
+
+    def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
+        """The vector of each row of files, float32 [rows, width]."""
+        raise NotImplementedError
+
+
+class DualEncoder(TwoTowers):
+    """A loaded model; `backbone` is the text tower."""
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        _model_type(folder, entry)
+        _processor(folder, entry)
+        tokenizer = _tokenizer(folder, entry.load)
+        if open_clip.is_open_clip(folder):
+            model: Any = open_clip.empty_open_clip(folder, entry, tokenizer)
+        else:
+            model = empty_model(AutoModel, folder, entry.load)
+        table = model.text_model.get_input_embeddings().num_embeddings
+        return fault_of_tokenizer(tokenizer, table)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
+        entry.
+        """
+        kind = _model_type(folder, entry)
+        super().__init__(entry, compute)
+        recipe, normalisation = _processor(folder, entry)
+        tokenizer = _tokenizer(folder, load)
+        with torch.inference_mode():
+            if open_clip.is_open_clip(folder):
+                model: Any = open_clip.load_open_clip(folder, entry, compute, tokenizer)
+            else:
+                model = load_model(AutoModel, folder, load, compute)
+            self.memory_bytes = bytes_of(model)
+            towers: _Towers = _TOWERS[kind](model)
+            self._towers = towers
+            if compute.device.type == "cpu":
+                block_linears(model.vision_model)
+            self._check_positions(entry, model.config.text_config.max_position_embeddings)
+            model.text_model.embeddings = _Embeddings(model.text_model.embeddings)
+            self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
+        self.width = self._towers.width
+        self._check_width(entry, "dense", self.width)
+        self.tokenizer = fitted(tokenizer, self.vocabulary)[0].to_str().encode()
+        patch = model.config.vision_config.patch_size
+        patches = (recipe.height // patch) * (recipe.width // patch)
+        side = Side(expanded=self._towers.filled)
+        images = msgspec.structs.replace(recipe, tokens=patches)
+        self.rows = {"encode": Rows("text", side, side, tokens=True, images=images)}
+        self.heads: dict[str, Head] = {"dense": VectorHead(self._towers)}
+        self._tower = Tower(towers.image, normalisation, compute)
+
+    @staticmethod
+    def _files(batch: Items) -> Files[Any] | None:
         return batch.images
 
     def _of_files(self, rows: Sequence[Sequence[Shown]]) -> Tensor:
-        """[rows, width]"""
         vectors = self._tower.forward([image for row in rows for image in row])
         counts = [len(row) for row in rows]
         if len(vectors) == len(rows):

@@ -142,8 +142,9 @@ class SoundEncoder(DualEncoder):
             self._of_sounds = towers.sound
             if compute.device.type == "cpu":
                 block_linears(model.audio_model)
+            text = model.config.text_config
+            self._check_positions(entry, text.max_position_embeddings - text.pad_token_id - 1)
             self.backbone = Backbone(towers.reader, compute, entry.max_tokens)
-        self._check_positions(entry, self.backbone.positions or entry.max_tokens)
         self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
         self.width = towers.width
         self._check_width(entry)
