@@ -21,14 +21,14 @@ from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, load_model, read_json
 from sie_adapter.device import Compute, to_device
-from sie_adapter.families.dual_encoder import DualEncoder, VectorHead
+from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
+from sie_adapter.families.packed_model import fault_of_tokenizer
 from sie_adapter.heads import Head
 from sie_adapter.images import PROCESSOR, passes, per_pass
 from sie_adapter.linear import block_linears
-from sie_adapter.lora import Loras
 from sie_adapter.packing import Files, Heard, Items, Packed
-from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
@@ -113,8 +113,8 @@ class _Float32(nn.Module):  # type: ignore[misc]  # torch is not followed by the
         return found.to(self._dtype)
 
 
-class SoundEncoder(DualEncoder):
-    """A loaded model. `forward` may run on several threads at once; `backbone` is the text tower."""
+class SoundEncoder(TwoTowers):
+    """A loaded model; `backbone` is the text tower."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -124,36 +124,32 @@ class SoundEncoder(DualEncoder):
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
         table = model.text_model.get_input_embeddings().num_embeddings
-        return fault(fitted(load_tokenizer(folder, entry.load), table)[0], table, Needs())
+        return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
         entry.
         """
         recipe = _recipe(folder, entry)
-        self.max_tokens = entry.max_tokens
-        self.precision = compute.precision
-        self.needs = Needs()
-        self._compute = compute
+        super().__init__(entry, compute)
+        self._device = compute.device
         with torch.inference_mode():
             model: Any = load_model(AutoModel, folder, load, compute)
             self.memory_bytes = bytes_of(model)
-            self._towers = towers = _Clap(model, compute)
-            self._of_sounds = towers.sound
+            towers = _Clap(model, compute)
+            self._towers, self._of_sounds = towers, towers.sound
             if compute.device.type == "cpu":
                 block_linears(model.audio_model)
             text = model.config.text_config
             self._check_positions(entry, text.max_position_embeddings - text.pad_token_id - 1)
-            self.backbone = Backbone(towers.reader, compute, entry.max_tokens)
-        self.vocabulary, self.attention = self.backbone.vocabulary, self.backbone.attention
+            self._run_on(Backbone(towers.reader, compute, entry.max_tokens), towers.reader, compute)
         self.width = towers.width
-        self._check_width(entry)
+        self._check_width(entry, "dense", self.width)
         tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         self.tokenizer = tokenizer.to_str().encode()
         self.rows = {"encode": Rows(tokens=True, sounds=recipe)}
         self.heads: dict[str, Head] = {"dense": VectorHead(towers)}
         self._most = per_pass(compute)
-        self.loras = Loras(towers.reader, compute, lambda: self.backbone.forward(self.backbone.sample((8,))))
 
     @staticmethod
     def _files(batch: Items) -> Files[Any] | None:
@@ -163,7 +159,7 @@ class SoundEncoder(DualEncoder):
         sounds = [each for row in rows for each in row]
         return torch.cat(
             [
-                self._of_sounds(to_device(np.stack(sounds[start:stop]), self._compute.device))
+                self._of_sounds(to_device(np.stack(sounds[start:stop]), self._device))
                 for start, stop in passes(len(sounds), self._most)
             ]
         )
