@@ -399,7 +399,14 @@ EXAMPLES: dict[str, Any] = {
     "ipc3-Ready-writes": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", writes=True)}),
     "ipc3-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
     "ipc3-Ready-sounds": ipc.Ready(
-        _LOADED, b"{}", 512, {"encode": Rows(sounds=SoundRecipe(48000, 480_000, 1024, 480, 64, 7500, 50.0, 14_000.0))}
+        _LOADED,
+        b"{}",
+        512,
+        {
+            "encode": Rows(
+                sounds=SoundRecipe(48000, 480_000, 1024, 480, 64, 7500, 50.0, 14_000.0, "htk", "repeat", True)
+            )
+        },
     ),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
