@@ -90,13 +90,12 @@ def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
     channels = samples.shape[1] if samples.ndim == 2 else 1
     width = samples.dtype.itemsize
     data = np.ascontiguousarray(samples, samples.dtype.newbyteorder("<")).tobytes()
-    data += bytes(len(data) % 2)
     if len(data) >= (1 << 32) - 64:
         raise _refused(f"{path}.data", "a WAV file holds 4 GB")
     head = struct.pack(
         "<4sIHHIIHH", b"fmt ", 16, kind, channels, rate, rate * channels * width, channels * width, 8 * width
     )
-    body = b"WAVE" + head + struct.pack("<4sI", b"data", len(data)) + data
+    body = b"WAVE" + head + struct.pack("<4sI", b"data", len(data)) + data + bytes(len(data) % 2)
     return struct.pack("<4sI", b"RIFF", len(body)) + body
 
 

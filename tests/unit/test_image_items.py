@@ -541,7 +541,8 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path)
         reached, _ = network(server, {"inside.test": ["10.0.0.1"]})
         hosts = "pictures.test,inside.test"
         async with running(tmp_path, SIE_IMAGE_URL_HOSTS=hosts, network=reached) as (gateway, worker):
-            for path, body, expected in OTHERS:
+            of_images = [each for each in OTHERS if not any(given.audio for given in each[2])]
+            for path, body, expected in of_images:  # sounds are not fetched
                 worker.items.clear()
                 text = json.dumps({"model": "toy/shown" if "rerank" in path else SEEN, **body})
                 for data, name in ((A, "a"), (B, "b")):

@@ -13,14 +13,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.packing import MalformedBatch, items, sounds
-from sie_contracts.costs import IMAGE_TOKENS
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions
 from sie_contracts.sounds import Shape, SoundRecipe
 from sie_gateway import body as bodies
 from sie_gateway import images
-from sie_gateway.chunk import Files
 from sie_sidecar import layouts
 from sie_sidecar.media_frames import Heard
 from sie_sidecar.rows import Part, Work, to_batch
@@ -96,7 +94,6 @@ def test_bytes_of_a_sound_count_in_the_size_and_not_as_text() -> None:
     (item,) = bodies.items({"items": [{"text": "four", "images": [b"y"], "audio": b"x" * 1000}]}, limit=1)
     assert (item.size, item.file_bytes, len(item.files)) == (1005, 1001, 2)
     assert Input("four", images=(b"y",), audio=b"x" * 1000).nbytes == 1005
-    assert Files(2, 1001).tokens == 2 * IMAGE_TOKENS
 
 
 def test_a_text_beside_a_sound_is_told_to_be_unread() -> None:
