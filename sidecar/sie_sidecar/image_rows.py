@@ -13,7 +13,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.images import ImageTokens, Size, cost, grid_of
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Truncate
-from sie_sidecar.image_frames import Prepared
+from sie_sidecar.media_frames import Prepared
 from sie_sidecar.rows import OF_QUERY, Made, Row, Seen, Work, is_cut
 from sie_sidecar.tokens import Ids, ModelTokenizer, Tokens, cut
 
