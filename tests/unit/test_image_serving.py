@@ -39,7 +39,7 @@ async def encode(gateway: GatewayProcess, *given: bytes | str, **headers: str) -
 
 def image_workers() -> list[psutil.Process]:
     found = psutil.Process().children()
-    return [each for each in found if "sie_sidecar.image_worker" in each.cmdline()]
+    return [each for each in found if "sie_sidecar.media_worker" in each.cmdline()]
 
 
 async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) -> None:
