@@ -152,7 +152,7 @@ class Served:
 
     def precision(self) -> str:
         found = httpx.get(f"{self._url}/v1/models/{MODEL}", timeout=10, trust_env=False).json()["precision"]
-        return str(found["served"])
+        return str(found["served"][0])
 
     @property
     def _url(self) -> str:
