@@ -34,7 +34,7 @@ from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
-MOST_ROWS = 16  # of one model at a time
+MAX_ROWS = 16  # of one model at a time
 _NICENESS = 5  # a third of the weight of a lane, to the scheduler of Linux
 
 P_contra = TypeVar("P_contra", bound="Prompt", contravariant=True)
@@ -118,7 +118,7 @@ class _Loop:
         self._rows: list[_Row] = []
         self._beginning: list[_Row] = []
         self._slots = Slots()
-        self._most = MOST_ROWS
+        self._most = MAX_ROWS
 
     @property
     def is_idle(self) -> bool:

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 MAX_COMPARED = 20  # ids that a name is compared with, if there are more than ALL_COMPARED; up to 0.1 ms each
-ALL_COMPARED = 100
+ALL_COMPARED = 150
 _MAX_PLACES = 2000  # where pieces of the name are found, for the choice of them
 _PIECE = 3
 _LONG = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, BinaryIO, Generic, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,11 +130,14 @@ class ExtractParams(Params, total=False):
 
 
 class Usage(TypedDict):
-    """Tokens of a call, by the model's own tokenizer; positions of the items that were cut."""
+    """Tokens of a call, by the model's own tokenizer; positions of the items that were cut; number of images, if there
+    were any.
+    """
 
     prompt_tokens: int
     total_tokens: int
     truncated_items: list[int]
+    images: NotRequired[int]
 
 
 class ItemUsage(TypedDict):

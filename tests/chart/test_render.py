@@ -16,7 +16,9 @@ import helm
 import kubernetes_validate
 import pytest
 import yaml
-from helm import CHART, CHOSEN, FILES, HelmError, of_kind, rendered, template, workloads
+from helm import CHART, CHOSEN, FILES, HelmError, containers, of_kind, rendered, template, workloads
+
+from sie_contracts.settings import load
 
 KUBERNETES = (
     "1.28",  # the oldest that Chart.yaml admits
@@ -353,3 +355,20 @@ def test_the_page_s_commands_name_files_that_exist() -> None:
         dockerfile = re.search(r"-f (\S+)", planned.stdout)
         assert dockerfile is not None, planned.stderr
         assert f"AS {image}\n" in (root / dockerfile[1]).read_text() or dockerfile[1].endswith(f"/{image}.Dockerfile")
+
+
+def test_settings_of_images_reach_the_process_that_reads_them() -> None:
+    """SIE_IMAGE_WORKERS is the sidecar's, SIE_IMAGE_URL_HOSTS the gateway's; each is read as it was written."""
+    chosen = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": "images.example.com,*.example.org"}
+    found = [each for each in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if each]
+    told: dict[str, set[str]] = {name: set() for name in chosen}
+    for _, _, each in containers(found):
+        environ = {one["name"]: one["value"] for one in each.get("env", ()) if "value" in one}
+        for name in told.keys() & environ.keys():
+            told[name].add(each["name"])
+            settings = load(environ={name: environ[name]}).settings
+            expected = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": ("images.example.com", "*.example.org")}[name]
+            assert {"SIE_IMAGE_WORKERS": settings.image_workers, "SIE_IMAGE_URL_HOSTS": settings.image_url_hosts}[
+                name
+            ] == expected
+    assert told == {"SIE_IMAGE_WORKERS": {"worker-sidecar"}, "SIE_IMAGE_URL_HOSTS": {"gateway"}}

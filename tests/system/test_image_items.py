@@ -105,7 +105,9 @@ def test_a_model_of_texts_says_which_models_take_images(client: httpx.Client) ->
     seen, said = encoded(client, [{"images": [in_base64(png(PICTURES[0]))]}, {"text": "a harbour"}], "test/dense")
     vector(said)
     assert seen["error"]["reason"] == "unsupported_modality"
-    assert "models that take it: google/siglip" in seen["error"]["message"]
+    message = seen["error"]["message"]
+    assert message.startswith("test/dense takes text, not image; models that take it: ")
+    assert "google/siglip" in message
 
 
 def test_the_sdk_takes_files_bytes_images_and_arrays(

@@ -48,7 +48,7 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Number of tokens that ran, and the positions of truncated inputs."""
+    """Number of tokens that ran, the positions of truncated inputs, and the number of images, if there are any."""
 
     prompt_tokens: Whole = msgspec.UNSET
     total_tokens: Whole = msgspec.UNSET

@@ -126,7 +126,7 @@ def test_no_more_rows_run_at_a_time_than_there_are_places(readings: Readings) ->
     model = Sums(together=8)
     prompts = PROMPTS * 4
     assert readings.read(model, prompts) == [expected(each) for each in prompts]
-    assert max(model.rows) <= reading.MOST_ROWS
+    assert max(model.rows) <= reading.MAX_ROWS
 
 
 def test_a_row_for_which_nobody_waits_leaves_within_a_step() -> None:
