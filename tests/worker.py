@@ -9,6 +9,7 @@ signals that ask it to end, and takes it along when it is killed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import signal
@@ -31,6 +32,9 @@ def collect() -> None:
 def main() -> None:
     """In the fork: do what the arguments say, `-u -c CODE`."""
     exec(sys.argv[-1], {"__name__": "__main__"})
+    atexit._run_exitfuncs()
+    # libraries would wait for threads that they started before the fork, and abort since there are none
+    os._exit(0)
 
 
 if __name__ == "__main__":
