@@ -34,8 +34,8 @@ TOKENIZER = TokenizerRecipe(
 WIDTH = 24
 BLOCK = 28  # pixels of a block of ColQwen2.5
 LEAST, MOST = 4 * BLOCK**2, 16 * BLOCK**2
-BLOCK_3 = 32  # of Qwen3-VL, which its entries bound by LEAST_3 and MOST_3
-LEAST_3, MOST_3 = 4 * BLOCK_3**2, 16 * BLOCK_3**2
+BLOCK_3 = 32  # of Qwen3-VL, which its entries bound by MIN_3 and MAX_3
+MIN_3, MAX_3 = 4 * BLOCK_3**2, 16 * BLOCK_3**2
 RANK = 4
 _LANGUAGE: dict[str, Any] = {
     "hidden_size": 48,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from parity import qwen_checkpoints
 from parity.dual_checkpoints import image, png
 from parity.page_engine import Served
-from parity.qwen_checkpoints import LEAST_3, MOST_3
+from parity.qwen_checkpoints import MIN_3, MAX_3
 from parity.table import Agreement, ParityTable, Scores
 from PIL import Image
 from selection import long_but
@@ -29,7 +29,7 @@ from sie_sidecar.tokens import ModelTokenizer
 
 MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 5e-2}
 MAX_TOKENS = 160
-BOUNDS = {"min_pixels": LEAST_3, "max_pixels": MOST_3}
+BOUNDS = {"min_pixels": MIN_3, "max_pixels": MAX_3}
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 BEFORE = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n"
 TURN = "<|im_end|>\n<|im_start|>assistant\n"
