@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
+from sie_broker.independent import independently
 from sie_contracts import topology
 from sie_contracts.messages import Priority
 from sie_contracts.topology import Lane
@@ -49,16 +50,11 @@ class Backlog:
         """Read every pool each EVERY_S until `stop`."""
         trouble = Trouble(_logger, "the backlog is not known")
         while not await stop.wait_for(EVERY_S):
-            failure: BrokerError | None = None
-            for pool in sorted(self._pools):
-                try:
-                    await self.fresh(pool, EVERY_S / 2)
-                except BrokerError as error:  # one pool without a stream hides no other
-                    failure = error
-            if failure is None:
+            try:
+                await independently(functools.partial(self.fresh, pool, EVERY_S / 2) for pool in sorted(self._pools))
                 trouble.passed()
-            else:
-                trouble.met(failure)
+            except BrokerError as error:
+                trouble.met(error)
 
     def forget(self, pool: str) -> None:
         """The pool is there no more."""

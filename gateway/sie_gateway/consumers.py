@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from sie_broker import Administration, Broker, BrokerError, ConsumerState, Subscription
+from sie_broker.independent import independently
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.errors import PoolNotFound
@@ -303,18 +304,20 @@ class Consumers:
         """After a reconnect, when notices may have been missed. Raises BrokerError."""
         for stream in self._streams.values():
             stream.forget()
-        for stream in list(self._streams.values()):
-            await stream.refresh(self._ack_wait_s)
+        await self._refresh()
+
+    async def _refresh(self) -> None:
+        await independently(
+            functools.partial(stream.refresh, self._ack_wait_s) for stream in list(self._streams.values())
+        )
 
     async def run(self, stop: Stop) -> None:
         """Keep what is needed and, while this gateway is the leader, delete what is not."""
-        trouble, pause_s = Trouble(_logger, "the consumers stay as they are for now"), 0.0
+        trouble, pause_s = Trouble(_logger, "not every consumer could be seen to"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
             try:
-                for stream in list(self._streams.values()):
-                    await stream.refresh(self._ack_wait_s)
-                await self.take_turn()
+                await independently((self._refresh, self.take_turn))
                 trouble.passed()
             except BrokerError as error:
                 trouble.met(error)
@@ -331,4 +334,5 @@ class Consumers:
             return 0
         self._swept_s = self._clock()
         failpoint("gateway.leader_lease_held")
-        return sum([await stream.sweep(self._ack_wait_s) for stream in list(self._streams.values())])
+        sweeps = (functools.partial(stream.sweep, self._ack_wait_s) for stream in list(self._streams.values()))
+        return sum(await independently(sweeps))

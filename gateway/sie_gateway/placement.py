@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 
 from sie_broker import BrokerError, Store, WrongRevision
 from sie_broker import tables as stored_tables
+from sie_broker.independent import independently
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Change, Stored, StoredTable
 from sie_contracts import topology
@@ -141,7 +142,7 @@ class Placer:
 
     async def run(self, stop: Stop) -> None:
         """Until `stop`: look at all lanes each EVERY_S, and at once when a model without a host gets work."""
-        trouble = Trouble(_logger, "the placement tables stand still")
+        trouble = Trouble(_logger, "not every placement table could be computed")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
             try:
                 if trouble.lasting or self._record.is_stale:  # the bucket may have been lost with its broker
@@ -162,26 +163,37 @@ class Placer:
                 take()
 
     async def _look(self) -> None:
+        """One pool without a stream holds up no other."""
         live, silent, heard = self._fleet.lanes(), self._fleet.silent(), set(self._fleet.known())
         if self._first_s is None:
             self._first_s = self._now_s()
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
-        for lane in live.keys() | self._planners.keys():
-            planner, of_lane, of_silent = self._planner(lane), live.get(lane, []), silent.get(lane, [])
-            stored = self._stored(topology.lane_key(lane))
-            if stored.table is not None and self._now_s() - self._first_s < UNHEARD_S:
-                unheard = _unheard(lane, stored.table, heard)
-                of_silent = [*of_silent, *unheard]
-                self._hosts |= {beat.worker for beat in unheard}
+        await independently(
+            functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), heard)
+            for lane in live.keys() | self._planners.keys()
+        )
+
+    async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], heard: set[str]) -> None:
+        """The look at one lane. `live`, `silent`: the last heartbeats of its workers."""
+        planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
+        if stored.table is not None and self._now_s() - (self._first_s or 0.0) < UNHEARD_S:
+            unheard = _unheard(lane, stored.table, heard)
+            silent = [*silent, *unheard]
+            self._hosts |= {beat.worker for beat in unheard}
+        try:
             backlog = await self._waiting(lane, planner.models)
-            older = {beat.worker for beat in (*of_lane, *of_silent) if not beat.reads_parts and beat.worker in heard}
-            older |= stored.older() - heard
-            look = functools.partial(planner.step, stored.table, of_lane, of_silent, backlog, self._now_s())
-            change = await asyncio.to_thread(self._changed, stored, look, older)
-            if change is not None:
-                await self._write(stored, change)
-            elif not of_lane and not planner.models:
+        except BrokerError:
+            if not live and not planner.models:  # the stream went with its pool
                 del self._planners[lane]
+            raise
+        older = {beat.worker for beat in (*live, *silent) if not beat.reads_parts and beat.worker in heard}
+        older |= stored.older() - heard
+        look = functools.partial(planner.step, stored.table, live, silent, backlog, self._now_s())
+        change = await asyncio.to_thread(self._changed, stored, look, older)
+        if change is not None:
+            await self._write(stored, change)
+        elif not live and not planner.models:
+            del self._planners[lane]
 
     def _changed(
         self, stored: StoredTable, look: Callable[[], Placement | None], older: Collection[str]

@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable
 
 from sie_broker import Broker, BrokerError, Write
+from sie_broker.independent import independently
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
-from sie_contracts.errors import PoolNotFound
 from sie_contracts.settings import Settings
 from sie_gateway import assignments, pool_rules
 from sie_gateway.assignments import Candidate
@@ -101,21 +101,15 @@ class PoolKeeper:
             self._on_gone(name)
             await self._queue.forget_pool(name)
         self._known = frozenset(live)
-        failure: BrokerError | None = None
-        for name in sorted(live):
-            if not self._queue.consumers.follows(name):
-                try:
-                    await self._queue.ensure_pool(name)
-                except PoolNotFound:  # it has ended meanwhile
-                    continue
-                except BrokerError as error:
-                    failure = error
+        unfollowed = [name for name in sorted(live) if not self._queue.consumers.follows(name)]
+        await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
+
+    async def _lead(self) -> None:
+        """What one gateway does for all. Raises BrokerError."""
         if await self._leads():
             await self._expire()
             await self._assign()  # workers are told to leave before the stream goes
             await self._remove()
-        if failure is not None:
-            raise failure
 
     async def _leads(self) -> bool:
         """Whether this gateway does the work of all gateways for all pools. Without any reservation nobody asks. Raises
@@ -142,11 +136,13 @@ class PoolKeeper:
 
     async def _remove(self) -> None:
         """Remove what is left of reservations that have ended; their names are free then."""
-        for name in list(self._record.reservations.ended):
-            failpoint("gateway.before_pool_removal")
-            await self._queue.remove_pool(name)
-            await self._drop_tables(name)
-            await self._record.change(functools.partial(pool_rules.removed, name=name))
+        await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
+
+    async def _remove_one(self, name: str) -> None:
+        failpoint("gateway.before_pool_removal")
+        await self._queue.remove_pool(name)
+        await self._drop_tables(name)
+        await self._record.change(functools.partial(pool_rules.removed, name=name))
 
     async def _drop_tables(self, name: str) -> None:
         bucket = await self._tables.open()

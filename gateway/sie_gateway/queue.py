@@ -9,10 +9,11 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
+from sie_broker.independent import independently
 from sie_contracts import messages, topology
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.messages import Cancel, WorkItem
@@ -123,6 +124,15 @@ class WorkQueue:
         """
         await self._ensuring.run(pool, functools.partial(self._ensure_pool, pool))
 
+    async def ensure_pools(self, pools: Iterable[str]) -> None:
+        """As `ensure_pool`, without those that have ended. Raises BrokerError."""
+
+        async def ensure(pool: str) -> None:
+            with contextlib.suppress(PoolNotFound):
+                await self.ensure_pool(pool)
+
+        await independently(functools.partial(ensure, pool) for pool in pools)
+
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
@@ -172,10 +182,8 @@ class WorkQueue:
         """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
-        for pool in [name.removeprefix("WORK_") for name in self._created]:
-            if self._serves(pool):
-                await self.ensure_pool(pool)
-        await self.consumers.reverify()
+        pools = [name.removeprefix("WORK_") for name in self._created]
+        await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[Stored]:

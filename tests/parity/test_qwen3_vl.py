@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from parity import qwen_checkpoints
 from parity.dual_checkpoints import image, png
 from parity.page_engine import Served
-from parity.qwen_checkpoints import MIN_3, MAX_3
+from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.table import Agreement, ParityTable, Scores
 from PIL import Image
 from selection import long_but

@@ -14,18 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import settings_of, until
 
-from sie_broker import Broker, ConsumerState, Delivery
+from sie_broker import Broker, BrokerError, ConsumerState, Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import topology
 from sie_contracts.errors import QueueFull
 from sie_contracts.settings import SettingError
+from sie_contracts.topology import StreamSpec
 from sie_gateway import consumers as life
 from sie_gateway.consumers import Consumers, Rest, given_up, rests
 from sie_runtime import failpoints
 from sie_runtime.failpoints import FailpointError
 
 STREAM = topology.stream_name(LANE.pool)
-SPEC = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
+
+
+def stream_of(pool: str) -> StreamSpec:
+    return topology.work_stream(pool, storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
 
 
 class Clock:
@@ -40,7 +44,7 @@ class Clock:
 async def server() -> AsyncIterator[MemoryServer]:
     made = MemoryServer()
     broker = made.connect("owner")
-    await broker.ensure_stream(SPEC, owner=True)
+    await broker.ensure_stream(stream_of(LANE.pool), owner=True)
     yield made
     await broker.close()
 
@@ -327,6 +331,25 @@ async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
         deleted.append([await each.take_turn() for each in gateways])
         clock.now_s += 40.0
     assert deleted == [[1, 0], [0, 0], [1, 0]]
+
+
+async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: MemoryServer) -> None:
+    """The consumers of another stream, whichever comes first, are made and swept."""
+    broker = server.connect("c")
+    consumers = Consumers(server.connect("a"), settings_of(), idle_s=0.0)
+    for pool in ("before", LANE.pool, "later"):
+        await broker.ensure_stream(stream_of(pool), owner=True)
+        await consumers.follow(pool)
+    for pool in ("before", "later"):
+        await broker.delete_stream(topology.stream_name(pool))
+    await broker.ensure_consumer(topology.work_consumer(LANE, "bulk", "toy/idle", 10.0))
+    await broker.publish(topology.work_subject(LANE, "bulk", "toy/full"), b"x", "1")
+    with pytest.raises(BrokerError, match="WORK_later"):
+        await consumers.reverify()
+    assert topology.work_consumer(LANE, "bulk", "toy/full", 10.0).name in names(server)
+    with pytest.raises(BrokerError, match="WORK_later"):
+        await consumers.take_turn()
+    assert names(server) == {topology.work_consumer(LANE, "bulk", "toy/full", 10.0).name}
 
 
 # ---- limits of the stream

@@ -14,7 +14,7 @@ from layouts import place
 from placement_simulation import Case, Simulation, cases, large
 from selection import long_but
 
-from sie_broker import Write
+from sie_broker import BrokerError, Write
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo
@@ -193,9 +193,16 @@ def test_a_model_that_did_not_fit_goes_to_a_worker_that_did_not_refuse_it() -> N
 # what a gateway makes of heartbeats
 
 
-def beat(worker: str, *statuses: ModelStatus, rate: float = 1000.0, slots: int = 4, ready: bool = True) -> Heartbeat:
+def beat(
+    worker: str,
+    *statuses: ModelStatus,
+    rate: float = 1000.0,
+    slots: int = 4,
+    ready: bool = True,
+    pool: str = LANE.pool,
+) -> Heartbeat:
     return Heartbeat(
-        worker, LANE.pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots
+        worker, pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots
     )
 
 
@@ -311,6 +318,32 @@ async def test_of_two_gateways_the_first_writes_and_the_other_goes_on_from_there
         for placer, _ in placers:
             await placer.step()
     assert await bucket.epoch() == epoch, "an idle system writes nothing"
+
+
+async def test_a_pool_whose_stream_is_lost_holds_up_no_other_and_is_forgotten_with_its_workers() -> None:
+    server, clock = MemoryServer(), Clock()
+    broker, lost = server.connect("g"), [replace(LANE, pool=f"lost{number}") for number in range(8)]
+    fleet = Fleet(broker, load(environ={}).settings, clock)
+
+    async def read(lane: Lane, models: object) -> dict[str, Waiting]:
+        if lane in lost:
+            raise BrokerError(f"there is no stream WORK_{lane.pool}")
+        return {}
+
+    placer = Placer(broker, 2.0, fleet, read, clock, storage="memory")
+    await placer.start()
+    for lane in (*lost, LANE):
+        fleet.note(beat(f"of-{lane.pool}", pool=lane.pool))
+    placer.note(LANE, [item("m")])
+    with pytest.raises(BrokerError, match="no stream WORK_lost"):
+        await placer.step()
+    table = placer.table(LANE)
+    assert table is not None
+    assert table.hosts == {"m": (f"of-{LANE.pool}",)}
+    clock.now_s += 3600.0  # no heartbeat counts any more
+    with pytest.raises(BrokerError, match="no stream WORK_lost"):
+        await placer.step()
+    await placer.step()
 
 
 @pytest.mark.parametrize("reads", [True, False])
