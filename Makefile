@@ -26,7 +26,8 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	touch $@
 
 # pip needs one core: what the other one compiles meanwhile need not be compiled by all processes of tests at once
-COMPILED := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process
+COMPILED := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process, \
+    sentence_transformers, peft, gliclass
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(BIN)/python -c 'import $(COMPILED)' & $(PIP) --constraint constraints.txt --editable '.[dev]' && wait

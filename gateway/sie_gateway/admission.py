@@ -60,9 +60,16 @@ class Permits:
     """What one request may publish. `is_cold`: no worker of its lane had the model loaded when it came."""
 
     def __init__(
-        self, admission: Admission, place: Place, entered: Entered, estimates: Sequence[int], size_bytes: int
+        self,
+        admission: Admission,
+        place: Place,
+        entered: Entered,
+        estimates: Sequence[int],
+        size_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
         self._estimates = estimates
+        self._clock = clock
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
@@ -96,7 +103,7 @@ class Permits:
 
     def taken(self, result: WorkResult) -> None:
         """The chunk has left the queue: its result was taken."""
-        self._admission.answered(self, self._ticket, result, self._estimates[result.chunk])
+        self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.place.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.place, is_result=True)
         self._admission.look_again(self.place)
@@ -306,7 +313,7 @@ class Admission:
         self._look(place, now_s)
         ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
         entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
-        permits = Permits(self, place, entered, costs, size_bytes)
+        permits = Permits(self, place, entered, costs, size_bytes, self._clock)
         is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
         if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
             message = (
@@ -330,10 +337,6 @@ class Admission:
         self._waiting_bytes += size_bytes
         self._pump(place)
         return permits
-
-    def answered(self, permits: Permits, ticket: Ticket, result: WorkResult, estimate: int) -> None:
-        """A result of a request was taken."""
-        permits.place.answered(ticket, result, estimate, self._clock())
 
     def answered_late(self, result: WorkResult) -> None:
         """A result came for a request that is over: what it says of the queue counts all the same."""

@@ -15,7 +15,6 @@ import pytest
 from cluster import until
 from metrics_page import every
 from monitoring import NAMESPACE, boards, panels, parts_of, proven
-from pictures import draw
 from prometheus_server import Prometheus
 from stack import Device, Plan, Stack
 
@@ -94,6 +93,8 @@ def test_every_panel_shows_something(scraping: Prometheus) -> None:
 
 def test_every_line_of_a_panel_can_be_told_from_the_others(scraping: Prometheus, tmp_path: Path) -> None:
     """And all panels can be drawn: `tests/pictures.py` draws those of a longer life."""
+    from pictures import draw  # matplotlib, which no other test needs
+
     answered = 'rate(sie_gateway_request_latency_seconds_count{endpoint="encode"}[30s]) > 0'
     until(lambda: scraping.query(answered), WAIT_S, "the route is a label of its own")
     for name, board in boards().items():
