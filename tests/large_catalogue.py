@@ -42,13 +42,18 @@ def export(count: int, epoch: str = "large:9") -> bytes:
 
 
 async def fill(url: str, count: int) -> None:
-    """Have the catalogue of this broker hold them, as if written over the API."""
+    """Have the catalogue of this broker hold them, those that it lacks written as if over the API."""
     broker = await connect(url, name="fill")
     try:
         store = await open_store(broker, load(environ={}, mode="queue").settings)
-        changes = [Change(name, Held(), normalised(entry), "api", "create") for name, entry in entries(count).items()]
-        for start in range(0, count, SEED_BATCH):
-            await store.write(changes[start : start + SEED_BATCH], tell=start + SEED_BATCH >= count)
+        held = (await store.snapshot()).held
+        changes = [
+            Change(name, Held(), normalised(entry), "api", "create")
+            for name, entry in entries(count).items()
+            if name not in held
+        ]
+        for start in range(0, len(changes), SEED_BATCH):
+            await store.write(changes[start : start + SEED_BATCH], tell=start + SEED_BATCH >= len(changes))
     finally:
         await broker.close()
 

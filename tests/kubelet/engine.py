@@ -1,6 +1,6 @@
 """podman, and how it must be called on this machine.
 
-SIE_PODMAN: the command and its own options, such as `podman --root FOLDER --storage-driver overlay`. What a machine
+PODMAN: the command and its own options, such as `podman --root FOLDER --storage-driver overlay`. What a machine
 needs beside them is found out: a machine without systemd, control groups of version 1, limits that nobody may raise.
 """
 
@@ -28,7 +28,7 @@ class EngineError(Exception):
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    found = shlex.split(os.environ.get("SIE_PODMAN", "podman"))
+    found = shlex.split(os.environ.get("PODMAN", "podman"))
     if not Path("/run/systemd/system").is_dir():
         found += ["--cgroup-manager", "cgroupfs"]
     if not Path("/sys/fs/cgroup/cgroup.controllers").exists() and shutil.which("runc"):
