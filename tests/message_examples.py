@@ -16,6 +16,7 @@ import msgspec
 
 from sie_contracts import device_reports, ipc, messages
 from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
+from sie_contracts.documents import Document, DocumentLimits
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import (
     Fetched,
@@ -183,6 +184,10 @@ EXAMPLES: dict[str, Any] = {
     "work-1-audio": _work(
         operation="encode",
         inputs=(Input("first", audio=b"RIFF\0\0\0\0WAVE"), Input(audio=b"fLaC")),
+    ),
+    "work-1-document": _work(
+        operation="extract",
+        inputs=(Input(document=Document(b"%PDF-1.7")), Input(document=Document(b"a,b", "csv"))),
     ),
     "work-1-images": _work(
         operation="encode",
@@ -362,6 +367,16 @@ EXAMPLES: dict[str, Any] = {
         sounds=b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0",
         features=bytes(24),
     ),
+    "ipc3-RunBatch-documents": ipc.RunBatch(
+        "w1-13",
+        "org/model",
+        "extract",
+        bytes(8),
+        b"",
+        (Group(0, 2),),
+        texts=("", ""),
+        documents=(Document(b"a,b", "csv"), None),
+    ),
     "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc3-Drain": ipc.Drain(),
     "ipc3-Cancel": ipc.Cancel(),
@@ -408,6 +423,7 @@ EXAMPLES: dict[str, Any] = {
             )
         },
     ),
+    "ipc3-Ready-documents": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", documents=DocumentLimits(1 << 20))}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
     ),

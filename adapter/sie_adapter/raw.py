@@ -1,4 +1,4 @@
-"""Models that read texts and images by themselves: extraction, and adapters of somebody else's.
+"""Models that read texts, images and documents by themselves: extraction, and adapters of somebody else's.
 
 RunBatch with texts and images ──► encode | score | extract of the model, a list in and a list of the same length out
 ──► BatchDone
@@ -19,7 +19,7 @@ from sie_adapter import answers
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
-from sie_adapter.packing import Int64, MalformedBatch, Shown, images
+from sie_adapter.packing import Int64, MalformedBatch, images
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -37,7 +37,7 @@ class RawModel(Protocol):
     options)`: for each text the map that the client gets. A typed error may stand in the place of any result.
 
     One whose `rows` of extract take images is given those of each text as well, as `extract(texts, options, images)`:
-    lists of `Shown`.
+    lists of `Shown`. One whose rows take documents is given that of each text in the same place, or None.
 
     One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane;
     `extract` is then given it as well.
@@ -98,7 +98,7 @@ def run_raw(
 
     is_extraction = message.operation == "extract"
     if is_extraction:
-        found = _extracted(run, message, fitting, preparation, _shown(model, message))
+        found = _extracted(run, message, fitting, preparation, _files(model, message))
     else:
         found = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
@@ -121,9 +121,14 @@ Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with th
 Fitting = Callable[[Call, int], list[Any]]
 
 
-def _shown(model: Any, message: RunBatch) -> list[list[Shown]] | None:
-    """The images of each text; None for a model that takes none. Raises InternalFailure."""
+def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
+    """The images of each text, or its document; None for a model that takes neither. Raises InternalFailure."""
     rows = getattr(model, "rows", {}).get(message.operation)
+    if len(message.documents) not in (0, len(message.texts)):
+        what = f"{len(message.documents)} documents came with {len(message.texts)} texts"
+        raise InternalFailure(what, reason="malformed_batch")
+    if rows is not None and rows.documents is not None:
+        return message.documents or [None] * len(message.texts)
     recipe = rows.images if rows is not None else None
     try:
         found = images(message.images, message.pixels, recipe)
@@ -140,16 +145,16 @@ def _extracted(
     message: RunBatch,
     fitting: Fitting,
     preparation: Preparation | None,
-    shown: Sequence[Sequence[Shown]] | None,
+    files: Sequence[Any] | None,
 ) -> list[Answers]:
     """All groups in one call: the model puts together what has equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 
     def call(some: Sequence[int]) -> Sequence[Any]:
-        seen = () if shown is None else ([shown[number] for number in some],)
+        beside = () if files is None else ([files[number] for number in some],)
         found: Sequence[Any] = run(
-            tuple(texts[number] for number in some), [options[number] for number in some], *own, *seen
+            tuple(texts[number] for number in some), [options[number] for number in some], *own, *beside
         )
         return found
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie_contracts.device_reports import RanBatch, Shortages
+from sie_contracts.documents import Document, DocumentLimits
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import Fetched
 from sie_contracts.images import ImageTokens, Recipe
@@ -120,7 +121,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     input may have several images. `writes`: the answer is written token by token, beside the batches of other models: a
     batch may take minutes, holds no lane of the device, and its rows join those that are being written. `empty`: stands
     for an input without a text and images. `sounds`: how the sound of an input becomes features; None: an input may
-    have none.
+    have none. `documents`: the same of a document, of a layout raw: its file goes to the adapter as it is.
     """
 
     layout: Layout = "text"
@@ -134,6 +135,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     writes: bool = False
     empty: str = ""
     sounds: SoundRecipe | None = None
+    documents: DocumentLimits | None = None
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -166,7 +168,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     `images`: int32 [images, 5], of each image its row, the height and the width of its pixels, and those of the
     submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3]. `mentions`: those of
     each row, of a layout raw; empty if no row has any. `sounds`: int32 [sounds, 4], of each sound its row and the shape
-    of its features. `features`: float32 [views, frames, bins].
+    of its features. `features`: float32 [views, frames, bins]. `documents`: those of each row, as `mentions`.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
@@ -196,6 +198,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     mentions: tuple[tuple[Mention, ...], ...] = ()
     sounds: bytes = b""
     features: bytes = b""
+    documents: tuple[Document | None, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
+from sie_contracts.documents import Document
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.muvera import Muvera
 
@@ -63,8 +64,8 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
     set, the text is not read. `images`: files of images, each as the client sent it: base64 is decoded, nothing else is
     changed. `mentions`: between which a model of relations looks for them. `audio`: the file of a sound, as images are
-    given. A worker that does not know `vectors`, `images` or `audio` reads an empty text, so workers are upgraded
-    before gateways.
+    given; `document`: that of a document. A worker that does not know `vectors`, `images`, `audio` or `document` reads
+    an empty text, so workers are upgraded before gateways.
     """
 
     text: str | None = None
@@ -74,6 +75,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     images: tuple[bytes, ...] = ()
     mentions: tuple[Mention, ...] = ()
     audio: bytes = b""
+    document: Document | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +88,8 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.images:
             size += sum(map(len, self.images))
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
-        return size + len(self.audio) + (0 if self.vectors is None else len(self.vectors.data))
+        size += len(self.audio) + (len(self.document.data) if self.document else 0)
+        return size if self.vectors is None else size + len(self.vectors.data)
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sie_contracts import arrays, plain
+from sie_contracts.documents import Document
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
 from sie_contracts.messages import MENTION_BYTES, Mention
 from sie_contracts.names import did_you_mean
 from sie_contracts.option_values import describe
 from sie_contracts.options import FIELDS
-from sie_gateway.images import Images, Link, Sound, read_sound
+from sie_gateway.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
@@ -30,7 +31,7 @@ ID_BYTES = 4  # of a token id, about as many as of the text of one
 @dataclass(frozen=True)
 class Item:
     """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32
-    [tokens, width], or files of images, or that of a sound.
+    [tokens, width], or files of images, or that of a sound or of a document.
 
     `pair` is the second text of a pair. Without any of them the item holds nothing that a model can use; `instead` says
     then what field it has in their place. `unfit`: why no model can run it. `unknown`: its fields that mean nothing.
@@ -51,6 +52,7 @@ class Item:
     mentions: tuple[Mention, ...] = ()
     links: tuple[Link, ...] = ()
     audio: bytes = b""
+    document: Document | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -58,8 +60,11 @@ class Item:
 
     @property
     def files(self) -> tuple[bytes, ...]:
-        """Its images and its sound."""
-        return (*self.images, self.audio) if self.audio else self.images
+        """Its images, its sound and its document."""
+        if not self.audio and self.document is None:
+            return self.images
+        others = (self.audio, self.document.data if self.document else b"")
+        return (*self.images, *filter(None, others))
 
     @property
     def file_bytes(self) -> int:
@@ -180,7 +185,8 @@ def _item(value: Any, path: str) -> Item:
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
-    audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else Sound()
+    audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else File()
+    parsable = read_document(value["document"], f"{path}.document") if "document" in used else Parsable()
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return Item(
@@ -190,8 +196,9 @@ def _item(value: Any, path: str) -> Item:
         used,
         vectors=vectors,
         images=images,
-        unfit=unfit or unheard,
+        unfit=unfit or unheard or parsable.fault,
         audio=audio,
+        document=parsable.document,
         instead=instead,
         unknown=unknown,
         links=links,
@@ -217,10 +224,15 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
 def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
     """What is told of the texts of inputs that have files too, for a model that reads only the files of these."""
     texts = [item for item in items if item.text]
-    images, sounds = sum(bool(item.images) for item in texts), sum(bool(item.audio) for item in texts)
-    if images or sounds:
-        told = f"{model} reads the {'images' if images else 'sound'} of an input that has both"
-        return (f"text: ignored in {images or sounds} of {len(items)} inputs; {told}",)
+    counts = {
+        "images": sum(bool(item.images) for item in texts),
+        "sound": sum(bool(item.audio) for item in texts),
+        "document": sum(item.document is not None for item in texts),
+    }
+    what = next((name for name, count in counts.items() if count), "")
+    if what:
+        told = f"{model} reads the {what} of an input that has both"
+        return (f"text: ignored in {counts[what]} of {len(items)} inputs; {told}",)
     return ()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sie_contracts import families, messages
+from sie_contracts import documents, families, messages
 from sie_contracts.costs import ImageCost
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PayloadTooLarge
@@ -48,10 +48,13 @@ class Chunk:
 
 
 class Files(NamedTuple):
-    """The images and sounds that an input is run with, and how many bytes of its own size they are."""
+    """The images and sounds that an input is run with, how many bytes of its own size its files are, and what its
+    document costs.
+    """
 
     images: int = 0
     own_bytes: int = 0
+    document: int = 0
 
 
 _NO_FILES, _IMAGE = Files(), ImageCost()
@@ -103,7 +106,7 @@ def plan(
         item_bytes * len(item_sizes)
         + token_bytes
         * sum(
-            estimated_tokens(size - own.own_bytes, max_tokens) + own.images * image.vectors
+            estimated_tokens(size - own.own_bytes, max_tokens) + own.images * image.vectors + own.document
             for size, own in zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False)
         )
     )
@@ -138,7 +141,13 @@ def _files(items: Sequence[Item], query: Item | None) -> list[Files]:
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
         return []
-    return [Files(len(item.files) + shared, item.file_bytes) for item in items]
+    return [_files_of(item, shared) for item in items]
+
+
+def _files_of(item: Item, shared: int) -> Files:
+    if item.document is None:
+        return Files(len(item.files) + shared, item.file_bytes)
+    return Files(len(item.files) - 1 + shared, item.file_bytes, documents.cost(len(item.document.data)))
 
 
 def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
@@ -207,17 +216,17 @@ def split(
 
     The result of an input has at most `item_result_bytes`, and `token_result_bytes` for each token, where a byte may be
     a token. `each_tokens` are added to every input, such as those of a query. Each input is run as `rows` rows.
-    `files`: the images and sounds of each input, if there are any, each of which costs as `image` says.
+    `files`: the files of each input, if there are any; an image or a sound costs as `image` says.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0
     for index, size in enumerate(sizes_bytes):
         own = files[index] if files else _NO_FILES
-        text, shown = size - own.own_bytes, own.images * image.tokens
+        text, shown = size - own.own_bytes, own.images * image.tokens + own.document
         length = min(max_tokens, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
         tokens = rows * length + shown
         expected = item_result_bytes + token_result_bytes * (
-            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors
+            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors + own.document
         )
         full = (
             cost + tokens > limits.cost
@@ -228,7 +237,7 @@ def split(
             chunks.append(Chunk(start, index, cost, squares))
             start, cost, squares, payload, result = index, 0, 0, 0, 0
         cost += tokens
-        squares += rows * length * length + shown * image.tokens
+        squares += rows * length * length + own.images * image.tokens * image.tokens
         payload += size
         result += expected
     if start < len(sizes_bytes):

@@ -1,8 +1,8 @@
-"""Images and sounds of a request: what a client sent becomes the bytes of a file, unchanged. Nothing is fetched, and no
-file is opened here.
+"""Images, sounds and documents of a request: what a client sent becomes the bytes of a file, unchanged. Nothing is
+fetched, and no file is opened here.
 
     base64, data URI, bytes, URL, or a map with `data` ──read, gather──► Images: the files, or what is wrong with one
-                                                        ──read_sound──► Sound: the same of one sound
+                                                        ──read_sound, read_document──► the same of one file
 
 A value of another type fails the request. A text that is no base64 fails its input alone. `image_urls` fetches URLs.
 """
@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sie_contracts.documents import Document
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.option_values import bad
 
 MAX_IMAGES = 64  # of one input
 EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
+EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"
+MAX_FORMAT = 32
 _URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # no base64 has a colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 _SPACE = b" \t\r\n"  # between the lines that some tools cut base64 into
@@ -45,10 +48,17 @@ class Images(NamedTuple):
     links: tuple[Link, ...] = ()
 
 
-class Sound(NamedTuple):
+class File(NamedTuple):
     """The file of one input. None where `fault` says why the input cannot be run."""
 
     file: bytes = b""
+    fault: ErrorInfo | None = None
+
+
+class Parsable(NamedTuple):
+    """The document of one input. None where `fault` says why the input cannot be run."""
+
+    document: Document | None = None
     fault: ErrorInfo | None = None
 
 
@@ -62,20 +72,33 @@ def read(value: Any, path: str) -> Images:
     return gather(given if given is not None else [(path, value)], path)
 
 
-def read_sound(value: Any, path: str) -> Sound:
+def read_sound(value: Any, path: str) -> File:
     """A sound. Raises InvalidInput: schema, invalid_media for a URL."""
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # the file says it, too
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
             raise bad(f"{path}.sample_rate", rate, "a whole number or null")
+    return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")
+
+
+def read_document(value: Any, path: str) -> Parsable:
+    """A document, and what the client says that it is. Raises as `read_sound`."""
+    data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
+    if fault is not None:
+        return Parsable(None, fault)
+    said = (value.get("format") or "") if isinstance(value, dict) else ""
+    return Parsable(Document(data, said.lower().removeprefix(".")[:MAX_FORMAT]))
+
+
+def _single(value: Any, path: str, what: str, expected: str, instead: str) -> File:
     try:
-        found = _file(value, path, 0, EXPECTED_SOUND, "the sound as a WAV file")
+        found = _file(value, path, 0, expected, instead)
     except _Undecodable as error:
-        return Sound(b"", _fault(f"{path}: {error}", path).fault)
+        return File(b"", _fault(f"{path}: {error}", path).fault)
     if isinstance(found, Link):
-        message = f"{found.path}: got a URL, sounds are not fetched: send {EXPECTED_SOUND}"
+        message = f"{found.path}: got a URL, {what} are not fetched: send {expected}"
         raise InvalidInput(message, reason="invalid_media", param=found.path)
-    return Sound(found)
+    return File(found)
 
 
 def gather(given: Sequence[tuple[str, Any]], path: str) -> Images:

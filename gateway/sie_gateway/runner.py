@@ -352,4 +352,5 @@ def _input(item: Item) -> Input:
         vectors=None if item.vectors is None else Vectors.of(item.vectors),
         images=item.images,
         audio=item.audio,
+        document=item.document,
     )

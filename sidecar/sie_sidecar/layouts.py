@@ -12,6 +12,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from sie_contracts import documents
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
@@ -399,7 +400,8 @@ def _passages(
 
 
 def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
-    """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text."""
+    """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text, and
+    so does a document."""
     made = []
     for item in items:
         texts = texts_of(item)
@@ -409,6 +411,10 @@ def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncat
         for number, (each, text) in enumerate(zip(contents, texts, strict=True)):
             images = item.images.get(number - shared)
             beside = len(text) // COST_CHARACTERS
+            if number >= shared and (document := item.inputs[number - shared].document) is not None:
+                tokens = documents.cost(len(document.data)) + beside + len(each.ids)
+                rows.append(Row(each.ids, len(each.ids), expanded=tokens, document=document))
+                continue
             if images is None:
                 rows.append(Row(each.ids, len(each.ids), expanded=beside))
                 continue

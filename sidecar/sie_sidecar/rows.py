@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts import documents
+from sie_contracts.documents import Document
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Input, Mention, Operation, RunOptions, Vectors
@@ -41,7 +43,7 @@ class Row:
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
     `passages`. `expanded`: its length on the device, or the cost of what goes beside its ids, if that is more.
-    `vectors` stand in the place of ids. So do `images`, and so does `sound`.
+    `vectors` stand in the place of ids. So do `images`, and so do `sound` and `document`.
     """
 
     ids: Ids
@@ -52,6 +54,7 @@ class Row:
     vectors: Vectors | None = None
     images: Seen = ()
     sound: Heard | None = None
+    document: Document | None = None
 
     @property
     def truncated(self) -> bool:
@@ -64,8 +67,9 @@ class Row:
 
     @property
     def media_bytes(self) -> int:
-        """Of the pixels of its images and the features of its sound."""
-        return sum(len(image.pixels) for image in self.images) + (len(self.sound.features) if self.sound else 0)
+        """Of the pixels of its images, the features of its sound and the file of its document."""
+        beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
+        return sum(len(image.pixels) for image in self.images) + beside
 
 
 class Work(NamedTuple):
@@ -105,8 +109,9 @@ def checked_work(
         return item, error, unfit
     if item.query is not None:
         query, seen = item.query, item.images.get(OF_QUERY)
-        if query.audio or (query.images and layout.layout != "pieces"):
-            error = _unsupported("audio" if query.audio else "images", "takes none in a query")
+        if query.audio or query.document or (query.images and layout.layout != "pieces"):
+            what = "audio" if query.audio else "document" if query.document else "images"
+            error = _unsupported(what, "takes none in a query")
         else:
             error = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
     for index, given in enumerate(item.inputs):
@@ -125,15 +130,16 @@ def checked_work(
 
 
 def _is_text(given: Input) -> bool:
-    return (
-        given.tokens is None and given.pair is None and given.vectors is None and not given.images and not given.audio
-    )
+    files = given.images or given.audio or given.document
+    return given.tokens is None and given.pair is None and given.vectors is None and not files
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOptions) -> InvalidInput | None:
     """Why an input does not suit the model or what is asked of it."""
     if _is_text(given):
         return None
+    if given.document is not None:
+        return _unfit_document(layout, given, given.document)
     if given.audio:
         if layout.sounds is None:
             return _unsupported("audio", "takes none")
@@ -155,6 +161,19 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOp
     if not layout.tokens:
         return _unsupported("tokens", "takes no token ids")
     return bad_token(tokenizer, given.tokens)
+
+
+def _unfit_document(layout: Rows, given: Input, document: Document) -> InvalidInput | None:
+    if layout.documents is None:
+        return _unsupported("document", "takes none")
+    if given.images or given.audio:
+        return _unsupported("document", f"takes none beside {'images' if given.images else 'audio'}")
+    try:
+        documents.check(layout.documents, len(document.data))
+    except InvalidInput as error:
+        error.message, error.param = f"document: {error.message}", "document"
+        return error
+    return None
 
 
 def _unsupported(what: str, why: str) -> InvalidInput:
@@ -313,6 +332,7 @@ def to_batch(
         if layout == "raw":
             mentions += [()] * (part.work.query is not None) + [given.mentions for given in part.work.inputs]
         rows += part.rows
+    files = tuple(row.document for row in rows)
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
     given = [row.vectors for row in rows if row.vectors is not None]
@@ -347,6 +367,7 @@ def to_batch(
         mentions=tuple(mentions) if any(mentions) else (),
         sounds=np.array([(number, *sound.shape) for number, sound in heard], np.int32).tobytes(),
         features=b"".join(sound.features for _, sound in heard),
+        documents=files if any(files) else (),
     )
 
 

@@ -53,6 +53,7 @@ CORE = {
     "sie_contracts.batch_times",
     "sie_contracts.bundles",
     "sie_contracts.costs",
+    "sie_contracts.documents",
     "sie_contracts.names",
     "sie_contracts.trace_context",
     "sie_contracts.messages",

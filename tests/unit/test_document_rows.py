@@ -1,0 +1,196 @@
+"""Documents on their way: from the item of a request to a work item, and from there to the adapter; which inputs are
+refused, and what one costs.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, ClassVar
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.raw import run_raw
+from sie_contracts import documents
+from sie_contracts.documents import Document, DocumentLimits
+from sie_contracts.entries import ModelEntry, Weights
+from sie_contracts.errors import InternalFailure, InvalidInput
+from sie_contracts.ipc import Group, Rows, RunBatch
+from sie_contracts.messages import Input, Ok, RunOptions
+from sie_gateway import body as bodies
+from sie_gateway import images
+from sie_gateway.chunk import Limits, plan
+from sie_sidecar import layouts
+from sie_sidecar.rows import Part, Work, to_batch
+from sie_sidecar.tokens import ModelTokenizer
+
+LAYOUT = Rows("raw", documents=DocumentLimits(1 << 20))
+FILE = b"%PDF-1.7 a file"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "river": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return ModelTokenizer(words.to_str().encode(), 16)
+
+
+def work(*inputs: Input, query: Input | None = None) -> Work:
+    return Work(inputs, query, RunOptions())
+
+
+# the gateway
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (FILE, ""),
+        (base64.b64encode(FILE).decode(), ""),
+        (f"data:application/pdf;base64,{base64.b64encode(FILE).decode()}", ""),
+        ({"data": FILE, "format": ".PDF"}, "pdf"),
+        ({"data": base64.b64encode(FILE).decode(), "format": None}, ""),
+    ],
+    ids=range(5),
+)
+def test_every_form_of_a_document_gives_the_same_bytes_and_what_the_client_says_of_them(form: Any, said: str) -> None:
+    (item,) = bodies.items({"items": [{"document": form}]}, limit=1)
+    assert (item.document, item.modalities, item.is_empty) == (Document(FILE, said), ("document",), False)
+    assert (item.size, item.file_bytes) == (len(FILE), len(FILE))
+
+
+@pytest.mark.parametrize(
+    ("form", "reason", "param"),
+    [
+        ("https://host/a.pdf", "invalid_media", "items[0].document"),
+        ({"nd": True, "data": b"x"}, "schema", "items[0].document"),
+        ([FILE], "schema", "items[0].document"),
+        ({"data": FILE, "format": 7}, "schema", "items[0].document.format"),
+    ],
+    ids=range(4),
+)
+def test_a_value_that_is_no_document_fails_the_request_and_names_its_place(form: Any, reason: str, param: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        bodies.items({"items": [{"document": form}]}, limit=1)
+    assert (caught.value.reason, caught.value.param) == (reason, param)
+    assert not {"image", "sound"} & set(caught.value.message.split())
+
+
+def test_a_text_that_is_no_base64_fails_its_input_alone() -> None:
+    document, fault = images.read_document("?", "items[0].document")
+    assert fault is not None
+    assert (document, fault.reason) == (None, "invalid_media")
+
+
+def test_a_text_beside_a_document_is_told_to_be_unread() -> None:
+    found = bodies.items({"items": [{"text": "a", "document": b"x"}, {"document": b"x"}, "b"]}, limit=3)
+    (told,) = bodies.unread_texts(found, "org/parser")
+    assert told == "text: ignored in 1 of 3 inputs; org/parser reads the document of an input that has both"
+
+
+def test_documents_are_split_by_what_their_bytes_cost() -> None:
+    entry = ModelEntry("org/parser", Weights(path="x"), "docling", {"data": 0}, 512, inputs=("document",))
+    found = bodies.items({"items": [{"document": bytes(size)} for size in (100, 64_000, 640_000, 100)]}, limit=4)
+    limits = Limits(2000, 8 << 20, 8 << 20)
+    chunks, size = plan(found, None, "extract", entry, RunOptions(), limits)
+    assert size == 704_200
+    assert [(each.start, each.stop, each.cost) for each in chunks] == [
+        (0, 2, documents.MIN_TOKENS + 1000 + 4),  # and the special tokens of two empty texts
+        (2, 3, 10_002),
+        (3, 4, documents.MIN_TOKENS + 2),
+    ]
+
+
+# the sidecar
+
+
+def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: ModelTokenizer) -> None:
+    large, small = Document(bytes(64_000)), Document(b"a,b", "csv")
+    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(document=large), Input(document=small), Input("river"))])
+    assert [(row.cost, row.media_bytes, row.document) for row in made.rows] == [
+        (1000, 64_000, large),
+        (documents.MIN_TOKENS, 3, small),
+        (1, 0, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "reason", "says"),
+    [
+        (Rows("raw"), Input(document=Document(FILE)), "unsupported_modality", "document: the model takes none here"),
+        (Rows(), Input(document=Document(FILE)), "unsupported_modality", "document: the model takes none here"),
+        (LAYOUT, Input(document=Document(FILE), images=(b"x",)), "unsupported_modality", "beside images"),
+        (LAYOUT, Input(document=Document(FILE), audio=b"x"), "unsupported_modality", "beside audio"),
+        (
+            LAYOUT,
+            Input(document=Document(bytes((1 << 20) + 1))),
+            "invalid_media",
+            "document: too_large: the document has 1048577 bytes, at most 1048576 are read",
+        ),
+    ],
+    ids=range(5),
+)
+def test_documents_that_cannot_be_run_are_refused_for_their_input_alone(
+    tokenizer: ModelTokenizer, layout: Rows, given: Input, reason: str, says: str
+) -> None:
+    (made,) = layouts.make(tokenizer, layout, [work(given, Input("river"))])
+    assert list(made.unfit) == [0]
+    assert (made.unfit[0].reason, made.unfit[0].param) == (reason, "document")
+    assert says in made.unfit[0].message
+    assert made.rows[0].document is None
+
+
+def test_a_query_has_no_document(tokenizer: ModelTokenizer) -> None:
+    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input("river"), query=Input(document=Document(FILE)))])
+    assert made.error is not None
+    assert (made.error.reason, made.error.param) == ("unsupported_modality", "document")
+
+
+# the adapter
+
+
+class Parser:
+    """Tells what it is given."""
+
+    rows: ClassVar[dict[str, Rows]] = {"extract": LAYOUT}
+
+    def extract(
+        self, texts: tuple[str, ...], options: list[ExtractOptions], given: list[Document | None]
+    ) -> list[dict[str, Any]]:
+        return [
+            {"data": {"text": text, "bytes": len(each.data) if each else -1, "format": each.format if each else ""}}
+            for text, each in zip(texts, given, strict=True)
+        ]
+
+
+def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTokenizer) -> None:
+    items = [work(Input(document=Document(b"a,b", "csv")), Input("river")), work(Input(document=Document(FILE)))]
+    made = layouts.make(tokenizer, LAYOUT, items)
+    parts = [Part(each.rows, item) for each, item in zip(made, items, strict=True)]
+    message = to_batch("b", "org/parser", "extract", "raw", parts)
+    outcomes = run_raw(Parser(), message).outcomes
+    assert [outcome.data["data"] for outcome in outcomes if isinstance(outcome, Ok)] == [
+        {"text": "", "bytes": 3, "format": "csv"},
+        {"text": "river", "bytes": -1, "format": ""},
+        {"text": "", "bytes": len(FILE), "format": ""},
+    ]
+
+
+def test_a_batch_without_documents_names_none(tokenizer: ModelTokenizer) -> None:
+    item = work(Input("river"))
+    (made,) = layouts.make(tokenizer, LAYOUT, [item])
+    message = to_batch("b", "org/parser", "extract", "raw", [Part(made.rows, item)])
+    assert message.documents == ()
+    (outcome,) = run_raw(Parser(), message).outcomes
+    assert isinstance(outcome, Ok)
+    assert outcome.data["data"]["bytes"] == -1
+
+
+def test_a_batch_whose_documents_do_not_belong_to_its_rows_is_refused() -> None:
+    message = RunBatch(
+        "b", "org/parser", "extract", bytes(8), b"", (Group(0, 2),), texts=("", ""), documents=(Document(FILE),)
+    )
+    with pytest.raises(InternalFailure) as caught:
+        run_raw(Parser(), message)
+    assert caught.value.reason == "malformed_batch"
