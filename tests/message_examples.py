@@ -433,7 +433,7 @@ EXAMPLES: dict[str, Any] = {
         512,
         {
             "encode": Rows(
-                images=Recipe("blocks", multiple=32, least_pixels=4096, most_pixels=16384, block_tokens=1),
+                images=Recipe("blocks", multiple=32, min_pixels=4096, max_pixels=16384, block_tokens=1),
                 image_tokens=ImageTokens(9, before=(1,), after=(2,), beside_text=True),
                 empty="NULL",
             )

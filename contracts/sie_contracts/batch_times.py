@@ -53,14 +53,14 @@ class BatchTimes:
         if not self._n:
             return 1.0
         size, mean_s = tokens * self._n / self._x, self._y / self._n
-        least_s, most_s = mean_s * min(1.0, size), mean_s * max(1.0, size)
-        if not least_s <= seconds <= most_s and (line := self.line()) is not None:
+        min_s, max_s = mean_s * min(1.0, size), mean_s * max(1.0, size)
+        if not min_s <= seconds <= max_s and (line := self.line()) is not None:
             times = seconds / (line[0] + line[1] * tokens or seconds)
-            if max(times, 1 / times) > _UNLIKELY and (times > 1) == (seconds > most_s):
+            if max(times, 1 / times) > _UNLIKELY and (times > 1) == (seconds > max_s):
                 return times
-        if seconds > _IMPOSSIBLE * most_s:
-            return seconds / most_s
-        return seconds / least_s if seconds * _IMPOSSIBLE < least_s else 1.0
+        if seconds > _IMPOSSIBLE * max_s:
+            return seconds / max_s
+        return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
         """(seconds of the fixed part, seconds for each token); None while all batches had about the same size."""

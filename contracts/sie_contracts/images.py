@@ -39,7 +39,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
         squash   height width                       that size; the aspect is lost
         crop     height width shorter               the shorter edge gets its size; then the middle
-        blocks   multiple least_pixels most_pixels  edges are multiples, their product is between the bounds
+        blocks   multiple min_pixels max_pixels  edges are multiples, their product is between the bounds
         fit      longest multiple                   never larger than `longest`; then edges are raised to multiples
         bounded  shorter longest                    the shorter edge gets its size, or the longer one its bound
         page     height width                       as large as fits; then `fill` around it
@@ -54,8 +54,8 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     shorter: int = 0
     longest: int = 0
     multiple: int = 0
-    least_pixels: int = 0
-    most_pixels: int = 0
+    min_pixels: int = 0
+    max_pixels: int = 0
     raised: Raised = "no"
     resample: Filter = "bicubic"
     fill: tuple[int, int, int] = (0, 0, 0)
@@ -77,7 +77,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
 _NEEDS: Mapping[Kind, tuple[str, ...]] = {
     "squash": ("height", "width"),
     "crop": ("height", "width", "shorter"),
-    "blocks": ("multiple", "least_pixels", "most_pixels"),
+    "blocks": ("multiple", "min_pixels", "max_pixels"),
     "fit": ("longest", "multiple"),
     "bounded": ("shorter", "longest"),
     "page": ("height", "width"),
@@ -159,9 +159,9 @@ def grid_of(recipe: Recipe, pixels: Size) -> Size:
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
-def most_blocks(recipe: Recipe) -> int:
+def max_blocks(recipe: Recipe) -> int:
     """Of one image; 0 where it has none."""
-    return recipe.most_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
+    return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
 
 
 def cost(recipe: Recipe, pixels: Size) -> int:
@@ -196,12 +196,12 @@ def _blocks(recipe: Recipe, size: Size) -> tuple[Size, ...]:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
     found = Size(round(height / unit) * unit, round(width / unit) * unit)
-    if found.height * found.width > recipe.most_pixels:
-        shrink = math.sqrt(height * width / recipe.most_pixels)
+    if found.height * found.width > recipe.max_pixels:
+        shrink = math.sqrt(height * width / recipe.max_pixels)
         edges = (max(unit, math.floor(edge / shrink / unit) * unit) for edge in (height, width))
         return (Size(*edges),)
-    if found.height * found.width < recipe.least_pixels:
-        grow = math.sqrt(recipe.least_pixels / (height * width))
+    if found.height * found.width < recipe.min_pixels:
+        grow = math.sqrt(recipe.min_pixels / (height * width))
         return (Size(*(math.ceil(edge * grow / unit) * unit for edge in (height, width))),)
     return (found,)
 
@@ -353,7 +353,7 @@ def _smart(found: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are no multiples of {frames} frames")
     unit = int(found["patch_size"]) * int(found["merge_size"])
-    return Recipe("blocks", multiple=unit, least_pixels=least // frames, most_pixels=most // frames, raised=raised)
+    return Recipe("blocks", multiple=unit, min_pixels=least // frames, max_pixels=most // frames, raised=raised)
 
 
 def _qwen(found: Mapping[str, Any]) -> Recipe:

@@ -42,14 +42,14 @@ FULL = 0.8  # of a full batch: those that are larger leave nothing behind that f
 
 
 class Wait(NamedTuple):
-    """The wait of a request. `least_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
+    """The wait of a request. `min_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
     one more, the batch that was formed before it came, unless batches are formed as the device is free. `stalled_s`:
     for how long nothing has come, where that is unusual; it may well last as long again. `evidence`: samples that this
     rests on, 0 to MAX_EVIDENCE. `rate`: tokens a second, 0 while not known. `batch_s`: of one batch. `formed_s`: until
     the batch of this request is formed, infinite where that may be long before it runs.
     """
 
-    least_s: float = 0.0
+    min_s: float = 0.0
     likely_s: float = 0.0
     stalled_s: float = 0.0
     evidence: int = 0
@@ -315,6 +315,6 @@ class Drain:
         else:
             least = (ahead + cost) / size
             likely = (math.ceil(least) if least < FEW_BATCHES else least) + 1
-        least_s = max(0.0, least * seconds - spent_s)
+        min_s = max(0.0, least * seconds - spent_s)
         likely_s = likely * seconds - spent_s
-        return Wait(least_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)
+        return Wait(min_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)

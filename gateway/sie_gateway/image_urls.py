@@ -173,12 +173,12 @@ class ImageUrls:
         self._count(found.result if isinstance(found, _Unfetched) else "fetched")
         return found
 
-    async def _within(self, most_s: float, url: str, take: Callable[[int], None]) -> bytes:
+    async def _within(self, max_s: float, url: str, take: Callable[[int], None]) -> bytes:
         try:
-            async with asyncio.timeout(most_s):
+            async with asyncio.timeout(max_s):
                 return await self._fetch(url, take)
         except TimeoutError:
-            raise _Unfetched(f"the image was not complete within {most_s:g} s", "failed", limit=most_s) from None
+            raise _Unfetched(f"the image was not complete within {max_s:g} s", "failed", limit=max_s) from None
 
     async def _fetch(self, url: str, take: Callable[[int], None]) -> bytes:
         """Raises _Unfetched, and what httpcore raises."""

@@ -128,8 +128,8 @@ class Fragments:
     one, and sends them again.
     """
 
-    most_bytes: int = MAX_HELD_BYTES
-    most_request_bytes: int = MAX_REQUEST_BYTES
+    max_bytes: int = MAX_HELD_BYTES
+    max_request_bytes: int = MAX_REQUEST_BYTES
     silence_s: float = MAX_SILENCE_S
     held_bytes: int = 0
     # the one that has waited longest for a part is first
@@ -166,11 +166,11 @@ class Fragments:
 
     def _find_room(self, wanted: Assembly, size: int, now_s: float) -> None:
         held = sum(self._all[key].held_bytes for key in self._requests[wanted.request])
-        if held + size > self.most_request_bytes:
-            raise NoRoom(f"parts of the results of one request pass {self.most_request_bytes >> 20} MiB")
-        if self.held_bytes + size > self.most_bytes:
+        if held + size > self.max_request_bytes:
+            raise NoRoom(f"parts of the results of one request pass {self.max_request_bytes >> 20} MiB")
+        if self.held_bytes + size > self.max_bytes:
             self._expire(now_s)
-        if self.held_bytes + size > self.most_bytes:
+        if self.held_bytes + size > self.max_bytes:
             raise NoRoom(f"this gateway holds {self.held_bytes >> 20} MiB of unfinished results")
 
     def _expire(self, now_s: float) -> None:

@@ -26,9 +26,9 @@ class Intake:
     on one body.
     """
 
-    def __init__(self, most_bytes: int = MAX_HELD_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.held_bytes = 0
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
 
     def hold(self, more_bytes: int) -> None:
         """Count so many more, or fewer."""
@@ -76,8 +76,8 @@ class Reader:
             return
         intake = self._intake
         others = intake.held_bytes - self._counted
-        if others and intake.held_bytes + more > intake.most_bytes:
-            held, most = intake.held_bytes >> 20, intake.most_bytes >> 20
+        if others and intake.held_bytes + more > intake.max_bytes:
+            held, most = intake.held_bytes >> 20, intake.max_bytes >> 20
             raise QueueFull(
                 f"body: this gateway holds {held} MiB of bodies, at most {most} are allowed",
                 param="body",

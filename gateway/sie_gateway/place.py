@@ -386,7 +386,7 @@ class Place:
         ]
         for entered, ahead in found:
             wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
-            if wait.belief(DOUBT) * wait.least_s > entered.deadline_s - now_s:
+            if wait.belief(DOUBT) * wait.min_s > entered.deadline_s - now_s:
                 late.append((entered, wait))
         return late
 

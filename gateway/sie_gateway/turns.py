@@ -230,7 +230,7 @@ class Pace:
         if len(self._ended_s) < 2:
             return 1
         each_s = (now_s - self._ended_s[0]) / (len(self._ended_s) - 1)  # grows while nothing ends
-        least_s = now_s + running / 2 * each_s  # by then half of what runs is over
-        self._next_s = max(self._next_s, least_s) + each_s
+        min_s = now_s + running / 2 * each_s  # by then half of what runs is over
+        self._next_s = max(self._next_s, min_s) + each_s
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * _uniform(0.8, 1.0))
         return max(1, int(wait_s + _uniform(0, 1)))

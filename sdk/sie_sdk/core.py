@@ -292,12 +292,12 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
         if isinstance(answer, Received) and 200 <= answer.status < 300 and answer.status != 202:
             patience.renew()
             return answer
-        failure, least_s, most_s, is_away = _judged(answer)
+        failure, min_s, max_s, is_away = _judged(answer)
         if mark is not patience.mark:
             mark, waited_s = patience.mark, dict.fromkeys(waited_s, 0.0)
         waited_s[is_away] += answer.elapsed_s
         budget_s = _connection_budget_s(policy, answer) if is_away else policy.capacity_budget_s
-        pause_s = min(most_s, least_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads clients
+        pause_s = min(max_s, min_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads clients
         tries[is_away] += 1
         remaining_s = budget_s - waited_s[is_away]
         if not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:

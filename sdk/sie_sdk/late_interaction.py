@@ -28,11 +28,11 @@ def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np
             message = f"documents[{number}]: expected the width of the query, {left.shape[1]}, got {matrix.shape[1]}"
             raise InvalidInputError(message, code="INVALID_INPUT")
     scores = np.zeros(len(matrices), np.float32)
-    most_tokens = max(1, _BLOCK // max(1, len(left)))
+    max_tokens = max(1, _BLOCK // max(1, len(left)))
     block: list[int] = []
     tokens = 0
     for number, matrix in enumerate(matrices):
-        if block and tokens + len(matrix) > most_tokens:
+        if block and tokens + len(matrix) > max_tokens:
             scores[block] = _block(left, [matrices[each] for each in block])
             block, tokens = [], 0
         if len(matrix) and len(left):

@@ -30,11 +30,11 @@ _logger = logging.getLogger("sie.sidecar.fetching")
 class Fetching:
     """The reading side of the payload store. `held_bytes` is what was fetched and is not given back."""
 
-    def __init__(self, store: PayloadStore, clock: Callable[[], float], most_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, store: PayloadStore, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self.held_bytes = 0
         self._store = store
         self._clock = clock
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
@@ -70,7 +70,7 @@ class Fetching:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _find_room(self, flight: InFlight, size: int) -> None:
-        while self.held_bytes and self.held_bytes + size > self._most_bytes:
+        while self.held_bytes and self.held_bytes + size > self._max_bytes:
             self._freed.clear()
             try:
                 async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):

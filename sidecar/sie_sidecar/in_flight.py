@@ -224,13 +224,13 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     tokenised_there_ms = done.preprocess_ms if done else 0.0  # by a family that does it itself
     # the notice of the start may be read together with the result: what the adapter did is not waiting
-    most_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
+    max_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
         load_ms=(loaded_s - fetched_s) * 1000,
         preprocess_ms=(tokenised_s - loaded_s) * 1000 + tokenised_there_ms,
         batch_wait_ms=(sealed_s - tokenised_s) * 1000,
-        device_wait_ms=max(0.0, min((flight.started_s - sealed_s) * 1000, most_ms)),
+        device_wait_ms=max(0.0, min((flight.started_s - sealed_s) * 1000, max_ms)),
         inference_ms=inference_ms,
         postprocess_ms=postprocess_ms,
         worker_ms=(now_s - flight.received_s) * 1000,

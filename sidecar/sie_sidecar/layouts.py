@@ -339,8 +339,8 @@ def _text_pieces(tokenizer: ModelTokenizer, items: Sequence[Work], truncate: Tru
 
 def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     """The text, as far as its first `most` tokens reach, 0: all of it."""
-    most_bytes = len(text) if text.isascii() else 4 * len(text)  # and a token has at least one
-    if not 0 < most < most_bytes:
+    max_bytes = len(text) if text.isascii() else 4 * len(text)  # and a token has at least one
+    if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
     return text if read == text else read.rstrip()  # a space before the next token may be a part of that one

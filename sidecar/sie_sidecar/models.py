@@ -19,7 +19,7 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.heartbeats import Fetched, ModelStatus, ServedPrecision
-from sie_contracts.images import most_blocks
+from sie_contracts.images import max_blocks
 from sie_sidecar.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -40,7 +40,7 @@ def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
     found = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
-            blocks, ids = most_blocks(recipe), rows.image_tokens
+            blocks, ids = max_blocks(recipe), rows.image_tokens
             count = len(ids.before) + (ids.count or blocks) + len(ids.after) if ids else 0
             found.append((recipe.tokens + blocks * recipe.block_tokens, count))
     return max((patches + ids for patches, ids in found), default=0), max((ids for _, ids in found), default=0)

@@ -46,13 +46,13 @@ class BucketFolder:
             raise SettingError(SETTING, f"{self.url} holds no {kinds}: put one there, or name another place")
         return found
 
-    def read(self, sizes: Mapping[str, int], most_bytes: int) -> dict[str, bytes]:
-        """The present bodies of these files, by path, each with at most `most_bytes`. `sizes`: in bytes, as `look`
+    def read(self, sizes: Mapping[str, int], max_bytes: int) -> dict[str, bytes]:
+        """The present bodies of these files, by path, each with at most `max_bytes`. `sizes`: in bytes, as `look`
         found them.
 
         A file that was removed meanwhile is left out.
         """
-        return self._run(self._bodies(sizes, most_bytes))
+        return self._run(self._bodies(sizes, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:
         import obstore
@@ -72,7 +72,7 @@ class BucketFolder:
                     found[path] = changed_ns, entry["size"], hash(entry["e_tag"])
         return found
 
-    async def _bodies(self, sizes: Mapping[str, int], most_bytes: int) -> dict[str, bytes]:
+    async def _bodies(self, sizes: Mapping[str, int], max_bytes: int) -> dict[str, bytes]:
         import obstore
 
         turns = asyncio.Semaphore(READS_AT_ONCE)
@@ -81,7 +81,7 @@ class BucketFolder:
         async def one(path: str, size: int) -> None:
             async def body() -> bytes:
                 # not the size in the list: the object may have grown since
-                bounded: GetOptions = {"range": (0, most_bytes)}
+                bounded: GetOptions = {"range": (0, max_bytes)}
                 # an empty object has no range
                 answer = await obstore.get_async(self._store, path, options=bounded if size else {})
                 if not size and answer.meta["size"]:

@@ -165,8 +165,8 @@ async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gat
     begun_s = time.time()
     with stack:
         for part, offset_s in ((gateway, gateway_s), (worker.sidecar, -gateway_s)):
-            least_s, most_s = clocks_offset_s(part, begun_s)
-            assert least_s - 0.01 <= offset_s <= most_s + 0.01, part.name
+            min_s, max_s = clocks_offset_s(part, begun_s)
+            assert min_s - 0.01 <= offset_s <= max_s + 0.01, part.name
         async with httpx.AsyncClient(base_url=stack.urls[0], timeout=60, trust_env=False) as client:
             await behind_a_busy_device(stack, client)
             texts = [f"text {number}" for number in range(12)]

@@ -64,7 +64,7 @@ def expected_s(of: Place, tokens: int, length: int) -> float:
         of.answered(ticket, result(number, 16384, SHORT, 0.5), 16384, 0.5 * (number + 1))
         of.window.give_back(ticket, 0)
     ahead = sum(of.costs([length] * (tokens // length), [length**2] * (tokens // length)))
-    return of.wait(4.5, ahead, 0.0).least_s + 0.5  # half a second of it has passed
+    return of.wait(4.5, ahead, 0.0).min_s + 0.5  # half a second of it has passed
 
 
 def test_a_wait_behind_long_texts_is_that_of_their_squares() -> None:

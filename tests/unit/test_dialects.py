@@ -397,9 +397,9 @@ async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_q
 def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:
     """A byte is at least a token's worth, and normalisation may lengthen a text: U+FDFA of 3 bytes is one of 33."""
     run = RunOptions(prefix="query: ")
-    assert openai.most_tokens(["abc", "\u00e4"], run) == 3 + 2 + 2 * (7 + openai.SPECIAL_TOKENS)
-    assert openai.most_tokens(["\ufdfa"], RunOptions()) == 33 + openai.SPECIAL_TOKENS
-    assert openai.most_tokens(["a" * 150_000, "\ufdfa" * 60_000], run) > openai.MAX_TOKENS
+    assert openai.max_tokens(["abc", "\u00e4"], run) == 3 + 2 + 2 * (7 + openai.SPECIAL_TOKENS)
+    assert openai.max_tokens(["\ufdfa"], RunOptions()) == 33 + openai.SPECIAL_TOKENS
+    assert openai.max_tokens(["a" * 150_000, "\ufdfa" * 60_000], run) > openai.MAX_TOKENS
 
 
 async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gateway: GatewayProcess) -> None:

@@ -39,7 +39,7 @@ def test_back_to_back_batches_tell_the_rate() -> None:
     found = wait(drain(*((0.5 * number, 512, -1.0) for number in range(8)), crowded=True), 3.9, 5112)
     assert found.evidence == 7
     assert found.rate == pytest.approx(1024)
-    assert found.least_s == pytest.approx(5.0 - 0.4)
+    assert found.min_s == pytest.approx(5.0 - 0.4)
     assert found.likely_s == pytest.approx(5.5 - 0.4)
 
 
@@ -172,8 +172,8 @@ def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float
         now_s += gap_s
         found.left(now_s, str(number), tokens, now_s - back_s, is_crowded=number % 3 == 0, device_s=gap_s or math.inf)
     one, more = wait(found, now_s + 0.5, ahead, fixed=100.0), wait(found, now_s + 0.5, ahead + 600, fixed=100.0)
-    assert 0 <= one.least_s <= one.likely_s < math.inf
-    assert one.least_s <= more.least_s + 1e-6
+    assert 0 <= one.min_s <= one.likely_s < math.inf
+    assert one.min_s <= more.min_s + 1e-6
     assert 0 <= one.evidence <= MAX_EVIDENCE
 
 

@@ -65,7 +65,7 @@ def test_two_attempts_at_a_chunk_do_not_mix() -> None:
 
 
 def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
-    fragments = Fragments(most_bytes=10_000, most_request_bytes=5_000)
+    fragments = Fragments(max_bytes=10_000, max_request_bytes=5_000)
     for index in range(4):
         fragments.take(part(index, 9), 0.0)
     with pytest.raises(NoRoom, match="one request"):
@@ -81,7 +81,7 @@ def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
 
 
 def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> None:
-    fragments = Fragments(most_bytes=3_000, silence_s=30.0)
+    fragments = Fragments(max_bytes=3_000, silence_s=30.0)
     fragments.take(part(0, 2, request="silent"), 0.0)
     busy = fragments.take(part(0, 2, request="busy"), 25.0)
     with pytest.raises(NoRoom):
@@ -304,7 +304,7 @@ async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
 
 async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
     """Never silence: the request ends, its parts are gone, the worker is told that nobody waits."""
-    async with sides(1 << 16, Fragments(most_request_bytes=200_000)) as side:
+    async with sides(1 << 16, Fragments(max_request_bytes=200_000)) as side:
         collector = side.inbox.open("r", 1)
         delivery = await side.answer(result_of("r", 100))
         with pytest.raises(ResourceExhausted, match="no room"):

@@ -37,9 +37,9 @@ SMALL = Recipe("crop", height=16, width=16, shorter=16)
 RECIPES = {
     "squash": Recipe("squash", height=24, width=24),
     "crop": Recipe("crop", height=20, width=24, shorter=24),
-    "blocks": Recipe("blocks", multiple=28, least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 60),
-    "rounded": Recipe("blocks", multiple=28, least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 60, raised="rounded"),
-    "floored": Recipe("blocks", multiple=28, least_pixels=28 * 28 * 4, most_pixels=28 * 28 * 60, raised="floored"),
+    "blocks": Recipe("blocks", multiple=28, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 60),
+    "rounded": Recipe("blocks", multiple=28, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 60, raised="rounded"),
+    "floored": Recipe("blocks", multiple=28, min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 60, raised="floored"),
     "fit": Recipe("fit", longest=154, multiple=14),
     "bounded": Recipe("bounded", shorter=80, longest=133),
     "page": Recipe("page", height=256, width=192),
@@ -255,9 +255,9 @@ def test_sizes_are_what_each_kind_promises(name: str, height: int, width: int) -
             assert made == (recipe.height, recipe.width)
         case "blocks":
             assert made.height % recipe.multiple == made.width % recipe.multiple == 0
-            assert recipe.least_pixels <= made.height * made.width
+            assert recipe.min_pixels <= made.height * made.width
             # one edge may not go below a multiple, so a strip may pass the bound
-            assert made.height * made.width <= recipe.most_pixels or min(made) == recipe.multiple
+            assert made.height * made.width <= recipe.max_pixels or min(made) == recipe.multiple
         case "fit":
             assert made.height % recipe.multiple == made.width % recipe.multiple == 0
             assert max(made) < recipe.longest + recipe.multiple
@@ -284,7 +284,7 @@ def test_every_small_image_gets_pixels_of_the_foretold_size(name: str, height: i
     [
         {"kind": "squash", "height": 224},
         {"kind": "crop", "height": 30, "width": 20, "shorter": 24},
-        {"kind": "blocks", "multiple": 28, "least_pixels": 0, "most_pixels": 9},
+        {"kind": "blocks", "multiple": 28, "min_pixels": 0, "max_pixels": 9},
         {"kind": "bounded", "shorter": 800, "longest": 600},
         {"kind": "page", "height": 20, "width": 20, "fill": (0, 0, 256)},
         {"kind": "squash", "height": 224, "width": 224, "tokens": 0},

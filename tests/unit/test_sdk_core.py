@@ -295,16 +295,16 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "least_s", "most_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
+    ("told", "min_s", "max_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
 )
-def test_a_retry_after_that_is_no_number_of_seconds_means_five(told: str, least_s: float, most_s: float) -> None:
+def test_a_retry_after_that_is_no_number_of_seconds_means_five(told: str, min_s: float, max_s: float) -> None:
     steps = plan(["a"])
     next(steps)
     pause = steps.send(
         Received(503, {"retry-after": told, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b"")
     )
     assert isinstance(pause, Pause)
-    assert least_s <= pause.seconds <= most_s
+    assert min_s <= pause.seconds <= max_s
 
 
 def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:

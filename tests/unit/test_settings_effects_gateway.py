@@ -163,11 +163,11 @@ async def test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget(cl
     """SIE_LOAD_HOLD_S: 20 s unless it is set, and never longer than the budget."""
     default, short = await cluster.gateway(), await cluster.gateway(SIE_LOAD_HOLD_S="0.2")
     assert default.settings.load_hold_s == 20.0
-    for gateway, headers, least_s, most_s in ((short, {}, 0.2, 5), (default, {"X_SIE_Timeout_Ms": "300"}, 0.3, 5)):
+    for gateway, headers, min_s, max_s in ((short, {}, 0.2, 5), (default, {"X_SIE_Timeout_Ms": "300"}, 0.3, 5)):
         started_s = time.monotonic()
         answer = await gateway.encode("x", **headers)
         assert (answer.status_code, answer.json()["code"]) == (503, "PROVISIONING")
-        assert least_s <= time.monotonic() - started_s < most_s
+        assert min_s <= time.monotonic() - started_s < max_s
     waiting = asyncio.create_task(default.encode("x"))
     await until(lambda: cluster.server.streams[STREAM].messages, "held work")
     await cluster.sidecar()

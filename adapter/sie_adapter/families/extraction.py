@@ -218,20 +218,20 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield chosen
 
 
-def windows(sizes: Sequence[int], room: int, most_words: int, least_shared: int) -> Iterator[tuple[int, int]]:
-    """First word, and last word + 1, of each window over words of `sizes` tokens: at most `most_words` that fit `room`
-    tokens, but at least one. A window shares an eighth of its words with the next, at least `least_shared` if that is
+def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
+    """First word, and last word + 1, of each window over words of `sizes` tokens: at most `max_words` that fit `room`
+    tokens, but at least one. A window shares an eighth of its words with the next, at least `min_shared` if that is
     no more than half.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
-        while stop < len(sizes) and stop - start < most_words and (stop == start or tokens + sizes[stop] <= room):
+        while stop < len(sizes) and stop - start < max_words and (stop == start or tokens + sizes[stop] <= room):
             tokens += sizes[stop]
             stop += 1
         yield start, stop
         if stop == len(sizes):
             return
-        shared = min(max((stop - start) // _OVERLAP, least_shared), (stop - start) // 2)
+        shared = min(max((stop - start) // _OVERLAP, min_shared), (stop - start) // 2)
         tokens = sum(sizes[stop - shared : stop])
         start = stop - shared
 

@@ -216,7 +216,7 @@ class Transcriber:
 
 
 def _most_pixels(recipe: Recipe) -> int:
-    return recipe.most_pixels or recipe.longest**2
+    return recipe.max_pixels or recipe.longest**2
 
 
 def _kind(folder: Path) -> _Kind:

@@ -37,7 +37,7 @@ from sie_adapter.linear import block_linears
 from sie_adapter.packing import Int64, Items, Packed, Shown
 from sie_adapter.tokenizer import fitted, load_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import ImageTokens, Normalisation, Recipe, most_blocks
+from sie_contracts.images import ImageTokens, Normalisation, Recipe, max_blocks
 from sie_contracts.ipc import Group, Rows, RunBatch
 from sie_contracts.load_errors import load_failed
 
@@ -137,7 +137,7 @@ class VisionLanguage(PackedModel):
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: the token of images, {tokens.token}, is not its tokenizer's"
             )
-        most = tokens.count or most_blocks(recipe)
+        most = tokens.count or max_blocks(recipe)
         if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the row of an image has {length}"

@@ -204,7 +204,7 @@ async def _check_tokens(inference: Inference, call: Call, request: Understood) -
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
-    if most_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
+    if max_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
         return
     # of its own name: an answer to it that comes late is none to the run that follows; nor is it charged
     counting = replace(call, id=f"{call.id}-count", charge=Charge())
@@ -215,18 +215,18 @@ async def _check_tokens(inference: Inference, call: Call, request: Understood) -
         raise _too_many(total)
 
 
-def most_tokens(texts: Sequence[str], run: RunOptions) -> int:
+def max_tokens(texts: Sequence[str], run: RunOptions) -> int:
     """How many tokens texts may become, each with its prompt: one for each byte, of their normal form where that is
     longer.
     """
-    around = _most_bytes(run.prefix) + _most_bytes(run.suffix) + SPECIAL_TOKENS
+    around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
     if total > MAX_TOKENS:  # also without a look at normal forms, which takes long
         return total
-    return sum(around + _most_bytes(text) for text in texts)
+    return sum(around + _max_bytes(text) for text in texts)
 
 
-def _most_bytes(text: str) -> int:
+def _max_bytes(text: str) -> int:
     if text.isascii():
         return len(text)
     return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).encode()))
