@@ -475,6 +475,7 @@ def occupied(cluster: Cluster) -> Iterator[None]:
 
 
 USUAL = ("openai", "voyage")  # of those that wait and come back
+TRIES = 20  # a second or so each, more than a busy machine needs to notice a refusal and to make room
 
 
 # each library waits in its own way: the one that most others are made of, and a stranger to it, in every run
@@ -497,7 +498,7 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
         if not public.comes_back:
             return
         before = cluster.gateway_metric(REJECTED, reason="concurrency")
-        user = threading.Thread(target=lambda: found.append(public.call(cluster.url, model_of(public), TEXT, KEY, 3)))
+        user = threading.Thread(target=lambda: found.append(public.call(cluster.url, model_of(public), TEXT, KEY, TRIES)))
         user.start()
         until(lambda: cluster.gateway_metric(REJECTED, reason="concurrency") > before, 60, "a refusal")
     user.join(60)
