@@ -498,7 +498,8 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
         if not public.comes_back:
             return
         before = cluster.gateway_metric(REJECTED, reason="concurrency")
-        user = threading.Thread(target=lambda: found.append(public.call(cluster.url, model_of(public), TEXT, KEY, TRIES)))
+        arguments = cluster.url, model_of(public), TEXT, KEY, TRIES
+        user = threading.Thread(target=lambda: found.append(public.call(*arguments)))
         user.start()
         until(lambda: cluster.gateway_metric(REJECTED, reason="concurrency") > before, 60, "a refusal")
     user.join(60)
