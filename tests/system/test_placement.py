@@ -395,6 +395,7 @@ async def room_for_slots(folder: Path, models: Sequence[str], plan: Plan) -> int
     return int((beat.memory_used_bytes + (SLOTS - left + 0.5) * model_bytes) / (MEMORY_PERCENT / 100))
 
 
+@pytest.mark.serial  # beside others its models load more slowly than they are asked for
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_real_models_stay_where_they_are_too(tmp_path: Path) -> None:
