@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,7 @@ from sie_sidecar.process import serve as serve_sidecar
 
 WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test
 POLL_S = 0.002
-HTTP_POLL_S = 0.01  # a request takes some milliseconds of the loop that it waits for
+HTTP_POLL_S = 0.02  # a request takes some milliseconds of the loop that it waits for
 
 
 def settings_of(mode: Mode = "queue", **environ: str) -> Settings:
@@ -54,6 +54,18 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT
                 if found := condition():
                     return found
                 await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s} s: {what}") from None
+
+
+async def until_told(question: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 30.0) -> Any:
+    """`until` of what a process answers. A question that follows the other at once would take all of a processor."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                if found := await question():
+                    return found
+                await asyncio.sleep(HTTP_POLL_S)
     except TimeoutError:
         raise AssertionError(f"not within {timeout_s} s: {what}") from None
 

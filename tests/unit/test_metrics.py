@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fake_adapter import toy_entry
-from inprocess import InProcess, Process
+from inprocess import InProcess, Process, until_told
 from metrics_page import PAGE, every, page
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -272,9 +272,10 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
             assert (await gateway.encode("x", model=models[-1])).status_code == 200
         await sidecar.get("/metrics")  # from here on the busiest one has its name
         assert (await gateway.encode("x", model=models[-1])).status_code == 200
-        async with asyncio.timeout(30):
-            while not await sidecar.metric("sie_request_duration_seconds_count", model=models[-1], phase="total"):
-                pass  # a chunk is counted after its result has left
+        counted = "sie_request_duration_seconds_count"
+        await until_told(
+            lambda: sidecar.metric(counted, model=models[-1], phase="total"), "a chunk, whose result has left before"
+        )
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
             found = await scraped(process)
             assert sum(len(each) for each in found.values()) <= MAX_SERIES
@@ -388,9 +389,12 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     sidecar = await cluster.sidecar(**own)
     leaving = await cluster.sidecar(**own)
     assert (await gateway.encode("x")).status_code == 200
-    async with asyncio.timeout(30):
-        while "sie_gateway_model_workers" not in (found := await scraped(gateway)):
-            pass
+
+    async def told() -> dict[str, Any] | None:
+        found = await scraped(gateway)
+        return found if "sie_gateway_model_workers" in found else None
+
+    found = await until_told(told, "the model's workers")
     assert found["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
     assert found["sie_gateway_build_info"] == [({"version": sie_contracts.__version__}, 1)]
     assert {labels["worker"] for labels, _ in found["sie_gateway_worker_queue_depth"]} == {"w0", "w1"}
@@ -401,9 +405,11 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     assert found["sie_gateway_nats_connected"] == [({}, 1)]
     assert found["sie_gateway_config_epoch"] == [({}, 1)]
     await leaving.end()
-    async with asyncio.timeout(20):  # forgotten ten time-outs after its last word
-        while {labels["worker"] for labels, _ in (await scraped(gateway))["sie_gateway_worker_queue_depth"]} != {"w0"}:
-            pass  # the scrape awaits
+
+    async def is_forgotten() -> bool:
+        return {labels["worker"] for labels, _ in (await scraped(gateway))["sie_gateway_worker_queue_depth"]} == {"w0"}
+
+    await until_told(is_forgotten, "ten time-outs after the last word of the worker that leaves")
     worker = await scraped(sidecar)
     assert worker["sie_build_info"] == [({"version": sie_contracts.__version__}, 1)]
     assert worker["sie_ready"] == [({}, 1)]
@@ -453,8 +459,7 @@ async def test_an_idle_model_that_goes_is_counted(cluster: InProcess) -> None:
     sidecar = await cluster.sidecar(SIE_IDLE_EVICT_S="1")
     assert await sidecar.metric("sie_idle_evictions_total") == 0
     assert (await gateway.encode("x")).status_code == 200
-    async with asyncio.timeout(15):
-        while await sidecar.metric("sie_idle_evictions_total") != 1:
-            pass  # the scrape awaits
+    await until_told(lambda: sidecar.metric("sie_idle_evictions_total"), "the eviction")
+    assert await sidecar.metric("sie_idle_evictions_total") == 1
     assert await sidecar.metric("sie_model_loaded", model="toy/one") == 0
     assert await sidecar.metric("sie_model_memory_bytes", model="toy/one") == 0
