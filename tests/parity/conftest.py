@@ -16,7 +16,9 @@ from parity.reference import Reference
 from parity.score_checkpoints import ScoringEngine, scoring_engine
 from parity.table import ParityTable
 
+from sie_adapter.engine import Engine
 from sie_contracts.entries import Precision
+from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
 
 Folders = Callable[[str], Path]
@@ -70,6 +72,14 @@ def engine() -> Iterator[ScoringEngine]:
     """The adapter's engine in this process, for heads that score, classify or extract."""
     with scoring_engine() as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def cpu_engine() -> Iterator[Engine]:
+    """The adapter's engine in this process, for models that read images or sounds."""
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(10)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import itertools
 from pathlib import Path
 
 import torch
-from parity.dual_checkpoints import _clip_tokenizer, _save, _with_processor
+from parity.dual_checkpoints import clip_tokenizer
 from parity.gliner_checkpoints import edit_weights
-from parity.tokenizer_recipes import corpus
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from parity.tokenizer_recipes import word_pieces
+from parity.toys import randomised, with_processor
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -57,11 +57,11 @@ def grounding_dino(folder: Path, places: dict[str, int] | None = None) -> Path:
         encoder_attention_heads=4,
         decoder_attention_heads=4,
     )
-    _save(GroundingDinoForObjectDetection(config), folder)
+    randomised(GroundingDinoForObjectDetection(config)).save_pretrained(folder)
     edit_weights(folder, _soften)
     tokenizer.save_pretrained(folder)
     processor = GroundingDinoImageProcessorPil(size={"shortest_edge": SHORTER, "longest_edge": LONGEST})
-    return _with_processor(folder, processor, "GroundingDinoImageProcessor")
+    return with_processor(folder, processor, "GroundingDinoImageProcessor")
 
 
 def _soften(weights: dict[str, Tensor]) -> None:
@@ -72,7 +72,7 @@ def _soften(weights: dict[str, Tensor]) -> None:
 
 def owlv2(folder: Path) -> Path:
     """OWLv2 with a patch of 16 pixels."""
-    tokenizer = _clip_tokenizer()
+    tokenizer = clip_tokenizer()
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {
         **tower,
@@ -83,9 +83,10 @@ def owlv2(folder: Path) -> Path:
         "pad_token_id": 0,
     }
     vision = {**tower, "image_size": SIDE, "patch_size": 16}
-    _save(Owlv2ForObjectDetection(Owlv2Config(text_config=text, vision_config=vision, projection_dim=32)), folder)
+    config = Owlv2Config(text_config=text, vision_config=vision, projection_dim=32)
+    randomised(Owlv2ForObjectDetection(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return _with_processor(folder, Owlv2ImageProcessorPil(size={"height": SIDE, "width": SIDE}), "Owlv2ImageProcessor")
+    return with_processor(folder, Owlv2ImageProcessorPil(size={"height": SIDE, "width": SIDE}), "Owlv2ImageProcessor")
 
 
 def red_patches(folder: Path) -> Path:
@@ -120,10 +121,7 @@ def _see_red(weights: dict[str, Tensor]) -> None:
 
 
 def _bert_tokenizer(places: dict[str, int]) -> BertTokenizer:
-    learnt = Tokenizer(models.BPE())
-    learnt.normalizer, learnt.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    learnt.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    pieces = sorted(learnt.get_vocab())
+    pieces = word_pieces()
     free = (number for number in itertools.count(104) if number not in places.values())
     vocabulary = dict(places)
     for piece in (*pieces, *(f"##{piece}" for piece in pieces)):

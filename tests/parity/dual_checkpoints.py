@@ -1,22 +1,15 @@
-"""Small random models of images and texts, laid out on disk as a hub repository is, and images to show them.
-
-What a default initialisation leaves neutral is random: biases, norm weights, the projections. Images have structure,
-since a flat colour would hide an error of the resize.
-"""
+"""Small random models of images and texts, laid out on disk as a hub repository is."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import sentencepiece
 import torch
 from parity.tokenizer_recipes import corpus
-from PIL import Image
+from parity.toys import randomised, with_processor
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
@@ -30,19 +23,12 @@ from transformers import (
     GemmaConfig,
     GemmaTokenizer,
     PaliGemmaConfig,
-    PreTrainedModel,
     SiglipConfig,
     SiglipImageProcessorPil,
     SiglipModel,
     SiglipTokenizer,
     SiglipVisionConfig,
 )
-
-from sie_contracts.images import Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Input
-from sie_sidecar import images
-from sie_sidecar.media_frames import Prepared
 
 SIZE, PATCH = 48, 16
 PAGE = 64
@@ -57,7 +43,7 @@ _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.2613
 
 def clip(folder: Path, *, activation: str = "quick_gelu", eos: int | None = None) -> Path:
     """CLIP, as openai (quick_gelu) and laion (gelu) have it. `eos` 2: what old configurations say of the end token."""
-    tokenizer = _clip_tokenizer()
+    tokenizer = clip_tokenizer()
     text = {
         **_TOWER,
         "hidden_size": 32,
@@ -69,7 +55,8 @@ def clip(folder: Path, *, activation: str = "quick_gelu", eos: int | None = None
         "hidden_act": activation,
     }
     vision = {**_TOWER, "hidden_size": 48, "image_size": SIZE, "patch_size": PATCH, "hidden_act": activation}
-    _save(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH)), folder)
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH)
+    randomised(CLIPModel(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor = CLIPImageProcessorPil(
         size={"shortest_edge": SIZE},
@@ -77,7 +64,7 @@ def clip(folder: Path, *, activation: str = "quick_gelu", eos: int | None = None
         image_mean=_CLIP_MEAN,
         image_std=_CLIP_STD,
     )
-    return _with_processor(folder, processor, "CLIPImageProcessor")
+    return with_processor(folder, processor, "CLIPImageProcessor")
 
 
 def siglip(folder: Path, *, first: bool = False) -> Path:
@@ -94,11 +81,9 @@ def siglip(folder: Path, *, first: bool = False) -> Path:
         "projection_size": WIDTH,
     }
     vision = {**_TOWER, "hidden_size": WIDTH, "image_size": SIZE, "patch_size": PATCH}
-    _save(SiglipModel(SiglipConfig(text_config=text, vision_config=vision)), folder)
+    randomised(SiglipModel(SiglipConfig(text_config=text, vision_config=vision))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return _with_processor(
-        folder, SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}), "SiglipImageProcessor"
-    )
+    return with_processor(folder, SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}), "SiglipImageProcessor")
 
 
 def marqo(folder: Path) -> Path:
@@ -206,7 +191,7 @@ def colpali(folder: Path) -> Path:
         image_token_index=processor.image_token_id,
         vocab_size=len(tokenizer),
     )
-    _save(ColPaliForRetrieval(ColPaliConfig(vlm_config=both, embedding_dim=WIDTH)), folder)
+    randomised(ColPaliForRetrieval(ColPaliConfig(vlm_config=both, embedding_dim=WIDTH))).save_pretrained(folder)
     processor.save_pretrained(folder)
     path = folder / "preprocessor_config.json"
     if not path.is_file():  # as folders have it that were made before the file of the whole processor
@@ -214,32 +199,7 @@ def colpali(folder: Path) -> Path:
     return folder
 
 
-def _save(model: PreTrainedModel, folder: Path) -> None:
-    randomised(model).save_pretrained(folder)
-
-
-def randomised(model: PreTrainedModel) -> PreTrainedModel:
-    """With random weights, biases and norms; the same each time."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim < 2:  # biases, norms, the class token
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-            else:
-                scale = max(1, parameter[0].numel()) ** -0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return model
-
-
-def _with_processor(folder: Path, processor: Any, published: str) -> Path:
-    """`published`: the name of its class in folders that were made before there were two backends."""
-    processor.save_pretrained(folder)
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": published}))
-    return folder
-
-
-def _clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer() -> CLIPTokenizer:
     learnt = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     learnt.normalizer = normalizers.Lowercase()
     learnt.pre_tokenizer = pre_tokenizers.Sequence(
@@ -314,36 +274,3 @@ def _gemma_tokenizer(*, bos: bool = False) -> GemmaTokenizer:
         **around, special_tokens=[("<eos>", 1), ("<bos>", 2)]
     )
     return made
-
-
-def image(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Waves of three colours with a little noise."""
-    rng = np.random.default_rng(seed)
-    down, across = np.mgrid[0:height, 0:width].astype(np.float64)
-    waves = [
-        127 + 90 * np.sin(across / rng.uniform(2, 30) + down / rng.uniform(2, 30) + rng.uniform(0, 6)) for _ in range(3)
-    ]
-    noisy = np.stack(waves, -1) + rng.normal(0, 12, (height, width, 3))
-    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-
-
-def png(picture: Image.Image) -> bytes:
-    """The file of an image, without loss."""
-    written = io.BytesIO()
-    picture.save(written, "PNG")
-    return written.getvalue()
-
-
-def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[Prepared]]:
-    """The pixels of the inputs that have images, by their index, as worker processes make them."""
-    assert layout.images is not None
-    return {
-        index: [_prepared(file, layout.images) for file in each.images]
-        for index, each in enumerate(inputs)
-        if each.images
-    }
-
-
-def _prepared(file: bytes, recipe: Recipe) -> Prepared:
-    made = images.prepare(file, recipe)
-    return Prepared(made.pixels, *made.size, made.upright, made.digest())

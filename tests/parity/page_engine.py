@@ -1,31 +1,41 @@
-"""A model that reads images in the engine of this process, asked as gateway and sidecar ask."""
+"""A model that reads images or sounds in the engine of this process, asked as gateway and sidecar ask.
+
+FOLDERS[kind] ──► files ──► served_by: an entry in the engine ──► Served ──► vectors, scores, results
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
-from parity.dual_checkpoints import png, seen
+from parity.toys import png, seen
 from PIL import Image
 
 from sie_adapter.engine import Engine
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Failed, Input, Ok, Operation
+from sie_contracts.ipc import BatchDone, Rows, RunBatch
+from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions
 from sie_contracts.options import run_options
 from sie_sidecar import layouts
 from sie_sidecar import rows as rowing
+from sie_sidecar.media_frames import Heard
 from sie_sidecar.rows import OF_QUERY, Made, Part, Work
 from sie_sidecar.tokens import ModelTokenizer
 
-Given = str | Image.Image | Input
+Given = str | Image.Image | Sequence[Image.Image] | bytes | Input  # bytes: a sound file
 Vectors = NDArray[np.float32]
+Oracle = TypeVar("Oracle")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -37,52 +47,157 @@ class Served:
     weights: Any
     tokenizer: ModelTokenizer
 
+    @property
+    def path(self) -> str:
+        """packed or padded."""
+        return "padded" if "padded" in self.weights.attention else "packed"
+
     def run(
         self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
     ) -> list[Any]:
-        """Of each input its vectors, its score, or its error: all of them one batch."""
+        """Of each input its vectors, its score, or its error: all of them one batch. `options`: of a request."""
         work, made = self._made(operation, given, query, options)
         assert made.error is None, made.error
         assert not made.unfit, made.unfit
-        parts, layout = [Part(made.rows, work)], self.weights.rows[operation].layout
-        batch = rowing.to_batch("b", self.entry.id, operation, layout, parts, lora=work.options.lora)
-        with torch.inference_mode():
-            reply = self.engine.execute(batch)
-        assert isinstance(reply, BatchDone), reply
-        return [self._value(reply, outcome) for outcome in reply.outcomes]
+        reply = self._execute(operation, [Part(made.rows, work)], lora=work.options.lora)
+        return [_value(reply, outcome) for outcome in reply.outcomes]
+
+    def extract(self, asked: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
+        """Of each input, which is its image files and what is asked of them, the result or its error: all of them one
+        batch.
+        """
+        layout, parts = self.weights.rows["extract"], []
+        for files, options in asked:
+            inputs = [Input(text=None if files else "", images=tuple(files))]
+            work = Work(inputs, None, options, seen(inputs, layout))
+            (made,) = layouts.make(self.tokenizer, layout, [work])
+            parts.append(Part(made.rows, work))
+        reply = self._execute("extract", parts)
+        return [_value(reply, outcome) for outcome in reply.outcomes]
 
     def rows(self, operation: Operation, given: Sequence[Given], query: Given | None = None) -> Made:
         """The rows of the inputs, or why there are none."""
         return self._made(operation, given, query, {})[1]
+
+    def _execute(self, operation: Operation, parts: list[Part], **named: Any) -> BatchDone:
+        with torch.inference_mode():
+            reply = self.engine.execute(self.batch(operation, parts, **named))
+        assert isinstance(reply, BatchDone), reply
+        return reply
+
+    def batch(self, operation: Operation, parts: list[Part], **named: Any) -> RunBatch:
+        """What the sidecar sends."""
+        layout = self.weights.rows[operation].layout
+        return rowing.to_batch("b", self.entry.id, operation, layout, parts, **named)
 
     def _made(
         self, operation: Operation, given: Sequence[Given], query: Given | None, options: dict[str, Any]
     ) -> tuple[Work, Made]:
         _, asked = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
         layout, inputs = self.weights.rows[operation], [_input(each) for each in given]
-        images: dict[int, Any] = {**seen(inputs, layout)}
+        images: dict[int, Any] = {**seen(inputs, layout)} if layout.images is not None else {}
         question = None if query is None else _input(query)
         if question is not None and question.images:
             try:
                 images[OF_QUERY] = seen([question], layout)[0]
             except InvalidInput as error:
                 images[OF_QUERY] = error
-        work = Work(inputs, question, asked.run, images)
+        work = Work(inputs, question, asked.run, images, _heard(inputs, layout))
         (made,) = layouts.make(self.tokenizer, layout, [work])
         return work, made
 
-    @staticmethod
-    def _value(reply: BatchDone, outcome: object) -> Any:
-        if isinstance(outcome, Failed):
-            return outcome.error
-        assert isinstance(outcome, Ok)
-        if outcome.score is not None:
-            return outcome.score
-        (part,) = outcome.outputs.values()
-        return np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
+
+def _value(reply: BatchDone, outcome: object) -> Any:
+    if isinstance(outcome, Failed):
+        return outcome.error
+    assert isinstance(outcome, Ok)
+    if outcome.score is not None:
+        return outcome.score
+    if outcome.data is not None:
+        return outcome.data
+    (part,) = outcome.outputs.values()
+    return np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
+
+
+def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, Heard]:
+    """The features of the inputs that have a sound, by their index, as worker processes make them."""
+    given = {index: each.audio for index, each in enumerate(inputs) if each.audio}
+    if not given:
+        return {}
+    from sie_sidecar import sounds  # and the libraries of sounds, which other tests do without
+
+    assert layout.sounds is not None
+    made = {index: sounds.prepare(file, layout.sounds) for index, file in given.items()}
+    return {
+        index: Heard(each.values.tobytes(), each.shape, each.digest(), each.seconds) for index, each in made.items()
+    }
 
 
 def _input(given: Given) -> Input:
     if isinstance(given, Input):
         return given
-    return Input(given) if isinstance(given, str) else Input(images=(png(given),))
+    if isinstance(given, bytes):
+        return Input(audio=given)
+    if isinstance(given, str):
+        return Input(given)
+    return Input(images=tuple(map(png, [given] if isinstance(given, Image.Image) else given)))
+
+
+def served_by(engine: Engine, entry: ModelEntry) -> Served:
+    """The model of an entry. Skips the test where this machine does not compute in its precision."""
+    weights: Any = engine.residency.ensure(entry.id, entry).weights
+    if entry.load.precision not in (None, weights.precision):
+        pytest.skip(f"this CPU does not compute in {entry.load.precision}")
+    return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+
+
+@dataclass(frozen=True)
+class Pair(Generic[Oracle]):
+    """A model and what its numbers are compared with."""
+
+    served: Served
+    oracle: Oracle
+    folder: Path
+
+
+Load = Callable[..., Pair[Oracle]]  # (kind, precision="float32")
+
+
+def pairs(
+    engine: Engine,
+    root: Path,
+    folders: Mapping[str, Callable[[Path], Path]],
+    entry_of: Callable[..., ModelEntry],
+    oracle: Callable[[str, Path], Oracle],
+) -> Load[Oracle]:
+    """Makes the files of a kind below `root`, its oracle and, in each precision, its model, each of them once.
+    `entry_of` gets the kind, the folder, and what the entry says more: `id` and `load`.
+    """
+
+    @functools.cache
+    def files(kind: str) -> Path:
+        return folders[kind](root / kind.replace(" ", "-"))
+
+    @functools.cache
+    def compared(kind: str) -> Oracle:
+        return oracle(kind, files(kind))
+
+    @functools.cache
+    def load(kind: str, precision: str = "float32") -> Pair[Oracle]:
+        name = f"{root.name}/{kind.replace(' ', '-')}-{precision}"
+        entry = entry_of(kind, files(kind), id=name, load={"precision": precision})
+        return Pair(served_by(engine, entry), compared(kind), files(kind))
+
+    return load
+
+
+def at_once(run: Callable[[], Found], rounds: int) -> list[Found]:
+    """What two threads get that call `run` at the same time, each of them `rounds` times."""
+    found: list[Found] = []
+    threads = [threading.Thread(target=lambda: found.extend(run() for _ in range(rounds))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(found) == 2 * rounds, "a thread has failed or has not ended"
+    return found

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity.dual_checkpoints import randomised
 from parity.tokenizer_recipes import TokenizerRecipe
+from parity.toys import randomised, with_processor
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -94,8 +94,8 @@ def colqwen(folder: Path) -> Path:
     renamed = {name.replace("language_model.", "model."): tensor for name, tensor in stored.items()}
     save_file({**renamed, **projection}, folder / "model.safetensors", {"format": "pt"})
     _name(folder, "ColQwen2_5")
-    Qwen2VLImageProcessorPil(size={"shortest_edge": LEAST, "longest_edge": 4 * MOST}).save_pretrained(folder)
-    return published(folder)
+    images = Qwen2VLImageProcessorPil(size={"shortest_edge": LEAST, "longest_edge": 4 * MOST})
+    return with_processor(folder, images, "Qwen2VLImageProcessor")
 
 
 def colqwen_lora(folder: Path, base: Path) -> Path:
@@ -139,13 +139,13 @@ def qwen3_vl(folder: Path, *, tied: bool = True) -> Path:
         **_IDS,
     )
     randomised(Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
+    images = Qwen2VLImageProcessorPil(
         size={"shortest_edge": 64 * BLOCK_3**2, "longest_edge": 16384 * BLOCK_3**2},
         patch_size=BLOCK_3 // 2,
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
-    ).save_pretrained(folder)
-    return published(folder)
+    )
+    return with_processor(folder, images, "Qwen2VLImageProcessor")
 
 
 def merged(base: Path, lora: Path | None) -> dict[str, Tensor]:
@@ -156,13 +156,6 @@ def merged(base: Path, lora: Path | None) -> dict[str, Tensor]:
         path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         weights[f"{path}.weight"] += halves[name.replace("lora_A", "lora_B")] @ halves[name]
     return weights
-
-
-def published(folder: Path) -> Path:
-    """With the name of the image processor that folders have which were made before there were two backends."""
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": "Qwen2VLImageProcessor"}))
-    return folder
 
 
 def _name(folder: Path, architecture: str) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity.dual_checkpoints import _with_processor
 from parity.tokenizer_recipes import corpus
+from parity.toys import randomised, with_processor
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+_SPREAD = 0.2  # of biases and norms
 DONUT_SIZE = (160, 128)  # height and width
 DONUT_TOKENS = 128
 FLORENCE_SIDE, FLORENCE_TOKENS = 64, 256
@@ -66,7 +67,8 @@ def donut(folder: Path) -> Path:
         eos_token_id=2,
         tie_word_embeddings=False,
     )
-    model = shaken(VisionEncoderDecoderModel(encoder=DonutSwinModel(swin), decoder=MBartForCausalLM(mbart)))
+    both = VisionEncoderDecoderModel(encoder=DonutSwinModel(swin), decoder=MBartForCausalLM(mbart))
+    model = randomised(both, _SPREAD)
     model.config.tie_word_embeddings = False
     _unsettled(model.decoder, 2)
     start = tokenizer.convert_tokens_to_ids("<s_cord-v2>")
@@ -75,7 +77,7 @@ def donut(folder: Path) -> Path:
     model.save_pretrained(folder)
     height, width = DONUT_SIZE
     processor = DonutImageProcessorPil(size={"height": height, "width": width}, do_align_long_axis=False)
-    return _with_processor(folder, processor, "DonutImageProcessor")
+    return with_processor(folder, processor, "DonutImageProcessor")
 
 
 def florence2(folder: Path) -> Path:
@@ -151,7 +153,7 @@ def florence2(folder: Path) -> Path:
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         is_encoder_decoder=True,
     )
-    model = shaken(Florence2ForConditionalGeneration(config))
+    model = randomised(Florence2ForConditionalGeneration(config), _SPREAD)
     with torch.no_grad():
         model.lm_head.weight[2] *= 3
     model.generation_config.update(
@@ -166,7 +168,7 @@ def florence2(folder: Path) -> Path:
         early_stopping=True,
     )
     model.save_pretrained(folder)
-    return _with_processor(folder, images, "CLIPImageProcessor")
+    return with_processor(folder, images, "CLIPImageProcessor")
 
 
 def _byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -230,9 +232,10 @@ def lighton(folder: Path) -> Path:
         image_token_id=ids("<|image_pad|>"),
         spatial_merge_size=2,
     )
-    _save(LightOnOcrForConditionalGeneration(config), tokenizer, folder)
+    # with less of it a text has few different tokens
+    _save(LightOnOcrForConditionalGeneration(config), tokenizer, folder, spread=0.3)
     images = PixtralImageProcessorPil(size={"longest_edge": 140}, patch_size=14)
-    return _with_processor(folder, images, "PixtralImageProcessor")
+    return with_processor(folder, images, "PixtralImageProcessor")
 
 
 def glm(folder: Path) -> Path:
@@ -275,7 +278,7 @@ def glm(folder: Path) -> Path:
     )
     _save(GlmOcrForConditionalGeneration(config), tokenizer, folder)
     images = Glm46VImageProcessorPil(size={"shortest_edge": 4 * 784, "longest_edge": 2 * 20 * 784})
-    return _with_processor(folder, images, "Glm46VImageProcessor")
+    return with_processor(folder, images, "Glm46VImageProcessor")
 
 
 def paddle(folder: Path) -> Path:
@@ -310,7 +313,7 @@ def paddle(folder: Path) -> Path:
     )
     _save(PaddleOCRVLForConditionalGeneration(config), tokenizer, folder)
     images = PaddleOCRVLImageProcessorPil(size={"shortest_edge": 4 * 784, "longest_edge": 20 * 784})
-    return _with_processor(folder, images, "PaddleOCRVLImageProcessor")
+    return with_processor(folder, images, "PaddleOCRVLImageProcessor")
 
 
 def _chatting(marks: Sequence[str], shown: str) -> Any:
@@ -327,28 +330,14 @@ def _chatting(marks: Sequence[str], shown: str) -> Any:
     return tokenizer
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    shaken(model)
+def _save(model: Any, tokenizer: Any, folder: Path, spread: float = _SPREAD) -> None:
+    randomised(model, spread)
     ends = model.generation_config.eos_token_id
     with torch.no_grad():
         model.get_output_embeddings().weight[ends] *= 3  # else none of so few tokens is an end
     model.generation_config.pad_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def shaken(model: Any, seed: int = 0) -> Any:
-    """Weights in which a bias, a norm or a projection that is left out shows: none of them is neutral."""
-    made = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if value.dim() == 1:
-                base = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
-                value.copy_(base + 0.2 * torch.randn(value.shape, generator=made))
-            else:
-                fan = value[0].numel() if value.dim() > 2 else value.shape[-1]
-                value.copy_(torch.randn(value.shape, generator=made) * max(1, fan) ** -0.5)
-    return model.eval()
 
 
 def _unsettled(decoder: Any, end: int) -> None:

@@ -4,8 +4,7 @@ projection, as colpali-engine puts them together.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import qwen_checkpoints
-from parity.dual_checkpoints import image, png
-from parity.page_engine import Given, Served, Vectors
+from parity.page_engine import Given, Served, Vectors, at_once, served_by
 from parity.qwen_checkpoints import BLOCK, MOST, SPECIALS, WIDTH
 from parity.table import Agreement, ParityTable
+from parity.toys import image, png
 from selection import long_but
 
 from sie_adapter.engine import Engine
@@ -27,8 +26,6 @@ from sie_adapter.packing import Packed
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.messages import Input
-from sie_contracts.settings import Settings
-from sie_sidecar.tokens import ModelTokenizer
 
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 8e-2}
 MAX_TOKENS = 200
@@ -80,13 +77,6 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
-    yield engine
-    assert engine.stop(10)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen_checkpoints.colqwen(tmp_path_factory.mktemp("pages") / "colqwen")
 
@@ -97,7 +87,7 @@ def lora(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def load(engine: Engine, folder: Path, lora: Path) -> Callable[..., Served]:
+def load(cpu_engine: Engine, folder: Path, lora: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32", *, plain: bool = False) -> Served:
         named = {} if plain else {"lora": str(lora)}
@@ -107,12 +97,10 @@ def load(engine: Engine, folder: Path, lora: Path) -> Callable[..., Served]:
             load={"precision": precision, "max_pixels": MOST},
             run=named,
         )
-        weights = engine.residency.ensure(entry.id, entry).weights
-        if weights.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
+        served = served_by(cpu_engine, entry)
         if not plain:
-            engine.ensure_lora(entry.id, str(lora))
-        return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+            cpu_engine.ensure_lora(entry.id, str(lora))
+        return served
 
     return loaded
 
@@ -135,10 +123,9 @@ def test_token_vectors_equal_the_oracle(
     found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
     assert [each.shape for each in found] == [each.shape for each in expected]
     agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
-    path = "padded" if "padded" in served.weights.attention else "packed"
-    table.record("vision-language colqwen2.5", path, precision, agreement)
+    table.record("vision-language colqwen2.5", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
-    assert path == "packed"
+    assert served.path == "packed"
 
 
 @pytest.mark.long
@@ -164,12 +151,11 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
 
 
 @pytest.mark.long
-def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+def test_the_padded_path_gives_the_same(cpu_engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
     """That of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, "pages/padded", load={"max_pixels": MOST})
-    weights = engine.residency.ensure(entry.id, entry).weights
-    weights.backbone.run_padded()
-    padded = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    padded = served_by(cpu_engine, entry)
+    padded.weights.backbone.run_padded()
     for one, other in zip(padded.run("encode", _mixed()), load(plain=True).run("encode", _mixed()), strict=True):
         assert np.abs(one - other).max() <= 5e-6
 
@@ -178,17 +164,7 @@ def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Call
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.concatenate(served.run("encode", _mixed()))
-    found: list[Vectors] = []
-
-    def run() -> None:
-        found.extend(np.concatenate(served.run("encode", _mixed())) for _ in range(3))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 6
+    found = at_once(lambda: np.concatenate(served.run("encode", _mixed())), 3)
     assert all(np.array_equal(each, expected) for each in found)
 
 
@@ -229,7 +205,7 @@ def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, engine: Engine, folder: Path
+    change: dict[str, Any], message: str, cpu_engine: Engine, folder: Path
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
-        engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))
+        cpu_engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

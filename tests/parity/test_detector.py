@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,9 +15,10 @@ from image_files import turned
 from numpy.typing import NDArray
 from parity import detector_checkpoints
 from parity.detector_checkpoints import LABEL_TOKENS, LONGEST, PROMPT_TOKENS, SIDE
-from parity.dual_checkpoints import image, png
 from parity.gliner_checkpoints import on_cpu
-from parity.table import ParityTable, Scores, path_of
+from parity.page_engine import Load, Pair, Served, at_once, pairs, served_by
+from parity.table import ParityTable, Scores
+from parity.toys import image, png, prepared
 from PIL import Image
 from transformers import (
     AutoModelForZeroShotObjectDetection,
@@ -35,17 +33,10 @@ from sie_adapter.engine import Engine
 from sie_adapter.families import owlv2
 from sie_adapter.families.detector import Detector
 from sie_adapter.packing import Shown
-from sie_contracts.entries import parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Failed, Input, Ok, RunOptions
-from sie_contracts.settings import Settings
+from sie_contracts.messages import RunOptions
 from sie_sdk import draw
-from sie_sidecar import images, layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.media_frames import Prepared
-from sie_sidecar.rows import Part, Work
-from sie_sidecar.tokens import ModelTokenizer
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "grounding-dino": detector_checkpoints.grounding_dino,
@@ -73,55 +64,24 @@ class Asked(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Served:
-    """A model in the engine of this process, asked as the sidecar asks."""
-
-    engine: Engine
-    name: str
-    weights: Detector
-    tokenizer: ModelTokenizer
-
-    def find(self, *asked: Asked) -> list[Any]:
-        """The objects of each input, or its error: all of them one batch."""
-        layout = self.weights.rows["extract"]
-        assert layout.images is not None
-        parts = []
-        for each in asked:
-            seen = [_prepared(file, layout.images) for file in each.files]
-            given = [Input(text="" if not each.files else None, images=tuple(each.files))]
-            options = RunOptions(
-                (), labels=tuple(each.labels), threshold=each.threshold, parameters=dict(each.parameters)
-            )
-            work = Work(given, None, options, {0: seen} if seen else {})
-            (made,) = layouts.make(self.tokenizer, layout, [work])
-            parts.append(Part(made.rows, work))
-        reply = self.engine.execute(rowing.to_batch("b", self.name, "extract", layout.layout, parts))
-        assert isinstance(reply, BatchDone), reply
-        return [_value(outcome) for outcome in reply.outcomes]
+def find(served: Served, *asked: Asked) -> list[Any]:
+    """The objects of each input, or its error: all of them one batch."""
+    options = [
+        RunOptions((), labels=tuple(each.labels), threshold=each.threshold, parameters=dict(each.parameters))
+        for each in asked
+    ]
+    found = served.extract([(each.files, option) for each, option in zip(asked, options, strict=True)])
+    return [each if isinstance(each, ErrorInfo) else each["objects"] for each in found]
 
 
 def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> NDArray[np.float32]:
     """Of each label, [candidates, labels]."""
     kind: Any = detector._kind
-    made = _prepared(png(shown), kind.recipe)
+    made = prepared(png(shown), kind.recipe)
     pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
     with torch.inference_mode():
         sight = kind.look([Shown(pixels, *made.upright)], kind.prompt(labels))
     return sight.scores[0].numpy()  # type: ignore[no-any-return]
-
-
-def _prepared(file: bytes, recipe: Any) -> Prepared:
-    made = images.prepare(file, recipe)
-    return Prepared(made.pixels, *made.size, made.upright, made.digest())
-
-
-def _value(outcome: Any) -> Any:
-    if isinstance(outcome, Failed):
-        return outcome.error
-    assert isinstance(outcome, Ok)
-    assert outcome.data is not None
-    return outcome.data["objects"]
 
 
 class Candidates(NamedTuple):
@@ -179,50 +139,25 @@ class Owlv2:
         return Candidates(found["boxes"].numpy(), outputs.logits[0].sigmoid().numpy())
 
 
-@dataclass(frozen=True)
-class Pair:
-    served: Served
-    oracle: GroundingDino | Owlv2
-    folder: Path
-
-
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
-    yield engine
-    assert engine.stop(10)
-
-
-@pytest.fixture(scope="module")
-def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Load[GroundingDino | Owlv2]:
+    oracles: dict[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
     root = tmp_path_factory.mktemp("detectors")
-
-    @cache
-    def folder(kind: str) -> Path:
-        return FOLDERS[kind](root / kind)
-
-    @cache
-    def loaded(kind: str) -> Pair:
-        entry = _entry(kind, folder(kind), load={"precision": "float32"})
-        resident = engine.residency.ensure(entry["id"], parse_entry(entry))
-        weights = resident.weights
-        assert isinstance(weights, Detector)
-        served = Served(engine, resident.model, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
-        return Pair(served, {"grounding-dino": GroundingDino, "owlv2": Owlv2}[kind](folder(kind)), folder(kind))
-
-    return loaded
+    return pairs(cpu_engine, root, FOLDERS, _entry, lambda kind, folder: oracles[kind](folder))
 
 
-def _entry(kind: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "id": f"detector/{kind}",
-        "weights": {"path": str(folder)},
-        "family": "detector",
-        "inputs": ["image"],
-        "outputs": {"objects": 0},
-        "max_tokens": MAX_TOKENS[kind],
-        **changes,
-    }
+def _entry(kind: str, folder: Path, **changes: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": f"detector/{kind}",
+            "weights": {"path": str(folder)},
+            "family": "detector",
+            "inputs": ["image"],
+            "outputs": {"objects": 0},
+            "max_tokens": MAX_TOKENS[kind],
+            **changes,
+        }
+    )
 
 
 def _differences(
@@ -260,14 +195,14 @@ def _differences(
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_objects_equal_the_oracle(kind: str, load: Callable[..., Pair], table: ParityTable) -> None:
+def test_objects_equal_the_oracle(kind: str, load: Load[Any], table: ParityTable) -> None:
     """A batch of images of many sizes with different labels, against the library one by one. The scores of all labels
     are compared as well, since one label may be the best everywhere.
     """
     pair = load(kind)
     lists = (LABELS, LABELS[::-1], ("queue",))
     asked = [Asked([png(shown)], lists[index % 3]) for index, shown in enumerate(PICTURES)]
-    for shown, given, found in zip(PICTURES, asked, pair.served.find(*asked), strict=True):
+    for shown, given, found in zip(PICTURES, asked, find(pair.served, *asked), strict=True):
         expected = pair.oracle(shown, given.labels)
         score, corner = _differences(found, expected, given.labels, shown.size)
         assert score <= CLOSE
@@ -277,26 +212,26 @@ def test_objects_equal_the_oracle(kind: str, load: Callable[..., Pair], table: P
         every = float(abs(_scores(pair.served.weights, shown, given.labels) - expected.scores).max())
         assert every <= CLOSE
         assert np.ptp(expected.scores, 0).min() > 0.01
-        table.record(f"detector {kind}", path_of(pair.served.weights.attention), "float32", Scores(max(score, every)))
+        table.record(f"detector {kind}", pair.served.path, "float32", Scores(max(score, every)))
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_objects_do_not_depend_on_batch_mates(kind: str, load: Callable[..., Pair]) -> None:
+def test_objects_do_not_depend_on_batch_mates(kind: str, load: Load[Any]) -> None:
     """Neither on images of other sizes, nor on images of the same size, nor on other labels."""
     served = load(kind).served
     asked = [
         Asked([png(shown)], labels) for shown in PICTURES for labels in (LABELS, ("queue", "a river on the mountain"))
     ]
-    for given, together in zip(asked, served.find(*asked), strict=True):
-        (alone,) = served.find(given)
+    for given, together in zip(asked, find(served, *asked), strict=True):
+        (alone,) = find(served, given)
         assert [(one["label"], one["bbox"]) for one in alone] == [(one["label"], one["bbox"]) for one in together]
         assert [one["score"] for one in alone] == pytest.approx([one["score"] for one in together], abs=2e-6)
 
 
-def test_owlv2_in_half_the_bits(load: Callable[..., Pair], table: ParityTable) -> None:
+def test_owlv2_in_half_the_bits(load: Load[Any], table: ParityTable) -> None:
     """Its towers; boxes and scores are computed in float32."""
     pair = load("owlv2")
-    entry = parse_entry(_entry("owlv2", pair.folder))
+    entry = _entry("owlv2", pair.folder)
     half = Detector(pair.folder, entry, entry.load, on_cpu(torch.bfloat16))
     assert half.precision == "bfloat16"
     worst = max(
@@ -306,9 +241,9 @@ def test_owlv2_in_half_the_bits(load: Callable[..., Pair], table: ParityTable) -
     assert worst <= 3e-2
 
 
-def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Callable[..., Pair]) -> None:
+def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Load[Any]) -> None:
     pair = load("grounding-dino")
-    entry = parse_entry(_entry("grounding-dino", pair.folder))
+    entry = _entry("grounding-dino", pair.folder)
     asked = Detector(pair.folder, entry, entry.load, on_cpu(torch.float16))
     assert asked.precision == "float32"
     expected = _scores(pair.served.weights, PICTURES[1], LABELS)
@@ -331,13 +266,9 @@ STORED = {
 
 
 @pytest.fixture(scope="module")
-def red(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def red(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = detector_checkpoints.red_patches(tmp_path_factory.mktemp("detectors") / "red")
-    entry = {**_entry("owlv2", folder, load={"precision": "float32"}), "id": "detector/red"}
-    resident = engine.residency.ensure(entry["id"], parse_entry(entry))
-    assert isinstance(resident.weights, Detector)
-    tokenizer = ModelTokenizer(resident.weights.tokenizer, resident.weights.max_tokens)
-    return Served(engine, resident.model, resident.weights, tokenizer)
+    return served_by(cpu_engine, _entry("owlv2", folder, id="detector/red", load={"precision": "float32"}))
 
 
 @pytest.mark.parametrize("size", PLACES, ids=str)
@@ -355,7 +286,7 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
         upright.paste((255, 0, 0), (left, top, left + edge, top + edge))
     for orientation, turn in STORED.items():
         file = turned(orientation, upright if turn is None else upright.transpose(turn))
-        (found,) = red.find(Asked([file], ["a red corner"], 0.5))
+        (found,) = find(red, Asked([file], ["a red corner"], 0.5))
         assert [one["bbox"] for one in found] == boxes, orientation
         assert min(one["score"] for one in found) > 0.99
         drawn = draw(file, {"objects": [{**one, "label": "x"} for one in found]})
@@ -372,33 +303,23 @@ def test_boxes_are_where_a_person_sees_the_objects_however_the_camera_was_held(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_two_threads_find_the_same(kind: str, load: Callable[..., Pair]) -> None:
+def test_two_threads_find_the_same(kind: str, load: Load[Any]) -> None:
     served = load(kind).served
     asked = [Asked([png(shown)], labels) for shown in PICTURES[:3] for labels in (LABELS, ("queue",))]
-    expected = served.find(*asked)
-    found: list[Any] = []
-
-    def run() -> None:
-        found.extend(served.find(*asked) for _ in range(3))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 6
+    expected = find(served, *asked)
+    found = at_once(lambda: find(served, *asked), 3)
     assert all(each == expected for each in found)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Callable[..., Pair]) -> None:
+def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Load[Any]) -> None:
     """A camera stores a turned image and says so; it is far larger than the model's size."""
     pair = load(kind)
     upright = image(300, 130, 9)
     written, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
     upright.transpose(Image.Transpose.ROTATE_90).save(written, "PNG", exif=exif)
-    turned, plain = pair.served.find(Asked([written.getvalue()]), Asked([png(upright)]))
+    turned, plain = find(pair.served, Asked([written.getvalue()]), Asked([png(upright)]))
     assert turned == plain
     assert max(one["bbox"][0] + one["bbox"][2] for one in plain) > 200
     if kind == "grounding-dino":  # OWLv2 is given fewer pixels: below
@@ -411,11 +332,11 @@ def test_boxes_are_in_the_upright_submitted_image(kind: str, load: Callable[...,
     ("kind", "name"),
     [("grounding-dino", "box_threshold"), ("grounding-dino", "text_threshold"), ("owlv2", "score_threshold")],
 )
-def test_thresholds_keep_the_best(kind: str, name: str, load: Callable[..., Pair]) -> None:
+def test_thresholds_keep_the_best(kind: str, name: str, load: Load[Any]) -> None:
     """`threshold` stands in the place of all others."""
     served = load(kind).served
     file = png(PICTURES[1])
-    (every,) = served.find(Asked([file]))
+    (every,) = find(served, Asked([file]))
     least = every[len(every) // 2]["score"]
     others = dict.fromkeys(served.weights._kind.thresholds, 0.0)
     expected = [one for one in every if one["score"] >= least]
@@ -425,33 +346,33 @@ def test_thresholds_keep_the_best(kind: str, name: str, load: Callable[..., Pair
         Asked([file], threshold=least),
         Asked([file], threshold=least, parameters={**others, name: 1.0}),
     ):
-        assert served.find(asked) == [expected]
+        assert find(served, asked) == [expected]
     default = max(served.weights._kind.thresholds.values())
-    assert served.find(Asked([file], threshold=None)) == [[one for one in every if one["score"] >= default]]
+    assert find(served, Asked([file], threshold=None)) == [[one for one in every if one["score"] >= default]]
 
 
-def test_an_option_of_another_detector_is_refused(load: Callable[..., Pair]) -> None:
+def test_an_option_of_another_detector_is_refused(load: Load[Any]) -> None:
     file = png(PICTURES[0])
     for kind, name in (("grounding-dino", "score_threshold"), ("owlv2", "box_threshold"), ("owlv2", "text_threshold")):
-        found, error = load(kind).served.find(Asked([file]), Asked([file], parameters={name: 0.1}))
+        found, error = find(load(kind).served, Asked([file]), Asked([file], parameters={name: 0.1}))
         assert isinstance(found, list)
         assert (error.code, error.reason, error.param) == ("INVALID_INPUT", "unknown_option", name)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_an_input_without_one_image_fails_alone(kind: str, load: Callable[..., Pair]) -> None:
+def test_an_input_without_one_image_fails_alone(kind: str, load: Load[Any]) -> None:
     file = png(PICTURES[0])
-    none, one, two = load(kind).served.find(Asked([]), Asked([file]), Asked([file, file]))
+    none, one, two = find(load(kind).served, Asked([]), Asked([file]), Asked([file, file]))
     assert isinstance(one, list)
     assert (none.code, none.reason, none.param) == ("INVALID_INPUT", "unsupported_modality", "images")
     assert (two.code, two.reason, two.param, two.extras) == ("INVALID_INPUT", "invalid_media", "images", {"limit": 1})
 
 
-def test_labels_with_full_stops_and_capitals_are_the_clients(load: Callable[..., Pair]) -> None:
+def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) -> None:
     """The model sees them without; the library refuses them or joins them."""
     pair = load("grounding-dino")
     odd, plain = ("St. River?", "MOUNTAIN...Engine", " vector "), ("st river", "mountain engine", "vector")
-    found, expected = pair.served.find(Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
+    found, expected = find(pair.served, Asked([png(PICTURES[1])], odd), Asked([png(PICTURES[1])], plain))
     assert [{**one, "label": plain[odd.index(one["label"])]} for one in found] == expected
     assert {one["label"] for one in found} <= set(odd)
 
@@ -467,11 +388,11 @@ def test_labels_with_full_stops_and_capitals_are_the_clients(load: Callable[...,
     ],
 )
 def test_labels_that_grounding_dino_cannot_read_are_refused(
-    labels: tuple[str, ...], message: str, load: Callable[..., Pair]
+    labels: tuple[str, ...], message: str, load: Load[Any]
 ) -> None:
     """Other inputs of the batch are answered. A special token in a label is its letters."""
     file = png(PICTURES[0])
-    good, found = load("grounding-dino").served.find(Asked([file]), Asked([file], labels))
+    good, found = find(load("grounding-dino").served, Asked([file]), Asked([file], labels))
     assert isinstance(good, list)
     if not message:
         assert {one["label"] for one in found} == set(labels)
@@ -481,33 +402,33 @@ def test_labels_that_grounding_dino_cannot_read_are_refused(
     assert message in found.message
 
 
-def test_a_strip_has_too_few_places_for_grounding_dino(load: Callable[..., Pair]) -> None:
-    strip, found = load("grounding-dino").served.find(Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
+def test_a_strip_has_too_few_places_for_grounding_dino(load: Load[Any]) -> None:
+    strip, found = find(load("grounding-dino").served, Asked([png(image(300, 2))]), Asked([png(PICTURES[0])]))
     assert (strip.code, strip.reason) == ("INVALID_INPUT", "invalid_media")
     assert strip.message.startswith("aspect: the image is 300 x 2 pixels")
     assert isinstance(found, list)
 
 
-def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Callable[..., Pair]) -> None:
+def test_a_label_of_owlv2_is_cut_and_keeps_its_end(load: Load[Any]) -> None:
     """The oracle cuts it in the same way; without that it fails."""
     pair = load("owlv2")
     labels = ("river " * 40, "vector")
-    (found,) = pair.served.find(Asked([png(PICTURES[1])], labels))
+    (found,) = find(pair.served, Asked([png(PICTURES[1])], labels))
     score, corner = _differences(found, pair.oracle(PICTURES[1], labels), labels, PICTURES[1].size)
     assert score <= CLOSE
     assert corner <= ROUNDED
 
 
-def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Callable[..., Pair]) -> None:
+def test_labels_of_owlv2_are_never_what_fills_a_batch(load: Load[Any]) -> None:
     """Lists of different lengths in one batch: the library fills the shorter one with a query of its own."""
     files = [png(shown) for shown in PICTURES[:2]]
-    several, single = load("owlv2").served.find(Asked(files[:1]), Asked(files[1:], ("queue",)))
+    several, single = find(load("owlv2").served, Asked(files[:1]), Asked(files[1:], ("queue",)))
     assert {one["label"] for one in several} <= set(LABELS)
     assert {one["label"] for one in single} == {"queue"}
     assert len(single) > 5
 
 
-def test_vectors_of_labels_are_kept(load: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used goes first. The vector of a label does not depend on when it was made."""
     served = load("owlv2").served
     kind: Any = served.weights._kind
@@ -517,7 +438,9 @@ def test_vectors_of_labels_are_kept(load: Callable[..., Pair], monkeypatch: pyte
     monkeypatch.setattr(owlv2, "_KEPT_LABELS", 2)
     file = png(PICTURES[0])
     kind._known.clear()
-    found = [served.find(Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))]
+    found = [
+        find(served, Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))
+    ]
     assert made == [("a", "b"), ("c",), ("a",)]
     assert found[0] == found[3]
 
@@ -526,17 +449,17 @@ def test_vectors_of_labels_are_kept(load: Callable[..., Pair], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("size", [(96, 96), (190, 90), (60, 171), (40, 31), (97, 288), (192, 1), (1, 1)])
-def test_pixels_of_owlv2_are_the_librarys(size: tuple[int, int], load: Callable[..., Pair]) -> None:
+def test_pixels_of_owlv2_are_the_librarys(size: tuple[int, int], load: Load[Any]) -> None:
     """Up to three times the model's size: gap 2e-6 at most, in normalised units."""
     pair = load("owlv2")
     assert _pixel_gap(pair, image(*size, 3)) <= 2e-6
 
 
-def _pixel_gap(pair: Pair, shown: Image.Image, of: Callable[[NDArray[np.float32]], Any] = np.max) -> float:
+def _pixel_gap(pair: Pair[Any], shown: Image.Image, of: Callable[[NDArray[np.float32]], Any] = np.max) -> float:
     layout, kind = pair.served.weights.rows["extract"], pair.served.weights._kind
     assert isinstance(kind, owlv2.Owlv2)
     assert layout.images is not None
-    made = _prepared(png(shown), layout.images)
+    made = prepared(png(shown), layout.images)
     pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
     square = (kind._square(Shown(pixels, *made.upright)) - kind._mean) / kind._std
     expected = pair.oracle.processor.image_processor(images=[shown], return_tensors="np")["pixel_values"][0]
@@ -544,7 +467,7 @@ def _pixel_gap(pair: Pair, shown: Image.Image, of: Callable[[NDArray[np.float32]
 
 
 @pytest.mark.parametrize("size", [(300, 200), (400, 300), pytest.param((500, 960), marks=pytest.mark.long)])
-def test_pixels_of_larger_images_are_near_the_librarys(size: tuple[int, int], load: Callable[..., Pair]) -> None:
+def test_pixels_of_larger_images_are_near_the_librarys(size: tuple[int, int], load: Load[Any]) -> None:
     """They are scaled down to three times the model's size on their way."""
     pair = load("owlv2")
     shown = image(*size, 4)
@@ -558,41 +481,41 @@ def test_pixels_of_larger_images_are_near_the_librarys(size: tuple[int, int], lo
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_files_alone_prove_a_model(kind: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / kind)
-    assert Detector.fault_of_files(folder, parse_entry(_entry(kind, folder))) == ""
+    assert Detector.fault_of_files(folder, _entry(kind, folder)) == ""
 
 
-def test_a_tokenizer_with_other_ids_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
     """The model compares ids with those of bert-base-uncased."""
     folder = detector_checkpoints.grounding_dino(tmp_path / "other", {".": 1013})
-    entry = parse_entry(_entry("grounding-dino", folder))
+    entry = _entry("grounding-dino", folder)
     assert "the model knows . 1012" in Detector.fault_of_files(folder, entry)
     with pytest.raises(ModelLoadFailed, match=r"the model knows \. 1012"):
-        engine.residency.ensure("detector/other", entry)
+        cpu_engine.residency.ensure("detector/other", entry)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_an_entry_that_does_not_fit_is_refused(kind: str, engine: Engine, tmp_path: Path) -> None:
+def test_an_entry_that_does_not_fit_is_refused(kind: str, cpu_engine: Engine, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / kind)
     entry = _entry(kind, folder, id="detector/long", max_tokens=MAX_TOKENS[kind] + 1)
     with pytest.raises(ModelLoadFailed, match=f"the model reads {MAX_TOKENS[kind]} of its labels"):
-        engine.residency.ensure("detector/long", parse_entry(entry))
+        cpu_engine.residency.ensure(entry.id, entry)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelLoadFailed, match="says how images become pixels"):
-        engine.residency.ensure("detector/blind", parse_entry(_entry(kind, folder, id="detector/blind")))
+        cpu_engine.residency.ensure("detector/blind", _entry(kind, folder, id="detector/blind"))
 
 
-def test_a_model_of_another_type_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_model_of_another_type_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
     folder = tmp_path / "bert"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ModelLoadFailed, match="a detector is one of grounding-dino, owlv2"):
-        Detector.fault_of_files(folder, parse_entry(_entry("owlv2", folder)))
+        Detector.fault_of_files(folder, _entry("owlv2", folder))
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_numbers_that_are_not_finite_fail_their_input(
-    kind: str, load: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    kind: str, load: Load[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = load(kind).served
     detector: Any = served.weights._kind
@@ -605,12 +528,12 @@ def test_numbers_that_are_not_finite_fail_their_input(
         return sight
 
     monkeypatch.setattr(detector, "look", look)
-    broken, good = served.find(Asked([png(PICTURES[1])]), Asked([png(PICTURES[0])]))
+    broken, good = find(served, Asked([png(PICTURES[1])]), Asked([png(PICTURES[0])]))
     assert (broken.code, broken.reason) == ("INFERENCE_ERROR", "non_finite")
     assert isinstance(good, list)
 
 
-def test_the_cost_of_an_image_bounds_a_batch(load: Callable[..., Pair]) -> None:
+def test_the_cost_of_an_image_bounds_a_batch(load: Load[Any]) -> None:
     """A quarter of the places of the largest image; the patches."""
     costs = {}
     for kind in FOLDERS:

@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from parity import dual_checkpoints
-from parity.dual_checkpoints import (
-    CLIP_TOKENS,
-    FIRST_SIGLIP_TOKENS,
-    OPEN_CLIP_WIDTH,
-    SIGLIP_TOKENS,
-    SIZE,
-    WIDTH,
-    image,
-    png,
-    seen,
-)
+from parity.dual_checkpoints import CLIP_TOKENS, FIRST_SIGLIP_TOKENS, OPEN_CLIP_WIDTH, SIGLIP_TOKENS, SIZE, WIDTH
 from parity.heads_checkpoints import texts
 from parity.open_clip_cases import SIZES, TEXTS
+from parity.page_engine import Load, Vectors, at_once, pairs, served_by
 from parity.table import Agreement, ParityTable
+from parity.toys import image
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from selection import long_but
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from sie_adapter.engine import Engine
-from sie_adapter.families.dual_encoder import DualEncoder
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Failed, Input, Ok, RunOptions
-from sie_contracts.settings import Settings
+from sie_contracts.messages import Input, RunOptions
 from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
 from sie_sidecar.rows import Part, Work
-from sie_sidecar.tokens import ModelTokenizer
 
 MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 3e-2}
-Vectors = NDArray[np.float32]
 Given = str | Sequence[Image.Image]
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
@@ -65,36 +48,6 @@ PICTURES = [
         [(SIZE, SIZE), (200, 90), (33, 171), (20, 31), (97, 101), (301, 7), (640, 480)]
     )
 ]
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model in the engine of this process, asked as the sidecar asks."""
-
-    engine: Engine
-    name: str
-    weights: DualEncoder
-    tokenizer: ModelTokenizer
-
-    def encode(self, given: Sequence[Given], **options: Any) -> list[Any]:
-        """The vector of each input, or its error: all of them one batch."""
-        layout = self.weights.rows["encode"]
-        inputs = [Input(each) if isinstance(each, str) else Input(images=tuple(map(png, each))) for each in given]
-        work = Work(inputs, None, RunOptions(("dense",), **options), seen(inputs, layout))
-        (made,) = layouts.make(self.tokenizer, layout, [work])
-        batch = rowing.to_batch("b", self.name, "encode", layout.layout, [Part(made.rows, work)])
-        with torch.inference_mode():
-            reply = self.engine.execute(batch)
-        assert isinstance(reply, BatchDone), reply
-        return [self._value(reply, outcome) for outcome in reply.outcomes]
-
-    @staticmethod
-    def _value(reply: BatchDone, outcome: object) -> Any:
-        if isinstance(outcome, Failed):
-            return outcome.error
-        assert isinstance(outcome, Ok)
-        part = outcome.outputs["dense"]
-        return np.frombuffer(reply.block, part.dtype, part.shape[0], part.offset)
 
 
 class Oracle:
@@ -128,47 +81,23 @@ class Oracle:
         return found[0].numpy()  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class Pair:
-    served: Served
-    oracle: Oracle
-
-
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
-    yield engine
-    assert engine.stop(10)
+def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Load[Oracle]:
+    return pairs(cpu_engine, tmp_path_factory.mktemp("dual"), FOLDERS, entry_of, lambda _, folder: Oracle(folder))
 
 
-@pytest.fixture(scope="module")
-def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    root = tmp_path_factory.mktemp("dual")
-
-    @cache
-    def folder(kind: str) -> Path:
-        return FOLDERS[kind](root / kind.replace(" ", "-"))
-
-    @cache
-    def loaded(kind: str, precision: str = "float32") -> Pair:
-        entry = {
-            "id": f"dual/{kind.replace(' ', '-')}-{precision}",
-            "weights": {"path": str(folder(kind))},
+def entry_of(kind: str, folder: Path, **more: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": f"dual/{kind}",
+            "weights": {"path": str(folder)},
             "family": "dual-encoder",
             "inputs": ["text", "image"],
             "outputs": {"dense": WIDTH},
             "max_tokens": TOKENS.get(kind, CLIP_TOKENS),
-            "load": {"precision": precision},
+            **more,
         }
-        resident = engine.residency.ensure(entry["id"], parse_entry(entry))
-        weights = resident.weights
-        assert isinstance(weights, DualEncoder)
-        if weights.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
-        served = Served(engine, resident.model, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
-        return Pair(served, Oracle(folder(kind)))
-
-    return loaded
+    )
 
 
 def _mixed() -> list[Given]:
@@ -185,57 +114,46 @@ def _mixed() -> list[Given]:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", long_but(FOLDERS, ["clip", "siglip2"]))
-def test_vectors_equal_the_oracle(kind: str, precision: str, load: Callable[..., Pair], table: ParityTable) -> None:
+def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle], table: ParityTable) -> None:
     """A batch of texts and images of many sizes, not normalised, against the model's own classes one by one."""
     pair = load(kind, precision)
     given = _mixed()
-    found = np.stack(pair.served.encode(given, normalize=False))
+    found = np.stack(pair.served.run("encode", given, normalize=False))
     expected = np.stack([pair.oracle(each) for each in given])
     agreement = Agreement.of(found, expected)
-    path = "padded" if "padded" in pair.served.weights.attention else "packed"
-    table.record(f"dual-encoder {kind}", path, precision, agreement)
+    table.record(f"dual-encoder {kind}", pair.served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
     # SigLIP's classes hand no bounds to attention; its texts are filled up to one length, so nothing is padded
-    assert path == ("padded" if kind in TOKENS else "packed")
+    assert pair.served.path == ("padded" if kind in TOKENS else "packed")
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_normalised_vectors_have_the_length_one(kind: str, load: Callable[..., Pair]) -> None:
+def test_normalised_vectors_have_the_length_one(kind: str, load: Load[Oracle]) -> None:
     pair = load(kind)
-    for vector, given in zip(pair.served.encode(_mixed()), _mixed(), strict=True):
+    for vector, given in zip(pair.served.run("encode", _mixed()), _mixed(), strict=True):
         expected = pair.oracle(given)
         assert np.abs(vector - expected / np.linalg.norm(expected)).max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Callable[..., Pair]) -> None:
+def test_a_vector_does_not_depend_on_its_batch_mates(kind: str, load: Load[Oracle]) -> None:
     pair = load(kind)
     given = _mixed()
-    together = pair.served.encode(given, normalize=False)
+    together = pair.served.run("encode", given, normalize=False)
     for each, vector in zip(given, together, strict=True):
-        (alone,) = pair.served.encode([each], normalize=False)
+        (alone,) = pair.served.run("encode", [each], normalize=False)
         assert np.abs(alone - vector).max() <= 2e-6 * max(1.0, np.abs(alone).max())
 
 
-def test_two_threads_give_the_same_vectors(load: Callable[..., Pair]) -> None:
+def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
     pair = load("clip")
     given = _mixed()
-    expected = np.stack(pair.served.encode(given))
-    found: list[Vectors] = []
-
-    def run() -> None:
-        found.extend(np.stack(pair.served.encode(given)) for _ in range(5))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 10
+    expected = np.stack(pair.served.run("encode", given))
+    found = at_once(lambda: np.stack(pair.served.run("encode", given)), 5)
     assert all(np.array_equal(each, expected) for each in found)
 
 
-def test_a_text_that_is_cut_keeps_its_end_token(load: Callable[..., Pair]) -> None:
+def test_a_text_that_is_cut_keeps_its_end_token(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
     work = Work([Input("word " * 200)], None, RunOptions(("dense",)))
@@ -246,66 +164,50 @@ def test_a_text_that_is_cut_keeps_its_end_token(load: Callable[..., Pair]) -> No
     assert row.truncated
 
 
-def test_case_does_not_matter_to_siglip_nor_punctuation_to_its_first_version(load: Callable[..., Pair]) -> None:
+def test_case_does_not_matter_to_siglip_nor_punctuation_to_its_first_version(load: Load[Oracle]) -> None:
     for kind, same in (("siglip2", True), ("siglip", True)):
-        upper, lower = load(kind).served.encode(["A CAT And A Dog", "a cat and a dog"])
+        upper, lower = load(kind).served.run("encode", ["A CAT And A Dog", "a cat and a dog"])
         assert np.array_equal(upper, lower) == same
     for kind, same in (("siglip2", False), ("siglip", True)):
-        marked, plain = load(kind).served.encode(["a cat, and  a dog!", "a cat and a dog"])
+        marked, plain = load(kind).served.run("encode", ["a cat, and  a dog!", "a cat and a dog"])
         assert np.array_equal(marked, plain) == same
 
 
-def test_a_first_siglip_without_a_tokenizer_json_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_first_siglip_without_a_tokenizer_json_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
     folder = dual_checkpoints.siglip(tmp_path / "siglip", first=True)
     (folder / "tokenizer.json").unlink()
-    entry = {
-        "id": "dual/slow",
-        "weights": {"path": str(folder)},
-        "family": "dual-encoder",
-        "outputs": {"dense": WIDTH},
-        "max_tokens": FIRST_SIGLIP_TOKENS,
-    }
+    entry = entry_of("siglip", folder, id="dual/slow")
     with pytest.raises(ModelLoadFailed, match=r"has no tokenizer\.json"):
-        engine.residency.ensure("dual/slow", parse_entry(entry))
+        cpu_engine.residency.ensure("dual/slow", entry)
 
 
-def test_a_pooling_is_refused(load: Callable[..., Pair]) -> None:
+def test_a_pooling_is_refused(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
     work = Work([Input("a cat")], None, RunOptions(("dense",)))
     (made,) = layouts.make(served.tokenizer, layout, [work])
-    batch = rowing.to_batch("b", served.name, "encode", layout.layout, [Part(made.rows, work)], pooling="mean")
     with torch.inference_mode():
-        reply = served.engine.execute(batch)
+        reply = served.engine.execute(served.batch("encode", [Part(made.rows, work)], pooling="mean"))
     assert not isinstance(reply, BatchDone)
     assert reply.error.reason == "unknown_option"
 
 
 def test_a_model_of_open_clip_gives_the_vectors_of_open_clip(
-    engine: Engine, tmp_path: Path, table: ParityTable
+    cpu_engine: Engine, tmp_path: Path, table: ParityTable
 ) -> None:
     """By a file that golden/make_marqo.py wrote: open_clip needs torchvision."""
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
-    name, given = "dual/marqo", [*TEXTS, *([image(*size, seed)] for seed, size in enumerate(SIZES))]
-    weights = engine.residency.ensure(name, marqo_entry(folder, name)).weights
-    served = Served(engine, name, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    served = served_by(cpu_engine, marqo_entry(folder))
+    given = [*TEXTS, *(image(*size, seed) for seed, size in enumerate(SIZES))]
     stored = json.loads((Path(__file__).parent / "golden" / "marqo.json").read_text())
-    agreement = Agreement.of(np.stack(served.encode(given)), np.array([*stored["texts"], *stored["images"]]))
-    table.record("dual-encoder marqo", "padded" if "padded" in weights.attention else "packed", "float32", agreement)
+    found = np.stack(served.run("encode", given))
+    agreement = Agreement.of(found, np.array([*stored["texts"], *stored["images"]]))
+    table.record("dual-encoder marqo", served.path, "float32", agreement)
     assert agreement.difference <= MAX_DIFFERENCE["float32"]
 
 
-def marqo_entry(folder: Path, name: str) -> ModelEntry:
-    return parse_entry(
-        {
-            "id": name,
-            "weights": {"path": str(folder)},
-            "family": "dual-encoder",
-            "inputs": ["text", "image"],
-            "outputs": {"dense": OPEN_CLIP_WIDTH},
-            "max_tokens": FIRST_SIGLIP_TOKENS,
-        }
-    )
+def marqo_entry(folder: Path) -> ModelEntry:
+    return entry_of("siglip", folder, id="dual/marqo", outputs={"dense": OPEN_CLIP_WIDTH})
 
 
 def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -326,12 +228,12 @@ def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     ],
 )
 def test_another_model_of_open_clip_is_refused(
-    edit: Callable[[dict[str, Any]], None], message: str, engine: Engine, tmp_path: Path
+    edit: Callable[[dict[str, Any]], None], message: str, cpu_engine: Engine, tmp_path: Path
 ) -> None:
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
     _edit(folder / "open_clip_config.json", edit)
     with pytest.raises(ModelLoadFailed, match=message):
-        engine.residency.ensure("dual/other", marqo_entry(folder, "dual/other"))
+        cpu_engine.residency.ensure("dual/other", marqo_entry(folder))
 
 
 @pytest.mark.parametrize(
@@ -343,14 +245,14 @@ def test_another_model_of_open_clip_is_refused(
     ],
 )
 def test_weights_of_open_clip_that_are_not_all_in_place_are_refused(
-    edit: Callable[[dict[str, Any]], None], message: str, engine: Engine, tmp_path: Path
+    edit: Callable[[dict[str, Any]], None], message: str, cpu_engine: Engine, tmp_path: Path
 ) -> None:
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
     state = load_file(folder / "open_clip_model.safetensors")
     edit(state)
     save_file(state, folder / "open_clip_model.safetensors")
     with pytest.raises(ModelLoadFailed, match=message):
-        engine.residency.ensure("dual/other", marqo_entry(folder, "dual/other"))
+        cpu_engine.residency.ensure("dual/other", marqo_entry(folder))
 
 
 @pytest.mark.parametrize(
@@ -361,29 +263,15 @@ def test_weights_of_open_clip_that_are_not_all_in_place_are_refused(
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, engine: Engine, tmp_path: Path
+    change: dict[str, Any], message: str, cpu_engine: Engine, tmp_path: Path
 ) -> None:
-    entry = {
-        "id": "dual/wrong",
-        "weights": {"path": str(dual_checkpoints.clip(tmp_path / "clip"))},
-        "family": "dual-encoder",
-        "outputs": {"dense": WIDTH},
-        "max_tokens": CLIP_TOKENS,
-        **change,
-    }
+    entry = entry_of("clip", dual_checkpoints.clip(tmp_path / "clip"), id="dual/wrong", **change)
     with pytest.raises(ModelLoadFailed, match=message):
-        engine.residency.ensure("dual/wrong", parse_entry(entry))
+        cpu_engine.residency.ensure(entry.id, entry)
 
 
-def test_a_folder_without_an_image_processor_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_folder_without_an_image_processor_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
     folder = dual_checkpoints.clip(tmp_path / "clip")
     (folder / "preprocessor_config.json").unlink()
-    entry = {
-        "id": "dual/blind",
-        "weights": {"path": str(folder)},
-        "family": "dual-encoder",
-        "outputs": {"dense": WIDTH},
-        "max_tokens": CLIP_TOKENS,
-    }
     with pytest.raises(ModelLoadFailed, match="says how images become pixels"):
-        engine.residency.ensure("dual/blind", parse_entry(entry))
+        cpu_engine.residency.ensure("dual/blind", entry_of("clip", folder, id="dual/blind"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import qwen_checkpoints
-from parity.dual_checkpoints import image, png
-from parity.page_engine import Served
+from parity.page_engine import Served, at_once, served_by
 from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.table import Agreement, ParityTable, Scores
+from parity.toys import image, png
 from PIL import Image
 from selection import long_but
 
@@ -24,8 +23,6 @@ from sie_adapter.engine import Engine
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Input
-from sie_contracts.settings import Settings
-from sie_sidecar.tokens import ModelTokenizer
 
 MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 5e-2}
 MAX_TOKENS = 160
@@ -128,13 +125,6 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
-    yield engine
-    assert engine.stop(10)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen_checkpoints.qwen3_vl(tmp_path_factory.mktemp("seen") / "qwen3-vl")
 
@@ -145,17 +135,14 @@ def oracle(folder: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def load(engine: Engine, folder: Path) -> Callable[..., Served]:
+def load(cpu_engine: Engine, folder: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32", *, ranks: bool = False) -> Served:
         make = reranker_of if ranks else entry_of
         entry = make(
             folder, f"seen/{'ranks' if ranks else 'embeds'}-{precision}", load={**BOUNDS, "precision": precision}
         )
-        weights = engine.residency.ensure(entry.id, entry).weights
-        if weights.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
-        return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+        return served_by(cpu_engine, entry)
 
     return loaded
 
@@ -169,10 +156,9 @@ def test_vectors_equal_the_oracle(
     found = np.stack(served.run("encode", inputs_of(GIVEN)))
     expected = np.stack([oracle.vector(*shown(each)) for each in GIVEN])
     agreement = Agreement.of(found, expected)
-    path = "padded" if "padded" in served.weights.attention else "packed"
-    table.record("multimodal-encoder qwen3-vl", path, precision, agreement)
+    table.record("multimodal-encoder qwen3-vl", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
-    assert path == "packed"
+    assert served.path == "packed"
 
 
 @pytest.mark.long
@@ -184,12 +170,11 @@ def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> No
 
 
 @pytest.mark.long
-def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+def test_the_padded_path_gives_the_same(cpu_engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
     """Also the features that the first layers add."""
     entry = entry_of(folder, "seen/padded")
-    weights = engine.residency.ensure(entry.id, entry).weights
-    weights.backbone.run_padded()
-    padded = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    padded = served_by(cpu_engine, entry)
+    padded.weights.backbone.run_padded()
     found, expected = (each.run("encode", inputs_of(GIVEN)) for each in (padded, load()))
     assert np.abs(np.stack(found) - np.stack(expected)).max() <= 2e-6
 
@@ -198,17 +183,7 @@ def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Call
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.stack(served.run("encode", inputs_of(GIVEN)))
-    found: list[NDArray[np.float32]] = []
-
-    def run() -> None:
-        found.extend(np.stack(served.run("encode", inputs_of(GIVEN))) for _ in range(3))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 6
+    found = at_once(lambda: np.stack(served.run("encode", inputs_of(GIVEN))), 3)
     assert all(np.array_equal(each, expected) for each in found)
 
 
@@ -261,20 +236,17 @@ def test_scores_equal_the_oracle(
         found += served.run("score", inputs_of(GIVEN), inputs_of([query])[0])
         expected += [oracle.score(shown(query), shown(document)) for document in GIVEN]
     difference = float(np.abs(np.array(found) - expected).max())
-    path = "padded" if "padded" in served.weights.attention else "packed"
-    table.record("multimodal-reranker qwen3-vl", path, precision, Scores(difference))
+    table.record("multimodal-reranker qwen3-vl", served.path, precision, Scores(difference))
     assert difference <= {"float32": 2e-6, "bfloat16": 5e-2}[precision]
     assert np.ptp(expected) > 0.05
-    assert path == "packed"
+    assert served.path == "packed"
 
 
 @pytest.mark.long
-def test_an_output_layer_of_its_own_is_read(engine: Engine, tmp_path: Path) -> None:
+def test_an_output_layer_of_its_own_is_read(cpu_engine: Engine, tmp_path: Path) -> None:
     folder = qwen_checkpoints.qwen3_vl(tmp_path / "untied", tied=False)
     entry = reranker_of(folder, "seen/untied")
-    weights = engine.residency.ensure(entry.id, entry).weights
-    served = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
-    found, oracle = served.run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
+    found, oracle = served_by(cpu_engine, entry).run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
     assert np.abs(np.array(found) - [oracle.score(("a town", []), shown(each)) for each in GIVEN[:3]]).max() <= 2e-6
 
 
@@ -303,7 +275,7 @@ def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, engine: Engine, folder: Path
+    change: dict[str, Any], message: str, cpu_engine: Engine, folder: Path
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
-        engine.residency.ensure("seen/wrong", reranker_of(folder, "seen/wrong", **change))
+        cpu_engine.residency.ensure("seen/wrong", reranker_of(folder, "seen/wrong", **change))

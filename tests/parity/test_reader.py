@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from parity import reader_checkpoints
-from parity.dual_checkpoints import image, png, seen
 from parity.gliner_checkpoints import on_cpu
+from parity.page_engine import Served, at_once, served_by
+from parity.toys import image, png, prepared
 from PIL import Image
 from selection import long_but
 
@@ -23,15 +23,9 @@ from sie_adapter.families.document_reader import DocumentReader
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.packing import Shown
 from sie_adapter.reading import Written, _Call, _Loop, _Row
-from sie_contracts.entries import parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Failed, Input, Ok, RunOptions
-from sie_contracts.settings import Settings
-from sie_sidecar import images, layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.rows import Part, Work
-from sie_sidecar.tokens import ModelTokenizer
+from sie_contracts.messages import RunOptions
 
 PAGES = [
     image(width, height, seed)
@@ -198,71 +192,42 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Served:
-    engine: Engine
-    name: str
+class Reader:
+    served: Served
     folder: Path
-    weights: DocumentReader
-    tokenizer: ModelTokenizer
-    known: dict[tuple[int, bytes], list[int]] = field(default_factory=dict)
 
     @property
     def kind(self) -> Any:
-        return self.weights._kind
+        return self.served.weights._kind
 
     def prompts(self, kind: Kind) -> list[Any]:
         """Each page with each question."""
         return [self.kind.prompt(self.shown(page), each) for page in PAGES for each in kind.asked]
 
     def shown(self, page: Image.Image) -> Shown:
-        made = images.prepare(png(page), self.kind.recipe)
-        return Shown(np.frombuffer(made.pixels, np.uint8).reshape(*made.size, 3), *made.upright)
+        made = prepared(png(page), self.kind.recipe)
+        return Shown(np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3), *made.upright)
 
-    def ask(self, files: Sequence[Sequence[bytes]], options: Sequence[RunOptions]) -> list[Any]:
-        """The results of inputs, or their errors: all of them one batch."""
-        layout, parts = self.weights.rows["extract"], []
-        for given, option in zip(files, options, strict=True):
-            inputs = [Input(text="" if not given else None, images=tuple(given))]
-            work = Work(inputs, None, option, seen(inputs, layout))
-            (made,) = layouts.make(self.tokenizer, layout, [work])
-            parts.append(Part(made.rows, work))
-        reply = self.engine.execute(rowing.to_batch("b", self.name, "extract", layout.layout, parts))
-        assert isinstance(reply, BatchDone), reply
-        return [_value(outcome) for outcome in reply.outcomes]
-
-
-def _value(outcome: Any) -> Any:
-    if isinstance(outcome, Failed):
-        return outcome.error
-    assert isinstance(outcome, Ok)
-    return outcome.data
+    def read(self, prompts: Sequence[Any]) -> list[Written]:
+        """What is written after prompts, all of them at once."""
+        found: list[Written] = self.served.engine.readings.read(self.kind, prompts)
+        return found
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
-    yield engine
-    assert engine.stop(10)
-
-
-@pytest.fixture(scope="module")
-def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reader]:
     root = tmp_path_factory.mktemp("readers")
 
     @cache
-    def loaded(name: str) -> Served:
+    def loaded(name: str) -> Reader:
         folder = KINDS[name].build(root / name)
-        entry = parse_entry(_entry(name, folder))
-        resident = engine.residency.ensure(entry.id, entry)
-        weights = resident.weights
-        assert isinstance(weights, DocumentReader)
-        return Served(engine, entry.id, folder, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+        return Reader(served_by(cpu_engine, _entry(name, folder)), folder)
 
     return loaded
 
 
 @pytest.fixture(scope="module")
-def expected(load: Callable[[str], Served]) -> Callable[[str], list[list[int]]]:
+def expected(load: Callable[[str], Reader]) -> Callable[[str], list[list[int]]]:
     """What the library writes for each page with each question, one by one."""
 
     @cache
@@ -274,26 +239,28 @@ def expected(load: Callable[[str], Served]) -> Callable[[str], list[list[int]]]:
     return written
 
 
-def _entry(name: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "id": f"reader/{name}",
-        "weights": {"path": str(folder)},
-        "family": "document-reader",
-        "inputs": ["image"],
-        "outputs": {"entities": 0, "data": 0},
-        "load": {"precision": "float32"},
-        **KINDS[name].entry,
-        **changes,
-    }
+def _entry(name: str, folder: Path, **changes: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": f"reader/{name}",
+            "weights": {"path": str(folder)},
+            "family": "document-reader",
+            "inputs": ["image"],
+            "outputs": {"entities": 0, "data": 0},
+            "load": {"precision": "float32"},
+            **KINDS[name].entry,
+            **changes,
+        }
+    )
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
 def test_ids_equal_generate(
-    name: str, load: Callable[[str], Served], expected: Callable[[str], list[list[int]]]
+    name: str, load: Callable[[str], Reader], expected: Callable[[str], list[list[int]]]
 ) -> None:
     """All pages with all questions at once, against the library one by one. No toy writes the same for all of them."""
     served = load(name)
-    found = served.engine.readings.read(served.kind, served.prompts(KINDS[name]))
+    found = served.read(served.prompts(KINDS[name]))
     assert [each.ids for each in found] == expected(name)
     assert len({tuple(each.ids) for each in found}) > len(PAGES)
     assert len({len(each.ids) for each in found}) > 1
@@ -303,7 +270,7 @@ def test_ids_equal_generate(
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut", "glm"]))
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_page_that_joins_between_steps_changes_no_id(
-    every: int, name: str, load: Callable[[str], Served], expected: Callable[[str], list[list[int]]]
+    every: int, name: str, load: Callable[[str], Reader], expected: Callable[[str], list[list[int]]]
 ) -> None:
     served = load(name)
     prompts = served.prompts(KINDS[name])
@@ -322,30 +289,21 @@ def test_a_page_that_joins_between_steps_changes_no_id(
 @pytest.mark.long
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
 def test_two_callers_at_once_get_the_same(
-    name: str, load: Callable[[str], Served], expected: Callable[[str], list[list[int]]]
+    name: str, load: Callable[[str], Reader], expected: Callable[[str], list[list[int]]]
 ) -> None:
     served = load(name)
-    found: list[list[Written]] = []
     prompts = served.prompts(KINDS[name])
-
-    def read() -> None:
-        found.append(served.engine.readings.read(served.kind, prompts))
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    found = at_once(lambda: served.read(prompts), 1)
     assert [[each.ids for each in part] for part in found] == [expected(name)] * 2
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
-def test_half_the_bits_write_something(name: str, load: Callable[[str], Served]) -> None:
+def test_half_the_bits_write_something(name: str, load: Callable[[str], Reader]) -> None:
     """The tokens of a random model are nearly alike, so they differ in bfloat16. Its scores do not: those of the first
     token are compared.
     """
     served = load(name)
-    entry = parse_entry(_entry(name, served.folder))
+    entry = _entry(name, served.folder)
     half: Any = DocumentReader(served.folder, entry, entry.load, on_cpu(torch.bfloat16))
     assert half.precision == "bfloat16"
     for page in PAGES[:3]:
@@ -358,10 +316,10 @@ def test_half_the_bits_write_something(name: str, load: Callable[[str], Served])
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["donut"]))
-def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], Served]) -> None:
+def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], Reader]) -> None:
     page, asked = png(PAGES[0]), KINDS[name].asked[0]
     options = RunOptions((), parameters=dict(asked.parameters), instruction=asked.instruction)
-    none, one, two = load(name).ask([[], [page], [page, page]], [options] * 3)
+    none, one, two = load(name).served.extract([(files, options) for files in ([], [page], [page, page])])
     assert one["data"]["completion_tokens"] <= MOST
     assert (none.reason, none.param) == ("unsupported_modality", "images")
     assert (two.reason, two.param, two.extras) == ("invalid_media", "images", {"limit": 1})
@@ -370,7 +328,7 @@ def test_an_input_without_one_page_fails_alone(name: str, load: Callable[[str], 
 # Donut
 
 
-def written(served: Served, task: str, text: str, finish: Any = "stop") -> dict[str, Any]:
+def written(served: Reader, task: str, text: str, finish: Any = "stop") -> dict[str, Any]:
     """What becomes of a text that Donut wrote."""
     options = asks(task, "where" if task == "<s_docvqa>" else "")
     prompt = served.kind.prompt(served.shown(PAGES[0]), options)
@@ -384,7 +342,7 @@ def told(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(one["label"], one["text"]) for one in found["entities"]]
 
 
-def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Served]) -> None:
+def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Reader]) -> None:
     """Of two lines, as in the files of CORD."""
     text = "<s_menu><s_nm>river</s_nm><s_price>3</s_price><sep/><s_nm>queue</s_nm><s_price>4</s_price></s_menu>"
     found = written(load("donut"), "<s_cord-v2>", text)
@@ -394,18 +352,18 @@ def test_a_receipt_is_a_tree_and_its_leaves(load: Callable[[str], Served]) -> No
     assert told(found) == leaves
 
 
-def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Served]) -> None:
+def test_a_receipt_that_was_cut_keeps_what_was_written(load: Callable[[str], Reader]) -> None:
     found = written(load("donut"), "<s_cord-v2>", "<s_menu><s_nm>river</s_nm>", "length")
     assert found["data"]["text"].replace(" ", "") == "<s_menu><s_nm>river</s_nm>"
 
 
-def test_an_answer_is_told_without_its_question(load: Callable[[str], Served]) -> None:
+def test_an_answer_is_told_without_its_question(load: Callable[[str], Reader]) -> None:
     found = written(load("donut"), "<s_docvqa>", "river</s_answer>")
     assert told(found) == [("answer", "river")]
     assert found["data"]["document"] == {"question": "where", "answer": "river"}
 
 
-def test_a_class_is_an_entity(load: Callable[[str], Served]) -> None:
+def test_a_class_is_an_entity(load: Callable[[str], Reader]) -> None:
     found = written(load("donut"), "<s_rvlcdip>", "<s_class><invoice/></s_class>")
     assert told(found) == [("document_class", "invoice")]
 
@@ -422,7 +380,7 @@ def test_a_class_is_an_entity(load: Callable[[str], Served]) -> None:
     ],
 )
 def test_what_donut_cannot_be_asked_is_refused(
-    options: ExtractOptions, reason: str, param: str, load: Callable[[str], Served]
+    options: ExtractOptions, reason: str, param: str, load: Callable[[str], Reader]
 ) -> None:
     served = load("donut")
     with pytest.raises(InvalidInput) as refused:
@@ -430,7 +388,7 @@ def test_what_donut_cannot_be_asked_is_refused(
     assert (refused.value.reason, refused.value.param) == (reason, param)
 
 
-def test_what_is_written_is_bounded_by_the_positions_of_the_model(load: Callable[[str], Served]) -> None:
+def test_what_is_written_is_bounded_by_the_positions_of_the_model(load: Callable[[str], Reader]) -> None:
     served = load("donut")
     shown = served.shown(PAGES[0])
     for asked, most in (
@@ -442,14 +400,14 @@ def test_what_is_written_is_bounded_by_the_positions_of_the_model(load: Callable
     assert served.kind.prompt(shown, asks("<s_cord-v2>", most=100_000)).rules.most < reader_checkpoints.DONUT_TOKENS
 
 
-def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Served], tmp_path: Path) -> None:
+def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Reader], tmp_path: Path) -> None:
     import json
     import shutil
 
     folder = shutil.copytree(load("donut").folder, tmp_path / "donut")
     file = folder / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "encoder_repetition_penalty": 1.5}))
-    entry = parse_entry(_entry("donut", folder))
+    entry = _entry("donut", folder)
     with pytest.raises(ModelLoadFailed, match="encoder_repetition_penalty"):
         DocumentReader(folder, entry, entry.load, on_cpu(torch.float32))
 
@@ -457,7 +415,7 @@ def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Served], tm
 # Florence-2
 
 
-def florence(served: Served, task: str, text: str, page: Image.Image = PAGES[1]) -> dict[str, Any]:
+def florence(served: Reader, task: str, text: str, page: Image.Image = PAGES[1]) -> dict[str, Any]:
     """What becomes of a text that Florence-2 wrote about a page of 300 x 120 pixels."""
     prompt = served.kind.prompt(served.shown(page), asks(task, "a phrase"))
     ids = [0, *served.kind.tokenizer.encode(text, add_special_tokens=False).ids, 2]
@@ -465,7 +423,7 @@ def florence(served: Served, task: str, text: str, page: Image.Image = PAGES[1])
     return found
 
 
-def test_objects_are_in_pixels_of_the_upright_page(load: Callable[[str], Served]) -> None:
+def test_objects_are_in_pixels_of_the_upright_page(load: Callable[[str], Reader]) -> None:
     """A bin is its middle, rounded down; a label keeps its letters; one label may have several places."""
     text = "réd car<loc_100><loc_200><loc_500><loc_999>river<loc_1><loc_2><loc_3><loc_40><loc_5><loc_6><loc_70><loc_80>"
     found = florence(load("florence2"), "<OD>", text)
@@ -477,13 +435,13 @@ def test_objects_are_in_pixels_of_the_upright_page(load: Callable[[str], Served]
     assert {one["score"] for one in found["objects"]} == {1.0}
 
 
-def test_lines_have_the_rectangle_around_their_quadrangle(load: Callable[[str], Served]) -> None:
+def test_lines_have_the_rectangle_around_their_quadrangle(load: Callable[[str], Reader]) -> None:
     text = "Zürich 東京" + "".join(f"<loc_{each}>" for each in (10, 20, 900, 30, 890, 600, 12, 590))
     (line,) = florence(load("florence2"), "<OCR_WITH_REGION>", text)["entities"]
     assert (line["text"], line["label"], line["bbox"]) == ("Zürich 東京", "text", [3, 2, 267, 70])
 
 
-def test_a_caption_is_an_entity(load: Callable[[str], Served]) -> None:
+def test_a_caption_is_an_entity(load: Callable[[str], Reader]) -> None:
     for task, label in (("<CAPTION>", "caption"), ("<OCR>", "text"), ("<DocVQA>", "answer")):
         found = florence(load("florence2"), task, "a photo of a river")
         assert [(one["text"], one["label"], one["bbox"]) for one in found["entities"]] == [
@@ -502,7 +460,7 @@ def test_a_caption_is_an_entity(load: Callable[[str], Served]) -> None:
     ],
 )
 def test_what_florence_cannot_be_asked_is_refused(
-    options: ExtractOptions, reason: str, load: Callable[[str], Served]
+    options: ExtractOptions, reason: str, load: Callable[[str], Reader]
 ) -> None:
     served = load("florence2")
     with pytest.raises(InvalidInput) as refused:
@@ -514,7 +472,7 @@ def test_what_florence_cannot_be_asked_is_refused(
 
 
 @pytest.mark.parametrize(("name", "task"), [("glm", "table"), ("paddle", "seal")])
-def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Callable[[str], Served]) -> None:
+def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Callable[[str], Reader]) -> None:
     served = load(name)
     for asked, label in (("", "markdown"), (task, task)):
         prompt = served.kind.prompt(served.shown(PAGES[0]), asks(asked))
@@ -524,7 +482,7 @@ def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Calla
 
 
 @pytest.mark.parametrize("name", ["lighton", "glm", "paddle"])
-def test_a_prompt_of_a_client_cannot_name_an_image(name: str, load: Callable[[str], Served]) -> None:
+def test_a_prompt_of_a_client_cannot_name_an_image(name: str, load: Callable[[str], Reader]) -> None:
     served = load(name)
     mark = served.kind.tokenizer.id_to_token(served.kind._image_token)
     with pytest.raises(InvalidInput) as refused:
@@ -532,8 +490,8 @@ def test_a_prompt_of_a_client_cannot_name_an_image(name: str, load: Callable[[st
     assert refused.value.reason == "reserved_token"
 
 
-def test_paddle_is_refused_in_float16(load: Callable[[str], Served]) -> None:
+def test_paddle_is_refused_in_float16(load: Callable[[str], Reader]) -> None:
     folder = load("paddle").folder
-    entry = parse_entry(_entry("paddle", folder))
+    entry = _entry("paddle", folder)
     with pytest.raises(ModelLoadFailed, match="float16"):
         DocumentReader(folder, entry, entry.load, on_cpu(torch.float16))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,20 @@ import numpy as np
 import pytest
 import torch
 from parity import dual_checkpoints
-from parity.dual_checkpoints import PAGE, PATCH, WIDTH, image, png, seen
-from parity.page_engine import Given, Served, Vectors
+from parity.dual_checkpoints import PAGE, PATCH, WIDTH
+from parity.page_engine import Given, Served, Vectors, at_once, served_by
 from parity.table import Agreement, ParityTable
+from parity.toys import image, png, seen
 from transformers import AutoProcessor, ColPaliForRetrieval
 
 from sie_adapter.engine import Engine
-from sie_adapter.families.vision_language import VisionLanguage
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Input
 from sie_contracts.options import run_options
-from sie_contracts.settings import Settings
 from sie_sidecar import layouts
 from sie_sidecar.rows import Work
-from sie_sidecar.tokens import ModelTokenizer
 
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
 MAX_TOKENS = 200
@@ -73,13 +70,6 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
-    yield engine
-    assert engine.stop(10)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dual_checkpoints.colpali(tmp_path_factory.mktemp("pages") / "colpali")
 
@@ -90,15 +80,11 @@ def oracle(folder: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def load(engine: Engine, folder: Path) -> Callable[..., Served]:
+def load(cpu_engine: Engine, folder: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32") -> Served:
         entry = entry_of(folder, f"pages/colpali-{precision}", load={"precision": precision})
-        weights = engine.residency.ensure(entry.id, entry).weights
-        assert isinstance(weights, VisionLanguage)
-        if weights.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
-        return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+        return served_by(cpu_engine, entry)
 
     return loaded
 
@@ -116,10 +102,9 @@ def test_token_vectors_equal_the_oracle(
     found, expected = served.run("encode", _mixed()), [oracle(each) for each in _mixed()]
     assert [each.shape for each in found] == [each.shape for each in expected]
     agreement = Agreement.of(np.concatenate(found), np.concatenate(expected))
-    path = "padded" if "padded" in served.weights.attention else "packed"
-    table.record("vision-language colpali", path, precision, agreement)
+    table.record("vision-language colpali", served.path, precision, agreement)
     assert agreement.difference <= MAX_DIFFERENCE[precision]
-    assert path == "packed"
+    assert served.path == "packed"
 
 
 def test_scores_equal_the_oracle(load: Callable[..., Served], oracle: Oracle) -> None:
@@ -138,12 +123,11 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
         assert np.abs(alone - beside).max() <= 5e-6
 
 
-def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+def test_the_padded_path_gives_the_same(cpu_engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
     """That of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, "pages/padded")
-    weights = engine.residency.ensure(entry.id, entry).weights
-    weights.backbone.run_padded()
-    padded = Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+    padded = served_by(cpu_engine, entry)
+    padded.weights.backbone.run_padded()
     for one, other in zip(padded.run("encode", _mixed()), load().run("encode", _mixed()), strict=True):
         assert np.abs(one - other).max() <= 5e-6
 
@@ -151,17 +135,7 @@ def test_the_padded_path_gives_the_same(engine: Engine, folder: Path, load: Call
 def test_two_threads_give_the_same_vectors(load: Callable[..., Served]) -> None:
     served = load()
     expected = np.concatenate(served.run("encode", _mixed()))
-    found: list[Vectors] = []
-
-    def run() -> None:
-        found.extend(np.concatenate(served.run("encode", _mixed())) for _ in range(3))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 6
+    found = at_once(lambda: np.concatenate(served.run("encode", _mixed())), 3)
     assert all(np.array_equal(each, expected) for each in found)
 
 
@@ -198,7 +172,7 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, engine: Engine, folder: Path
+    change: dict[str, Any], message: str, cpu_engine: Engine, folder: Path
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
-        engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))
+        cpu_engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

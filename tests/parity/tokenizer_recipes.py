@@ -85,17 +85,23 @@ def corpus() -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _wordpiece(recipe: TokenizerRecipe) -> Tokenizer:
+def word_pieces() -> list[str]:
+    """Sorted. They are learnt as of BPE: the library's WordPiece trainer leaves them and their order to chance."""
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    return sorted(tokenizer.get_vocab())
+
+
+def _wordpiece(recipe: TokenizerRecipe) -> Tokenizer:
+    pieces = word_pieces()
+    vocabulary = (*recipe.specials, *pieces, *(f"##{piece}" for piece in pieces))
+    unknown = recipe.roles["unk"]
+    model = models.WordPiece({token: number for number, token in enumerate(vocabulary)}, unk_token=unknown)
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    # pieces learnt as of BPE: the library's WordPiece trainer leaves them and their order to chance
-    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    pieces = sorted(tokenizer.get_vocab())
-    vocabulary = (*recipe.specials, *pieces, *(f"##{piece}" for piece in pieces))
-    unknown = recipe.roles["unk"]
-    tokenizer.model = models.WordPiece({token: number for number, token in enumerate(vocabulary)}, unk_token=unknown)
     tokenizer.add_special_tokens(list(recipe.specials))
     return tokenizer
 

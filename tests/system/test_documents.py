@@ -14,8 +14,8 @@ from cluster import Cluster, until
 from local_models import LocalModels
 from pages import DOCS, blocks, run
 from parity import reader_checkpoints
-from parity.dual_checkpoints import image, png
 from parity.test_reader import asks, donut_oracle
+from parity.toys import image, png
 
 MODEL = "test/donut"
 OF_THE_PAGE = "naver-clova-ix/donut-base-finetuned-cord-v2"

@@ -17,7 +17,7 @@ import shared
 import torch
 from cluster import Cluster
 from local_models import LocalModels
-from parity.dual_checkpoints import image, png
+from parity.toys import image, png
 from PIL import Image
 from transformers import AutoImageProcessor, CLIPModel
 

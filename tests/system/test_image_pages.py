@@ -16,7 +16,7 @@ from cluster import Cluster, until
 from local_models import LocalModels
 from pages import DOCS, blocks, run
 from parity import qwen_checkpoints, test_qwen3_vl
-from parity.dual_checkpoints import image, png
+from parity.toys import image, png
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, CLIPModel, ColPaliForRetrieval
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from cluster import Cluster, running
 from local_models import under
-from parity.dual_checkpoints import CLIP_TOKENS, SIZE, WIDTH, clip, png
+from parity.dual_checkpoints import CLIP_TOKENS, SIZE, WIDTH, clip
+from parity.toys import png
 from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel

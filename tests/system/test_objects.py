@@ -18,8 +18,8 @@ from cluster import Cluster, until
 from local_models import LocalModels
 from pages import DOCS, blocks, run
 from parity import detector_checkpoints
-from parity.dual_checkpoints import image, png
 from parity.test_detector import CLOSE, LABELS, ROUNDED, GroundingDino, _differences
+from parity.toys import image, png
 from PIL import Image
 
 from sie_sdk import SIEClient, draw

@@ -23,14 +23,15 @@ from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.families.written import (
     BartDecoder,
     PagePrompt,
+    checked_processor,
     leaves,
     reserved,
     task_of,
     text_entity,
     tokens_left,
 )
-from sie_adapter.greedy import Greedy, unknown_rule
-from sie_adapter.images import Tower, processor_of
+from sie_adapter.greedy import Greedy
+from sie_adapter.images import Tower
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
 from sie_adapter.reading import Written
@@ -38,6 +39,7 @@ from sie_adapter.slots import Begun, Slots
 from sie_adapter.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Normalisation, Recipe
 from sie_contracts.load_errors import load_failed
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
@@ -56,20 +58,20 @@ class Donut:
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         model: Any = empty_model(VisionEncoderDecoderModel, folder, entry.load, decodes=True)
-        _check(folder, entry, model)
+        _processor(folder, entry, model)
         table = model.decoder.get_input_embeddings().num_embeddings
         return fault(bare_tokenizer(read_tokenizer(folder)), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         model: Any = load_model(VisionEncoderDecoderModel, folder, load, compute, decodes=True)
-        self.max_tokens = _check(folder, entry, model)
+        recipe, normalisation = _processor(folder, entry, model)
+        self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.decoder.config._attn_implementation} padded"
         self.together = _PAGES_PER_PASS.get(compute.device.type, _PAGES_PER_PASS_ELSEWHERE)
         words = read_tokenizer(folder)
         self.tokenizer = bare_tokenizer(words)
         self.vocabulary: int = model.decoder.get_input_embeddings().num_embeddings
-        recipe, normalisation = processor_of(folder, entry)
         config = model.encoder.config
         places = (recipe.height * recipe.width) // (config.patch_size * 2 ** (len(config.depths) - 1)) ** 2
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, places // _STATES_PER_TOKEN))
@@ -132,19 +134,11 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
     return states if projection is None else projection(states)
 
 
-def _check(folder: Path, entry: ModelEntry, model: Any) -> int:
-    """The positions of the decoder. Raises ModelLoadFailed INCOMPATIBLE for another model than Donut, for rules that
-    cannot be kept, and for an entry that says more.
-    """
+def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
+    """Raises ModelLoadFailed INCOMPATIBLE for another model than Donut, and as `checked_processor`."""
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
-    positions: int = model.config.decoder.max_position_embeddings
     if kinds != ("donut-swin", "mbart"):
-        cause = f"it has {kinds[0]} and {kinds[1]}, Donut has donut-swin and mbart"
-    elif rule := unknown_rule(model.generation_config):
-        cause = f"generation_config.json sets {rule}, which is not kept"
-    elif entry.max_tokens > positions:
-        cause = f"max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
-    else:
-        processor_of(folder, entry)
-        return entry.max_tokens
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+        raise load_failed(
+            "INCOMPATIBLE", f"{entry.id}: it has {kinds[0]} and {kinds[1]}, Donut has donut-swin and mbart"
+        )
+    return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,7 @@ class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         return found
 
 
-class TwoTowers(PackedModel):
+class TwoTowers(PackedModel, ABC):
     """Rows of texts, which `backbone` reads, and rows of files, which another tower reads: a vector for each."""
 
     _towers: TextTower
@@ -217,13 +218,13 @@ class TwoTowers(PackedModel):
         return torch.cat(found)
 
     @staticmethod
+    @abstractmethod
     def _files(batch: Items) -> Files[Any] | None:
         """What rows have in the place of ids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
         """The vector of each row of files, float32 [rows, width]."""
-        raise NotImplementedError
 
 
 class DualEncoder(TwoTowers):

@@ -22,9 +22,17 @@ from transformers import Florence2ForConditionalGeneration
 from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
-from sie_adapter.families.written import BartDecoder, PagePrompt, reserved, task_of, text_entity, tokens_left
-from sie_adapter.greedy import Greedy, ends_of, unknown_rule
-from sie_adapter.images import Tower, processor_of
+from sie_adapter.families.written import (
+    BartDecoder,
+    PagePrompt,
+    checked_processor,
+    reserved,
+    task_of,
+    text_entity,
+    tokens_left,
+)
+from sie_adapter.greedy import Greedy, ends_of
+from sie_adapter.images import Tower
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
 from sie_adapter.reading import Written
@@ -33,7 +41,6 @@ from sie_adapter.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Recipe
-from sie_contracts.load_errors import load_failed
 
 _PHRASE = "{}"
 _BINS = 1000
@@ -76,13 +83,13 @@ class Florence2:
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         model: Any = empty_model(Florence2ForConditionalGeneration, folder, entry.load, decodes=True)
-        _check(folder, entry, model)
+        checked_processor(folder, entry, model, _positions(model))
         table = model.get_input_embeddings().num_embeddings
         return fault(bare_tokenizer(read_tokenizer(folder)), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         model: Any = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
-        _check(folder, entry, model)
+        recipe, normalisation = checked_processor(folder, entry, model, _positions(model))
         model.model.multi_modal_projector.to(compute.dtype)  # its buffers are added to features
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
@@ -97,9 +104,8 @@ class Florence2:
         self._around = (text.bos_token_id, text.eos_token_id)
         self._start: int = text.decoder_start_token_id
         self._image_token: int = model.config.image_token_id
-        self._places: int = text.max_position_embeddings
-        self._features = _features(model, processor_of(folder, entry)[0])
-        recipe, normalisation = processor_of(folder, entry)
+        self._places = _positions(model)
+        self._features = _features(model, recipe)
         self._tower = Tower(lambda pixels: model.get_image_features(pixels).pooler_output, normalisation, compute)
         self.recipe = msgspec.structs.replace(recipe, tokens=self._features)
         if compute.device.type == "cpu":
@@ -171,6 +177,12 @@ class Florence2:
         return {"objects": [{"label": said, "score": 1.0, "bbox": box} for said, box in named if min(box[2:]) > 0]}
 
 
+def _positions(model: Any) -> int:
+    """Of the decoder, and of the encoder."""
+    found: int = model.config.text_config.max_position_embeddings
+    return found
+
+
 def _features(model: Any, recipe: Recipe) -> int:
     """What the encoder reads of a page: the last grid of the tower, and its mean."""
     stride = math.prod(model.config.vision_config.patch_stride)
@@ -193,18 +205,3 @@ def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[s
                 for of, edge in ((across, width), (down, height))
             )
             yield said.strip(), [left, top, right - left, bottom - top]
-
-
-def _check(folder: Path, entry: ModelEntry, model: Any) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE for rules that cannot be kept, and for an entry that says more than the
-    model.
-    """
-    positions = model.config.text_config.max_position_embeddings
-    if rule := unknown_rule(model.generation_config):
-        cause = f"generation_config.json sets {rule}, which is not kept"
-    elif entry.max_tokens > positions:
-        cause = f"max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
-    else:
-        processor_of(folder, entry)
-        return
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")

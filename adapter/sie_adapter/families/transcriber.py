@@ -23,16 +23,23 @@ from transformers import (
 from sie_adapter.checkpoint import empty_model, load_model, read_json
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
-from sie_adapter.families.written import PagePrompt, attended, reserved, task_of, text_entity, tokens_left
-from sie_adapter.greedy import Greedy, ends_of, unknown_rule
-from sie_adapter.images import processor_of
+from sie_adapter.families.written import (
+    PagePrompt,
+    attended,
+    checked_processor,
+    reserved,
+    task_of,
+    text_entity,
+    tokens_left,
+)
+from sie_adapter.greedy import Greedy, ends_of
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
 from sie_adapter.reading import Written
 from sie_adapter.slots import Begun, Slots, empty, prompted
 from sie_adapter.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import Recipe
+from sie_contracts.images import Normalisation, Recipe
 from sie_contracts.load_errors import load_failed
 
 OCR = "ocr"
@@ -116,7 +123,7 @@ class Transcriber:
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         kind = _kind(folder)
         model: Any = empty_model(kind.model, folder, entry.load)
-        _check(folder, entry, model)
+        _processor(folder, entry, model)
         return fault(bare_tokenizer(read_tokenizer(folder)), model.get_input_embeddings().num_embeddings)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -126,7 +133,7 @@ class Transcriber:
                 "INCOMPATIBLE", f"{entry.id}: it overflows in {compute.precision}: load.precision bfloat16"
             )
         model: Any = load_model(self._kind.model, folder, load, compute)
-        _check(folder, entry, model)
+        recipe, self._normalisation = _processor(folder, entry, model)
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
@@ -140,7 +147,6 @@ class Transcriber:
         self._special = frozenset(
             number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        recipe, self._normalisation = processor_of(folder, entry)
         vision = model.config.vision_config
         merge = getattr(model.config, "spatial_merge_size", None) or vision.spatial_merge_size
         self._patch, self._unit = vision.patch_size, vision.patch_size * merge
@@ -223,16 +229,5 @@ def _kind(folder: Path) -> _Kind:
     return _KINDS[str(read_json(folder / "config.json").get("model_type"))]
 
 
-def _check(folder: Path, entry: ModelEntry, model: Any) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE for rules that cannot be kept, and for an entry that says more than the
-    model.
-    """
-    positions = model.config.text_config.max_position_embeddings
-    if rule := unknown_rule(model.generation_config):
-        cause = f"generation_config.json sets {rule}, which is not kept"
-    elif entry.max_tokens > positions:
-        cause = f"max_tokens is {entry.max_tokens}, the model has {positions} positions"
-    else:
-        processor_of(folder, entry)
-        return
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
+    return checked_processor(folder, entry, model, model.config.text_config.max_position_embeddings)

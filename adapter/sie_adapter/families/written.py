@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.greedy import Rules
+from sie_adapter.greedy import Rules, unknown_rule
+from sie_adapter.images import processor_of
 from sie_adapter.packing import Shown
 from sie_adapter.slots import Begun, Slots, empty, prompted
+from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
+from sie_contracts.images import Normalisation, Recipe
+from sie_contracts.load_errors import load_failed
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,19 @@ class PagePrompt:
     rules: Rules
     task: str = ""
     encoder_ids: Sequence[int] = ()
+
+
+def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
+    """How a page becomes numbers for `model`, whose decoder has `positions`. Raises ModelLoadFailed INCOMPATIBLE for
+    rules of writing or an image processor that cannot be reproduced, and for an entry with more tokens than positions.
+    """
+    if rule := unknown_rule(model.generation_config):
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: generation_config.json sets {rule}, which is not kept")
+    if entry.max_tokens > positions:
+        raise load_failed(
+            "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
+        )
+    return processor_of(folder, entry)
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:

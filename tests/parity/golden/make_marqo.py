@@ -18,8 +18,9 @@ from open_clip.model import CustomTextCLIP
 from open_clip.tokenizer import get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from parity import dual_checkpoints
-from parity.dual_checkpoints import OPEN_CLIP_WIDTH, PATCH, SIZE, image
+from parity.dual_checkpoints import OPEN_CLIP_WIDTH, PATCH, SIZE
 from parity.open_clip_cases import SIZES, TEXTS
+from parity.toys import image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,80 @@
+"""What the small random models of images have in common: their weights, the file of their image processor, and
+images to show them.
+
+Images have structure, since a flat colour would hide an error of the resize.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.messages import Input
+from sie_sidecar import images
+from sie_sidecar.media_frames import Prepared
+
+
+def randomised(model: Any, spread: float = 0.3) -> Any:
+    """A model of transformers with random weights, the same each time. What a default initialisation leaves neutral is
+    random by `spread`: biases, norms, the class token. One that is left out shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * spread)
+            else:
+                scale = max(1, parameter[0].numel()) ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def with_processor(folder: Path, processor: Any, published: str) -> Path:
+    """`published`: the name of its class in folders that were made before there were two backends."""
+    processor.save_pretrained(folder)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": published}))
+    return folder
+
+
+def image(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Waves of three colours with a little noise."""
+    rng = np.random.default_rng(seed)
+    down, across = np.mgrid[0:height, 0:width].astype(np.float64)
+    waves = [
+        127 + 90 * np.sin(across / rng.uniform(2, 30) + down / rng.uniform(2, 30) + rng.uniform(0, 6)) for _ in range(3)
+    ]
+    noisy = np.stack(waves, -1) + rng.normal(0, 12, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def png(picture: Image.Image) -> bytes:
+    """The file of an image, without loss."""
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()
+
+
+def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[Prepared]]:
+    """The pixels of the inputs that have images, by their index, as worker processes make them."""
+    assert layout.images is not None
+    return {
+        index: [prepared(file, layout.images) for file in each.images]
+        for index, each in enumerate(inputs)
+        if each.images
+    }
+
+
+def prepared(file: bytes, recipe: Recipe) -> Prepared:
+    """The pixels of an image file, as a worker process makes them."""
+    made = images.prepare(file, recipe)
+    return Prepared(made.pixels, *made.size, made.upright, made.digest())
