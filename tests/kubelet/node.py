@@ -27,6 +27,7 @@ from kubelet.pods import Pod
 READY_S = 600.0
 _PREFIX = "sietest-"
 _LABEL = "sie.tests.node"
+_NODES = itertools.count()
 
 
 class Node:
@@ -61,8 +62,9 @@ class Node:
         self.shares = shares or {}
         self.disks = disks or {}
         self.processes = processes
-        self.prefix = f"{_PREFIX}{os.getpid()}-"
-        self.label = f"{_LABEL}={os.getpid()}"
+        name = f"{os.getpid()}-{next(_NODES)}"  # a process of tests may have several at once
+        self.prefix = f"{_PREFIX}{name}-"
+        self.label = f"{_LABEL}={name}"
         self.network = Network(self.prefix)
         self.found: list[Object] = []
         self.pods: list[Pod] = []
@@ -284,7 +286,8 @@ def story(pods: Sequence[Pod], lines: int = 30) -> str:
 def sweep() -> None:
     """Remove what processes of tests left that were killed."""
     for line in engine.podman("ps", "--all", "--format", f'{{{{.ID}}}} {{{{index .Labels "{_LABEL}"}}}}').splitlines():
-        container, _, owner = line.partition(" ")
+        container, _, name = line.partition(" ")
+        owner = name.partition("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             engine.podman("rm", "--force", "--ignore", "--time", "0", container)
     for owner in network.owners(_PREFIX):
