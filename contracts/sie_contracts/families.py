@@ -41,6 +41,10 @@ class Family:
     separates_pairs: bool = False  # so the tokenizer has to put a token between two texts
     has_pickled_weights: bool = False  # pytorch_model.bin, read by torch's loader of plain tensors
     names_backbones: bool = False  # by repository in `config_file`, whose files belong to the model
+    extra: str = (
+        ""  # of the distribution, for an environment of its own, so `built-in` of a bundle leaves the family out
+    )
+    is_package: bool = False  # a model is the installed package that `weights.package` names
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -158,6 +162,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             transformers_class="AutoModelForZeroShotObjectDetection",
             ignores_text_beside_images=True,
             needs_labels=True,
+        ),
+        "docling": Family(
+            implementation="sie_adapter.families.docling:DoclingModel",
+            parameters=frozenset({"ocr"}),
+            ignores_text_beside_images=True,
+            extra="documents",
+            is_package=True,
         ),
     }
 )

@@ -144,6 +144,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "merge_adjacent_entities": boolean,
     "precompute_labels": boolean,
     "raw_scores": boolean,
+    "ocr": boolean,
     "hypothesis_template": hypothesis,
     "score_weights": weights,
     "score_mode": lambda path, value: one_of(

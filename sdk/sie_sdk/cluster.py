@@ -28,6 +28,7 @@ _SMALLEST: dict[str, Item] = {
     "text": {"text": "."},
     "image": {"images": [_DOT]},
     "audio": {"audio": {"data": _SILENCE, "sample_rate": 8000}},
+    "document": {"document": {"data": b".", "format": "md"}},
 }
 
 

@@ -10,56 +10,27 @@ kernel kills it (Linux), and a socket without a peer ends the wait for a job any
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import resource
-import signal
 import socket
 import sys
-from pathlib import Path
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import FrameError, receive_frame
 from sie_contracts.media import cause_of
+from sie_runtime import confined
 from sie_sidecar import images, media_frames
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """The arguments: the process id of the sidecar, and bytes of memory."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
-    _limit(memory_bytes)
-    _die_with(parent)
+    confined.limit(memory_bytes)
+    confined.die_with(parent)
     with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):  # the sidecar is gone
         _send(sidecar, media_frames.frame(media_frames.Hello(os.getpid())))
-        _silence()
+        confined.silence()
         while True:
             _send(sidecar, _answer(media_frames.job(receive_frame(sidecar, media_frames.MAX_JOB_BYTES))))
-
-
-def _limit(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core holds what clients sent
-    if sys.platform.startswith("linux"):  # elsewhere the limit is refused or ignored
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        with contextlib.suppress(OSError):  # without memory the kernel ends this process first, not the sidecar
-            Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _die_with(parent: int) -> None:
-    """Before the first file: a decoder that hangs does not read the socket."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
-        os._exit(1)
-
-
-def _silence() -> None:
-    """From now on this process reads what clients sent, and what a decoder prints might quote it."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
-    os.close(nothing)
 
 
 def _answer(job: media_frames.Job) -> tuple[bytes, bytes]:

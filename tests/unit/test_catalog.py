@@ -173,6 +173,7 @@ WITHOUT_AUTO_CLASS = {
     "lightonai/LightOnOCR-2-1B",
     "zai-org/GLM-OCR",
     "PaddlePaddle/PaddleOCR-VL-1.5",
+    "docling",  # a package
 }
 UNPROVEN = REMOTE | {"GritLM/GritLM-7B", "sugiv/stablebridge-pruner-highlighter"}
 _SMALL = {
@@ -198,7 +199,7 @@ PROFILES = [(entry, profile) for entry in ENTRIES.values() for profile in ("defa
 def test_an_entry_has_a_family_a_bundle_and_a_file_of_its_name(entry: ModelEntry) -> None:
     assert entry.family in FAMILIES
     assert isinstance(family_of(entry.family), type)
-    assert CATALOGUE.bundles_of(entry) == ("default",)
+    assert CATALOGUE.bundles_of(entry) == (FAMILIES[entry.family].extra or "default",)
     assert (MODELS / f"{entry.id}.yaml").is_file()
 
 

@@ -41,6 +41,7 @@ BLOCKS = {
     "migration.md": {"server": 1, "": 3},
     "models.md": {"server": 1, "": 2},
     "objects.md": {"": 1},
+    "parsing.md": {"vision": 1, "install": 1},
     "pools.md": {"server": 1, "": 1},
     "profiles.md": {"": 1},
     "quantisation.md": {"": 2},

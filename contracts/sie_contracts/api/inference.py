@@ -108,6 +108,7 @@ class ExtractParams(_Params, kw_only=True):
     top_k: Whole = UNSET
     task: Annotated[Text, Meta(description="Readers of documents: what to write, such as `<s_docvqa>`.")] = UNSET
     max_new_tokens: Annotated[Whole, Meta(description="Readers of documents: the most that is written.")] = UNSET
+    ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
     output_schema: Map = UNSET
 
 

@@ -1,0 +1,97 @@
+"""What format a document has: its content says it, and where that is text, the client may. Standard library only: it
+runs in the processes that parse documents, before anything else reads the file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+
+from sie_contracts.documents import Document
+from sie_contracts.media import fault
+
+FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
+MAX_UNPACKED_BYTES = 512 << 20  # of an archive, as its directory says
+MAX_MEMBERS = 10_000
+_TEXTS = {
+    "html": "html",
+    "htm": "html",
+    "xhtml": "html",
+    "md": "md",
+    "markdown": "md",
+    "txt": "md",
+    "text": "md",
+    "csv": "csv",
+}
+_HEAD = 1024  # in which a PDF begins, and the root of a page
+_HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
+_UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
+_MARKS = (b"\xef\xbb\xbf",)
+_OFFICE = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx"}
+_OPEN = {
+    b"application/vnd.oasis.opendocument.text": "odt",
+    b"application/vnd.oasis.opendocument.spreadsheet": "ods",
+    b"application/vnd.oasis.opendocument.presentation": "odp",
+}
+_READ = ", ".join(FORMATS)
+
+
+def format_of(document: Document) -> str:
+    """One of FORMATS. Raises InvalidInput, reason invalid_media, for what none of them is."""
+    data, said = document.data, document.format
+    head = data[:_HEAD]
+    if not data:
+        raise fault("undecodable", "the document is empty")
+    if b"%PDF-" in head:
+        return "pdf"
+    if head.startswith(b"PK\x03\x04"):
+        return _of_archive(data)
+    for magic, name in _UNREAD:
+        if head.startswith(magic):
+            raise fault("undecodable", f"the document is of {name}, read are {_READ}")
+    if said in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
+        return "html"
+    if said not in ("", *_TEXTS):
+        raise fault("undecodable", f"the document is said to be {_named(said)}, its content is not; read are {_READ}")
+    found = _TEXTS.get(said, "md")
+    if found != "html" and not _is_text(data):  # a page says itself how it is encoded
+        raise fault("undecodable", f"the content is of no format that is read, and no text in UTF-8: {_READ}")
+    return found
+
+
+def _named(said: str) -> str:
+    return said if said in FORMATS else "of another format"
+
+
+def _is_text(data: bytes) -> bool:
+    if b"\0" in data:
+        return False
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _of_archive(data: bytes) -> str:
+    """An archive is looked at and not unpacked."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {each.filename: each for each in archive.infolist()}
+            if len(members) > MAX_MEMBERS:
+                raise fault("too_large", f"the document has {len(members)} parts, at most {MAX_MEMBERS} are read")
+            unpacked = sum(each.file_size for each in members.values())
+            if unpacked > MAX_UNPACKED_BYTES:
+                raise fault("too_large", f"the document unpacks to {unpacked} bytes, at most {MAX_UNPACKED_BYTES}")
+            for name, kind in _OFFICE.items():
+                if name in members:
+                    return kind
+            kind = members.get("mimetype")
+            if kind is not None and kind.file_size <= max(map(len, _OPEN)):
+                found = _OPEN.get(archive.read(kind))
+                if found:
+                    return found
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise fault("undecodable", "the document is damaged: it begins as an archive and is none") from error
+    raise fault("undecodable", f"the archive is of no format that is read: {_READ}")

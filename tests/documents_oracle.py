@@ -1,0 +1,170 @@
+"""Run by a Python that has the extra `documents`: what the product and docling itself make of the same files, as JSON.
+
+python tests/documents_oracle.py OUT
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sie_adapter import certificate
+from sie_adapter.loading import Loader
+from sie_adapter.raw import run_raw
+from sie_contracts.catalogue import Catalogue, packaged_folder
+from sie_contracts.documents import Document
+from sie_contracts.ipc import Group, RunBatch
+from sie_contracts.messages import Ok, RunOptions
+from sie_contracts.settings import Settings
+from sie_runtime.feed import read_folder
+from sie_store.sources import WeightSources
+
+PAGES = (("Invoice number 17", "Total 12.50"), ("Thank you",))
+
+
+def pdf(pages: tuple[tuple[str, ...], ...]) -> bytes:
+    """A page for each list of lines, written in Helvetica."""
+    numbers = [4 + 2 * place for place in range(len(pages))]
+    kids = " ".join(f"{number} 0 R" for number in numbers)
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    for number, lines in zip(numbers, pages, strict=True):
+        drawn = "BT /F1 14 Tf 72 740 Td 20 TL " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
+        resources = "<</Font<</F1 3 0 R>>>>"
+        objects.append(
+            f"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents {number + 1} 0 R/Resources{resources}>>"
+        )
+        objects.append(f"<</Length {len(drawn)}>>stream\n{drawn}\nendstream")
+    out, places = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        places.append(len(out))
+        out += f"{number} 0 obj{body}endobj\n".encode()
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    size = len(objects) + 1
+    head = b"xref\n0 %d\n0000000000 65535 f \n" % size
+    return out + head + table + b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (size, len(out))
+
+
+def docx() -> bytes:
+    import docx as library
+
+    made = library.Document()
+    made.add_heading("Invoice", 1)
+    made.add_paragraph("Total 12.50 for Zürich 東京")
+    table = made.add_table(2, 2)
+    for row, values in enumerate((("item", "price"), ("cat", "3"))):
+        for column, value in enumerate(values):
+            table.cell(row, column).text = value
+    sink = io.BytesIO()
+    made.save(sink)
+    return sink.getvalue()
+
+
+def xlsx() -> bytes:
+    import openpyxl
+
+    made = openpyxl.Workbook()
+    for row in (("item", "price"), ("cat", 3)):
+        made.active.append(row)
+    sink = io.BytesIO()
+    made.save(sink)
+    return sink.getvalue()
+
+
+def pptx() -> bytes:
+    import pptx as library
+
+    made = library.Presentation()
+    slide = made.slides.add_slide(made.slide_layouts[0])
+    slide.shapes.title.text = "Quarter"
+    sink = io.BytesIO()
+    made.save(sink)
+    return sink.getvalue()
+
+
+def files() -> dict[str, bytes]:
+    """By names with the suffixes that docling goes by."""
+    return {
+        "a.pdf": pdf(PAGES),
+        "a.docx": docx(),
+        "a.xlsx": xlsx(),
+        "a.pptx": pptx(),
+        "a.html": b"<html><h1>Invoice</h1><p>Total</p><table><tr><th>a</th></tr><tr><td>1</td></tr></table></html>",
+        "a.md": "# Rechnung\n\n- Zürich\n- 東京\n".encode(),
+        "a.csv": b"item,price\ncat,3\n",
+    }
+
+
+BROKEN = {
+    "broken.pdf": b"%PDF-1.4 nonsense",
+    "broken.docx": b"PK\x03\x04nonsense",
+    "secret.pdf": b"<html><body>a page</body></html>",
+}
+
+
+def by_docling(given: dict[str, bytes]) -> dict[str, Any]:
+    from docling.datamodel.base_models import DocumentStream, InputFormat
+    from docling.datamodel.pipeline_options import NativePdfPipelineOptions
+    from docling.document_converter import DocumentConverter, NativePdfFormatOption
+
+    without_images = NativePdfPipelineOptions(generate_page_images=False)
+    pdf_option = NativePdfFormatOption(pipeline_options=without_images)
+    converter = DocumentConverter(format_options={InputFormat.PDF: pdf_option})
+    found = {}
+    for name, data in given.items():
+        # its tree has the name of the file
+        result = converter.convert(DocumentStream(name=f"document{Path(name).suffix}", stream=io.BytesIO(data)))
+        made = result.document
+        found[name] = {
+            "text": made.export_to_text(),
+            "markdown": made.export_to_markdown(),
+            "document": made.export_to_dict(),
+        }
+    return found
+
+
+def by_the_product(given: dict[str, bytes], folder: Path) -> tuple[list[Any], list[Any]]:
+    """The results, in order, and the numbers of the processes that made them."""
+    entry = read_folder(packaged_folder() / "models")["docling"]
+    loader = Loader(torch.device("cpu"), WeightSources(folder, False), Settings())
+    model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
+    assert isinstance(model.certificate, dict)
+    assert certificate.check_files(loader.sources.folder(entry), entry) == ()
+    documents = [Document(data, Path(name).suffix[1:]) for name, data in given.items()]
+    rows = len(documents) + 1
+    groups = (
+        Group(0, len(documents), RunOptions()),
+        Group(len(documents), rows, RunOptions(parameters={"ocr": True})),
+    )
+    message = RunBatch(
+        "b",
+        entry.id,
+        "extract",
+        bytes(4 * rows),
+        b"",
+        groups,
+        texts=("",) * rows,
+        documents=(*documents, documents[0]),
+    )
+    found = [
+        each.data if isinstance(each, Ok) else [each.error.reason, each.error.message]
+        for each in run_raw(model, message).outcomes
+    ]
+    return found, list(model.pids)
+
+
+if __name__ == "__main__":
+    out, given = Path(sys.argv[1]), files()
+    ours, pids = by_the_product({**given, **BROKEN}, out.parent)
+    assert os.getpid() not in pids
+    theirs = by_docling(given)
+    out.write_text(json.dumps({"ours": ours, "theirs": theirs, "names": [*given, *BROKEN], "pids": len(pids)}))

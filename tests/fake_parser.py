@@ -1,0 +1,43 @@
+"""A process that parses documents as sie_adapter.parser_worker does, for tests: what it does with one is said in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+from sie_adapter import parser_worker
+from sie_adapter.parser_frames import Parsed, ParseJob
+from sie_contracts.media import fault
+
+
+class FakeParser:
+    def parse(self, job: ParseJob) -> Parsed:
+        said = job.document.data.decode()
+        match said.split():
+            case ["signal", number]:
+                os.kill(os.getpid(), int(number))
+                signal.pause()
+            case ["sleep", seconds]:
+                time.sleep(float(seconds))
+            case ["refuse"]:
+                raise fault("undecodable", "the document is damaged") from ValueError("of a library")
+            case ["allocate", size]:
+                try:
+                    bytearray(int(size))
+                except MemoryError as error:
+                    raise fault("too_large", "it takes more memory than its process has") from error
+            case ["answer", number]:
+                job = ParseJob(int(number), job.document)
+            case ["long", size]:
+                said = "x" * int(size)
+            case ["environment"]:
+                said = json.dumps([os.getpid(), dict(os.environ)])
+            case ["exit"]:
+                os._exit(3)
+        return Parsed(job.number, job.document.format or "md", said, said, b'{"name": "fake"}', 1, True)
+
+
+if __name__ == "__main__":
+    parser_worker.serve(FakeParser)

@@ -1,0 +1,99 @@
+"""The family docling with another parser in its processes: what an input is answered, and what a load says without the
+package. docling itself: tests/parity/test_documents.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sie_adapter.families import docling
+from sie_adapter.families.docling import DoclingModel
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.loading import Loader
+from sie_adapter.parsers import Parsers
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.documents import Document
+from sie_contracts.entries import ModelEntry, Weights
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.settings import Settings
+from sie_store.sources import WeightSources
+
+ENTRY = ModelEntry("org/parser", Weights(package="docling-slim"), "docling", {"data": 0}, 512, inputs=("document",))
+RESOLVED = Catalogue.resolve_profile(ENTRY, "default", ENTRY.id)
+ASKED = ExtractOptions(())
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoclingModel]:
+    """As the loader makes it of a package with one module."""
+    fake = functools.partial(Parsers, deadline_s=60, memory_bytes=1 << 30, module="fake_parser")
+    monkeypatch.setattr(docling, "Parsers", lambda most: fake(1))
+    (tmp_path / "docling").mkdir()
+    (tmp_path / "docling" / "__init__.py").touch()
+    info = tmp_path / "docling_slim-2.143.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: docling-slim\nVersion: 2.143.0\n")
+    (info / "RECORD").write_text("docling/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Loader(torch.device("cpu"), WeightSources(tmp_path, False), Settings()).load(RESOLVED)
+    yield made
+    made._parsers.close()
+
+
+def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: DoclingModel) -> None:
+    documents = [Document(b"first", "csv"), None, Document(b"refuse"), Document(b"second"), Document(b"third")]
+    options = [
+        ASKED,
+        ASKED,
+        ASKED,
+        ExtractOptions((), parameters={"ocr": True}),
+        ExtractOptions((), parameters={"ocr": False}),
+    ]
+    first, none, bad, ocr, third = model.extract([""] * 5, options, documents)
+    assert first == {
+        "data": {
+            "text": "first",
+            "markdown": "first",
+            "document": {"name": "fake"},
+            "format": "csv",
+            "pages": 1,
+            "is_complete": True,
+        }
+    }
+    assert isinstance(third, dict)
+    assert third["data"]["text"] == "third"
+    told = [(each.reason, each.param) for each in (none, bad, ocr) if isinstance(each, InvalidInput)]
+    assert told == [("unsupported_modality", "document"), ("invalid_media", "document"), ("unknown_option", "ocr")]
+    assert isinstance(bad, InvalidInput)
+    assert bad.message == "document: undecodable: the document is damaged"
+
+
+def test_the_processes_of_a_model_that_is_unloaded_end(model: DoclingModel) -> None:
+    compute: Any = None  # the family reads nothing of it
+    own = DoclingModel(Path(), ENTRY, ENTRY.load, compute)
+    (pid,) = own.pids
+    assert Path(f"/proc/{pid}").exists()
+    del own
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_load_without_the_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def files(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    loader = Loader(torch.device("cpu"), WeightSources(tmp_path, True), Settings())
+    for step in (loader.needed_bytes, loader.load):
+        with pytest.raises(ModelLoadFailed) as refused:
+            step(RESOLVED)
+        assert refused.value.extras["error_class"] == "DEPENDENCY"
+        assert "pip install 'sie-cluster[documents]'" in refused.value.message

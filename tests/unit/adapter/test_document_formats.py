@@ -1,0 +1,85 @@
+"""The format of a document is that of its content; what the client says counts where the content is text."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import pytest
+
+from sie_adapter import document_formats
+from sie_adapter.document_formats import format_of
+from sie_contracts.documents import Document
+from sie_contracts.errors import InvalidInput
+
+ODT = b"application/vnd.oasis.opendocument.text"
+
+
+def archive(**members: bytes) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, data in members.items():
+            made.writestr(name, data)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "expected"),
+    [
+        (b"%PDF-1.7 ...", "", "pdf"),
+        (b"%PDF-1.7 ...", "docx", "pdf"),
+        (b"\r\n junk before %PDF-1.4", "pdf", "pdf"),
+        (archive(**{"word/document.xml": b"<w/>"}), "pdf", "docx"),
+        (archive(**{"ppt/presentation.xml": b"<p/>"}), "", "pptx"),
+        (archive(**{"xl/workbook.xml": b"<x/>"}), "csv", "xlsx"),
+        (archive(mimetype=ODT), "", "odt"),
+        (b"<html><body>x</body></html>", "", "html"),
+        (b"\xef\xbb\xbf  <!DOCTYPE html>\n<p>x", "md", "html"),
+        (b"<?xml version='1.0'?><!-- a --><html/>", "txt", "html"),
+        (b"<p>a part of a page</p>", "html", "html"),
+        (b"<p>caf\xe9</p>", "html", "html"),
+        (b"a,b\n1,2\n", "csv", "csv"),
+        (b"a,b\n1,2\n", "", "md"),
+        ("# Über\n".encode(), "markdown", "md"),
+        (b"plain words", "txt", "md"),
+    ],
+    ids=range(16),
+)
+def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None:
+    assert format_of(Document(data, said)) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "says"),
+    [
+        (b"", "", "undecodable: the document is empty"),
+        (b"PK\x03\x04nonsense", "docx", "undecodable: the document is damaged"),
+        (archive(**{"a.txt": b"x"}), "docx", "undecodable: the archive is of no format that is read: pdf, docx"),
+        (archive(mimetype=b"application/epub+zip"), "", "undecodable: the archive is of no format that is read"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1...", "doc", "undecodable: the document is of Office before 2007"),
+        (b"{\\rtf1 x}", "rtf", "undecodable: the document is of RTF"),
+        (b"<html></html>", "pdf", "undecodable: the document is said to be pdf, its content is not"),
+        (b"words", "../../etc", "undecodable: the document is said to be of another format, its content is not"),
+        (b"\x89PNG\r\n\x1a\n", "", "undecodable: the content is of no format that is read, and no text in UTF-8"),
+        (b"a\0b", "csv", "undecodable: the content is of no format that is read, and no text in UTF-8"),
+    ],
+    ids=range(10),
+)
+def test_what_is_no_document_is_refused(data: bytes, said: str, says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        format_of(Document(data, said))
+    assert caught.value.reason == "invalid_media"
+    assert caught.value.message.startswith(says)
+    assert len(caught.value.message) < 400
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused_unopened(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = archive(**{"word/document.xml": bytes(1 << 20)})
+    assert len(bomb) < 4096
+    assert format_of(Document(bomb)) == "docx"
+    monkeypatch.setattr(document_formats, "MAX_UNPACKED_BYTES", (1 << 20) - 1)
+    with pytest.raises(InvalidInput, match="too_large: the document unpacks to 1048576 bytes, at most 1048575"):
+        format_of(Document(bomb))
+    monkeypatch.setattr(document_formats, "MAX_MEMBERS", 0)
+    with pytest.raises(InvalidInput, match="too_large: the document has 1 parts, at most 0 are read"):
+        format_of(Document(bomb))

@@ -1,0 +1,109 @@
+"""Processes that parse documents: what a file does to its own is no matter of others, and none outlives its adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sie_adapter import parser_frames
+from sie_adapter.parser_frames import Parsed
+from sie_adapter.parsers import NotStarted, Parsers
+from sie_contracts.documents import Document
+from sie_contracts.errors import InvalidInput, ResourceExhausted, SIEError
+
+DEADLINE_S = 1.0
+MEMORY_BYTES = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def parsers() -> Iterator[Parsers]:
+    made = Parsers(2, deadline_s=DEADLINE_S, memory_bytes=MEMORY_BYTES, module="fake_parser")
+    yield made
+    made.close()
+    assert made.pids == ()
+
+
+def parsed(parsers: Parsers, *texts: str) -> list[Parsed | SIEError]:
+    return parsers.parse([Document(text.encode()) for text in texts])
+
+
+def told(parsers: Parsers, text: str) -> str:
+    (found,) = parsed(parsers, text)
+    assert isinstance(found, Parsed)
+    return found.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        (f"signal {signal.SIGSEGV:d}", InvalidInput, "undecodable: the parser of the document crashed"),
+        ("exit", InvalidInput, "undecodable: the parser of the document crashed"),
+        ("answer 99", InvalidInput, "undecodable: the parser of the document crashed"),
+        (f"signal {signal.SIGKILL:d}", ResourceExhausted, "runs out of memory"),
+        ("sleep 60", InvalidInput, "timeout: parsing the document took longer than 1 s"),
+        ("refuse", InvalidInput, "undecodable: the document is damaged"),
+        (f"allocate {2 * MEMORY_BYTES}", InvalidInput, "too_large: it takes more memory"),
+    ],
+)
+def test_a_document_that_breaks_its_process_fails_alone(
+    parsers: Parsers, asked: str, error: type[SIEError], says: str
+) -> None:
+    before, bad, after = parsed(parsers, "first", asked, "last")
+    assert [each.text for each in (before, after) if isinstance(each, Parsed)] == ["first", "last"]
+    assert isinstance(bad, error)
+    assert says in bad.message
+    assert "library" not in bad.message
+    assert told(parsers, "next") == "next"
+    assert len(parsers.pids) <= 2
+
+
+def test_documents_are_parsed_side_by_side_and_answered_in_their_order(parsers: Parsers) -> None:
+    parsed(parsers, "sleep 0.1", "sleep 0.1")  # both processes run
+    began_s = time.monotonic()
+    found = parsed(parsers, "sleep 0.6", "sleep 0.6")
+    assert time.monotonic() - began_s < 1.2
+    assert [each.text for each in found if isinstance(each, Parsed)] == ["sleep 0.6", "sleep 0.6"]
+    texts = [f"text {number}" for number in range(20)]
+    assert [each.text for each in parsed(parsers, *texts) if isinstance(each, Parsed)] == texts
+
+
+def test_an_answer_beyond_the_limit_is_refused_and_the_process_stays(parsers: Parsers) -> None:
+    (found,) = parsed(parsers, f"long {parser_frames.MAX_ANSWER_BYTES // 2}")
+    assert isinstance(found, InvalidInput)
+    assert found.message.startswith("too_large: what the document holds takes")
+
+
+def test_a_process_has_no_secrets_of_its_adapter(parsers: Parsers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIE_SECRET_OF_A_TEST", "hidden")
+    parsed(parsers, "exit", "exit")  # so that the next ones are started now
+    _, environment = json.loads(told(parsers, "environment"))
+    assert "SIE_SECRET_OF_A_TEST" not in environment
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced(parsers: Parsers) -> None:
+    pid, _ = json.loads(told(parsers, "environment"))
+    os.kill(pid, signal.SIGKILL)
+    while pid in parsers.pids:  # until the kernel has told
+        time.sleep(0.001)
+    assert [each.text for each in parsed(parsers, "a", "b") if isinstance(each, Parsed)] == ["a", "b"]
+
+
+def test_processes_end_with_their_pool_while_one_has_a_document() -> None:
+    own = Parsers(1, deadline_s=60, memory_bytes=MEMORY_BYTES, module="fake_parser")
+    (pid,) = own.pids
+    own.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_parser_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_parser.py").write_text("import a_package_that_nobody_has\n")
+    with pytest.raises(NotStarted, match="ended with status 1"):
+        Parsers(1, module="broken_parser")
