@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 from sie_adapter import parser_worker
 from sie_adapter.parser_frames import Parsed, ParseJob
@@ -21,6 +22,10 @@ class FakeParser:
                 signal.pause()
             case ["sleep", seconds]:
                 time.sleep(float(seconds))
+            case ["meet", folder]:
+                (Path(folder) / str(os.getpid())).touch()
+                while len(os.listdir(folder)) < 2:
+                    time.sleep(0.01)
             case ["refuse"]:
                 raise fault("undecodable", "the document is damaged") from ValueError("of a library")
             case ["allocate", size]:

@@ -87,9 +87,9 @@ def _of_archive(data: bytes) -> str:
             for name, kind in _OFFICE.items():
                 if name in members:
                     return kind
-            kind = members.get("mimetype")
-            if kind is not None and kind.file_size <= max(map(len, _OPEN)):
-                found = _OPEN.get(archive.read(kind))
+            said = members.get("mimetype")
+            if said is not None and said.file_size <= max(map(len, _OPEN)):
+                found = _OPEN.get(archive.read(said))
                 if found:
                     return found
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,8 +57,7 @@ class Parsers:
         """Raises NotStarted if not even one can be."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        self._own = threading.local()
-        self._processes: weakref.WeakSet[_Process] = weakref.WeakSet()
+        self._processes: dict[int, _Process] = {}  # by thread
         # A process ends with the thread that started it (`confined.die_with`), so these start them and nobody else.
         self._threads = ThreadPoolExecutor(most, "parser")
         try:
@@ -71,7 +69,7 @@ class Parsers:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the processes that run."""
-        return tuple(sorted(process.pid for process in self._processes if process.runs))
+        return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(self, documents: Sequence[Document]) -> list[Parsed | SIEError]:
         """Each of them, or why it is unusable: InvalidInput, reason invalid_media, whose message begins with the cause,
@@ -81,7 +79,7 @@ class Parsers:
 
     def close(self) -> None:
         """End all processes, whatever they do."""
-        for process in list(self._processes):
+        for process in list(self._processes.values()):
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
@@ -100,19 +98,17 @@ class Parsers:
 
     def _started(self) -> _Process:
         """The process of the calling thread."""
-        process: _Process | None = getattr(self._own, "process", None)
+        process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
             _logger.warning("the parsing process %d ended while it had no document; it is replaced", process.pid)
             self._dismiss()
             process = None
         if process is None:
-            process = self._own.process = _Process(self._arguments)
-            self._processes.add(process)
+            process = self._processes[threading.get_ident()] = _Process(self._arguments)
         return process
 
     def _dismiss(self) -> None:
-        process: _Process | None = getattr(self._own, "process", None)
-        self._own.process = None
+        process = self._processes.pop(threading.get_ident(), None)
         if process is not None:
             process.end()
 
