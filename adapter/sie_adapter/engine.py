@@ -68,13 +68,14 @@ class Engine:
         self.loader = Loader(self.device, WeightSources.of(settings), settings)
         self.remedies = Remedies()
         self._use = devices.Use(self.device)
+        memory = DeviceMemory(
+            functools.partial(devices.memory, self.device),
+            functools.partial(devices.give_memory_back, self.device),
+            settings.memory_pressure_threshold_percent,
+        )
         self.residency = Residency(
             self._load,
-            DeviceMemory(
-                functools.partial(devices.memory, self.device),
-                functools.partial(devices.give_memory_back, self.device),
-                settings.memory_pressure_threshold_percent,
-            ),
+            memory,
             needed_bytes=self.loader.needed_bytes,
             warm_up=self._warm_up,
             ended=self.loader.ended,
@@ -91,7 +92,7 @@ class Engine:
         )
         cores = devices.usable_cores()
         self.lanes = Lanes(cores if self.device.type == "cpu" else 1, self.execute)
-        self.readings = Readings(self.device, torch_threads=max(1, cores // 2))
+        self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2))
         if self._instrumentation is not None:
             self.lanes.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)

@@ -28,7 +28,7 @@ from torch import Tensor
 from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.greedy import Finish, Rules, best, not_finite
-from sie_adapter.slots import Begun, Slots
+from sie_adapter.slots import Begun, Fits, NoRoom, Slots, unbounded
 from sie_adapter.spoilt import unspoilt
 from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
 
@@ -36,6 +36,7 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # of one model at a time
 _NICENESS = 5  # a third of the weight of a lane, to the scheduler of Linux
+_CLOSED_S = 1.0  # that no row begins after one had no room, unless another leaves before
 
 P_contra = TypeVar("P_contra", bound="Prompt", contravariant=True)
 
@@ -111,14 +112,17 @@ class _Row:
 class _Loop:
     """The rows of one model. `rows[i]` is in slot i."""
 
-    def __init__(self, model: Writer[Any], device: torch.device) -> None:
+    def __init__(self, model: Writer[Any], device: torch.device, fits: Fits = unbounded) -> None:
         self.model = model
         self.waiting: deque[_Row] = deque()
         self._device = device
+        self._fits = fits
         self._rows: list[_Row] = []
         self._beginning: list[_Row] = []
-        self._slots = Slots()
+        self._slots = Slots(fits)
         self._most = MAX_ROWS
+        self._ended = 0  # rows since `_most` was changed
+        self._closed_until_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -129,14 +133,14 @@ class _Loop:
         error = self._failure()
         if error is not None:
             rows = [*self._rows, *self._beginning]
-            self._rows, self._beginning, self._slots = [], [], Slots()
+            self._rows, self._beginning, self._slots = [], [], Slots(self._fits)
             if is_out_of_memory(error) and len(rows) > 1:
                 self._again(rows)
             else:
                 for row in rows:
                     row.call.fail(error)
         if not self._rows:
-            self._slots = Slots()
+            self._slots = Slots(self._fits)
 
     def _failure(self) -> Exception | None:
         """The turn itself. Once it returns, nothing holds the tensors of a failed pass."""
@@ -153,17 +157,15 @@ class _Loop:
     def fail(self, error: SIEError) -> None:
         for row in (*self._rows, *self.waiting):
             row.call.fail(error)
-        self._rows, self._slots = [], Slots()
+        self._rows, self._slots = [], Slots(self._fits)
         self.waiting.clear()
 
     def _again(self, rows: list[_Row]) -> None:
-        """Rows that did not fit together begin anew, half of them at a time. They become what they would have been."""
-        self._most = max(1, len(rows) // 2)
+        """After memory ended rows begin anew, half of them at a time."""
+        self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning("out of memory with %d rows: at most %d are read at a time now", len(rows), self._most)
         give_memory_back(self._device)
-        for row in rows:
-            row.ids.clear()
-        self.waiting.extendleft(reversed(rows))
+        self._wait(rows)
 
     def _leave(self) -> None:
         for call in {row.call for row in (*self._rows, *self.waiting)}:
@@ -177,10 +179,36 @@ class _Loop:
             self._slots.remove(slot)
             self._rows[slot] = self._rows[-1]
             self._rows.pop()
+        if slots:
+            self._closed_until_s = 0.0
+
+    def _places(self) -> int:
+        """Rows that may begin now."""
+        places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
+        if places < 1 or time.monotonic() < self._closed_until_s:
+            return 0
+        while places and not self._slots.has_room(places, self._longest(places)):
+            places -= 1
+        if not places:
+            self._close()
+        return places
+
+    def _longest(self, rows: int) -> int:
+        """Tokens of the prompts of the first that wait."""
+        return max(len(self.waiting[number].prompt.rules.prompt) for number in range(rows))
+
+    def _close(self) -> None:
+        self._closed_until_s = time.monotonic() + _CLOSED_S
+
+    def _wait(self, rows: Sequence[_Row]) -> None:
+        """They begin anew, before others. They become what they would have been."""
+        for row in rows:
+            row.ids.clear()
+        self.waiting.extendleft(reversed(rows))
 
     def _begin(self) -> None:
-        places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
-        if places < 1:
+        places = self._places()
+        if not places:
             return
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
@@ -189,17 +217,24 @@ class _Loop:
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
-        for row, each in zip(self._beginning, begun, strict=False):
+        for each in begun:
+            row = self._beginning[0]
             scores = row.prompt.rules.chosen((), each.logits.float())
             if not row.add(best(scores[None])[0]):
-                self._slots.add(each)
+                try:
+                    self._slots.add(each)
+                except NoRoom:
+                    self._wait(self._beginning)
+                    self._close()
+                    break
                 self._rows.append(row)
+            self._beginning.pop(0)
         self._beginning = []
 
     def _step(self) -> None:
         if not self._rows:
             return
-        self._slots.ready()
+        self._ready()
         ids = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._device)
         scores = self.model.step(ids, self._slots)
         self._slots.advance()
@@ -207,7 +242,28 @@ class _Loop:
             if row.prompt.rules.processors:
                 scores[number] = row.prompt.rules.chosen(row.ids, scores[number])
         tokens = best(scores)
-        self._drop([slot for slot, row in enumerate(self._rows) if row.add(tokens[slot])])
+        ended = [slot for slot, row in enumerate(self._rows) if row.add(tokens[slot])]
+        self._drop(ended)
+        self._widen(len(ended))
+
+    def _ready(self) -> None:
+        """Rows that have become too long to run together go on without the youngest of them, which begins anew."""
+        while True:
+            try:
+                self._slots.ready()
+                return
+            except NoRoom as error:
+                _logger.info("%s: a row begins anew", error)
+                slot = min(range(len(self._rows)), key=lambda slot: len(self._rows[slot].ids))
+                self._wait([self._rows[slot]])
+                self._drop([slot])
+                self._close()
+
+    def _widen(self, ended: int) -> None:
+        """After as many rows as run at a time have ended, one more may."""
+        self._ended += ended
+        if self._ended >= self._most:
+            self._most, self._ended = min(MAX_ROWS, self._most + 1), 0
 
 
 class Readings:
@@ -215,8 +271,10 @@ class Readings:
     `stop`.
     """
 
-    def __init__(self, device: torch.device, *, torch_threads: int = 1) -> None:
+    def __init__(self, device: torch.device, fits: Fits = unbounded, *, torch_threads: int = 1) -> None:
+        """`fits`: whether rows that run together may take so many bytes more."""
         self._device = device
+        self._fits = fits
         self._torch_threads = torch_threads
         self._loops: dict[int, _Loop] = {}  # of the thread alone
         self._joining: list[tuple[Writer[Any], list[_Row]]] = []
@@ -282,7 +340,7 @@ class Readings:
                     joining, self._joining = self._joining, []
                     is_stopped = self._stopped
                 for model, rows in joining:
-                    self._loops.setdefault(id(model), _Loop(model, self._device)).waiting.extend(rows)
+                    self._loops.setdefault(id(model), _Loop(model, self._device, self._fits)).waiting.extend(rows)
                 if not self._loops:
                     return
                 self._turn(is_stopped=is_stopped)

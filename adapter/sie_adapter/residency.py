@@ -137,6 +137,15 @@ class DeviceMemory:
         """Whether the device would be above the threshold with so many bytes more."""
         return self.held(more_bytes).percent > self.threshold_percent
 
+    def fits(self, more_bytes: int) -> bool:
+        """Whether something that grows may take so many bytes more: up to the middle between the threshold, which the
+        loaded models may reach, and all of the memory. What the allocator only keeps is given back first.
+        """
+        limit_percent = (self.threshold_percent + 100.0) / 2
+        if self.held(more_bytes).percent > limit_percent:
+            self.give_back()
+        return self.held(more_bytes).percent <= limit_percent
+
 
 class Residency:
     """The loaded models of this process. Every method may be called from any thread.

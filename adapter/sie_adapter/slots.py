@@ -6,11 +6,14 @@
 
 The first `len` slots hold rows, so no step copies what was there before it. A row begins at position 0, whatever its
 mates are; what lies behind its end is masked.
+
+Rows that run together need memory for the longest of them, each. They get no more than `fits` allows: a CPU has no
+allocator that refuses, the kernel ends the process. A row by itself gets what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,16 @@ _STEP = 64  # positions are allocated, and masked, in multiples of this
 _GROWTH = 1.5
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
+Fits = Callable[[int], bool]  # whether the device may hold so many bytes more
+
+
+class NoRoom(MemoryError):
+    """Rows do not fit together. Nothing has changed."""
+
+
+def unbounded(more_bytes: int) -> bool:
+    """Fits always."""
+    return True
 
 
 class Begun(NamedTuple):
@@ -49,6 +62,10 @@ def empty(*, has_encoder: bool = False) -> Cache:
 
 def _states(cache: Cache) -> States:
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _whole(positions: int) -> int:
+    return -(-positions // _STEP) * _STEP
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by the type checker
@@ -98,16 +115,20 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 class _Kept:
     """States of one kind: [slots, heads, positions, width] of each layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
+        self._fits = fits
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._ends: Tensor | None = None  # [rows] on the device, for a step
         self.width = 0
 
+    def make_room(self, states: States) -> None:
+        """For a row with these. Raises NoRoom."""
+        self._reserve(states, len(self.lengths) + 1, max(states[0][0].shape[2] + 1, *self.lengths, 1))
+
     def add(self, states: States) -> None:
-        keys = states[0][0]
-        length, slot = keys.shape[2], len(self.lengths)
-        self._reserve(states, slot + 1, max(length + 1, *self.lengths, 1))
+        """There is room."""
+        length, slot = states[0][0].shape[2], len(self.lengths)
         for (keys, values), (own_keys, own_values) in zip(self._layers, states, strict=True):
             keys[slot, :, :length] = own_keys[0]
             values[slot, :, :length] = own_values[0]
@@ -127,20 +148,50 @@ class _Kept:
         if not self.lengths:
             self._layers = []
 
+    def wanted_bytes(self, rows: int, length: int) -> int:
+        """What so many rows more take, none of them longer than `length` or than those that are there."""
+        if not self._layers:
+            return 0
+        slots, positions = len(self.lengths) + rows, max(length, *self.lengths, 0) + 1
+        has_slots, has_positions = self._sizes()
+        if slots <= has_slots and positions <= has_positions:
+            return 0
+        return self._more_bytes(self._layers, slots, _whole(positions))
+
+    def _sizes(self) -> tuple[int, int]:
+        """Slots and positions that there is room for."""
+        return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
+
+    def _more_bytes(self, states: States, slots: int, positions: int) -> int:
+        """What is held at most while `_reserve` makes this room, above what is held now."""
+        has_slots, has_positions = self._sizes()
+        each: int = sum(side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer)
+        held = has_slots * has_positions * each
+        return slots * positions * each - held + held // len(states)
+
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Have room for so many. What a slot held before stays in it: finite numbers, which are masked."""
-        has_slots, has_positions = self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
+        """Have room for so many; raises NoRoom. What a slot held before stays in it: finite numbers, which are
+        masked.
+        """
+        has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
-        slots = has_slots if slots <= has_slots else max(slots, 2 * has_slots)
-        positions = has_positions if positions <= has_positions else max(positions, int(_GROWTH * has_positions))
-        positions = -(-positions // _STEP) * _STEP
+        ample_slots = has_slots if slots <= has_slots else max(slots, 2 * has_slots)
+        ample_positions = has_positions if positions <= has_positions else max(positions, int(_GROWTH * has_positions))
+        needed, ample = (slots, _whole(positions)), (ample_slots, _whole(ample_positions))
+        if self._fits(self._more_bytes(states, *ample)):
+            slots, positions = ample
+        elif slots == 1 or self._fits(self._more_bytes(states, *needed)):
+            slots, positions = needed
+        else:
+            raise NoRoom(f"keys and values of {slots} rows of {positions} positions do not fit")
         used = len(self.lengths)
 
         def grown(old: Tensor | None, like: Tensor) -> Tensor:
             new = like.new_zeros(slots, like.shape[1], positions, like.shape[3])
             if old is not None:
-                new[:used, :, : old.shape[2]] = old[:used]
+                kept = min(positions, old.shape[2])
+                new[:used, :, :kept] = old[:used, :, :kept]
             return new
 
         before: list[Any] = self._layers or [(None, None)] * len(states)
@@ -158,7 +209,7 @@ class _Kept:
     def open(self, needed: int) -> None:
         """Show so many positions, or a few more."""
         keys = self._layers[0][0]
-        self.width = min(keys.shape[2], -(-needed // _STEP) * _STEP)
+        self.width = min(keys.shape[2], _whole(needed))
         if self._ends is None:
             self._ends = torch.tensor(self.lengths, device=keys.device)
 
@@ -197,15 +248,24 @@ class Slots:
     the masks, then `advance`; a step that failed before that has changed nothing.
     """
 
-    def __init__(self) -> None:
-        self._own, self._seen = _Kept(), _Kept()
+    def __init__(self, fits: Fits = unbounded) -> None:
+        self._fits = fits
+        self._own, self._seen = _Kept(fits), _Kept(fits)
         self._shifts: list[int] = []
 
     def __len__(self) -> int:
         return len(self._shifts)
 
+    def has_room(self, rows: int, length: int) -> bool:
+        """Whether so many rows more fit, whose prompts have at most `length` tokens."""
+        wanted = self._own.wanted_bytes(rows, length) + self._seen.wanted_bytes(rows, 0)
+        return not wanted or self._fits(wanted)
+
     def add(self, begun: Begun) -> None:
-        """Take a row in, behind the others."""
+        """Take a row in, behind the others. Raises NoRoom if it does not fit beside them."""
+        self._own.make_room(begun.own)
+        if begun.seen:
+            self._seen.make_room(begun.seen)
         self._own.add(begun.own)
         if begun.seen:
             self._seen.add(begun.seen)
@@ -220,7 +280,7 @@ class Slots:
         self._shifts.pop()
 
     def ready(self) -> None:
-        """A step begins."""
+        """A step begins. Raises NoRoom if the rows have become too long to run together."""
         self._own.ready()
         if self._seen.lengths:
             self._seen.open(max(self._seen.lengths))

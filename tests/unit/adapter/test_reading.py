@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from selection import long_but
 from torch import Tensor
 
 from sie_adapter import reading
@@ -163,6 +164,79 @@ def test_a_row_that_does_not_fit_alone_is_its_callers_matter(readings: Readings)
     with pytest.raises(torch.OutOfMemoryError):
         readings.read(Sums(fails=fails), PROMPTS[:1])
     assert readings.read(Sums(), PROMPTS[:1]) == [expected(PROMPTS[0])]
+
+
+LONG = [asked(*range(1, 6 + number), most=90 + 10 * number, ends=frozenset()) for number in range(8)]
+
+
+class Device:
+    """What the keys and values of a loop may take at most."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.model = Sums(together=2)
+        self.loop = _Loop(self.model, CPU, lambda more: self.held_bytes() + more <= self.limit_bytes)
+
+    def held_bytes(self) -> int:
+        return sum(side.nbytes for layer in self.loop._slots._own._layers for side in layer)
+
+    def read(self, prompts: Sequence[Asked]) -> tuple[list[Written], int]:
+        """What is written, and the most bytes that several rows held."""
+        rows, most = [row(prompt) for prompt in prompts], 0
+        self.loop.waiting.extend(rows)
+        while not self.loop.is_idle:
+            self.loop.turn()
+            if len(self.loop._rows) > 1:
+                most = max(most, self.held_bytes())
+        assert [each.call.error for each in rows] == [None] * len(rows)
+        return [Written(each.ids, each.finish) for each in rows if each.finish], most
+
+
+POSITION_BYTES = 2 * 8  # a key and a value of Sums
+
+
+@pytest.mark.parametrize("slots", long_but([1, 3, 5], [3]))
+def test_rows_together_take_no_more_than_the_device_has_for_them(slots: int) -> None:
+    """Room for so many rows of 128 positions. All become longer, so some wait, and the youngest begin anew."""
+    limit_bytes = slots * 128 * POSITION_BYTES
+    device = Device(limit_bytes)
+    found, most = device.read(LONG)
+    assert found == [expected(each) for each in LONG]
+    assert most <= limit_bytes
+    assert max(device.model.rows) >= min(slots, 2)
+
+
+def test_a_row_alone_takes_what_it_needs() -> None:
+    device = Device(0)
+    assert device.read(LONG[:3]) == ([expected(each) for each in LONG[:3]], 0)
+
+
+def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
+    """None of these begins anew. While two rows become four, both sizes are held."""
+    device = Device((2 + 4) * 64 * POSITION_BYTES)
+    prompts = [asked(1, 2 + number, most=20, ends=frozenset()) for number in range(10)]
+    found, _ = device.read(prompts)
+    assert found == [expected(each) for each in prompts]
+    assert max(device.model.rows) == 4
+    assert sum(device.model.rows) == 10 * 19
+
+
+def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:
+    fits = [False]
+
+    def fails(rows: int) -> None:
+        if rows > 2 and not fits[0]:
+            fits[0] = True
+            raise torch.OutOfMemoryError("too many, this once")
+
+    model = Sums(together=8, fails=fails)
+    loop = _Loop(model, CPU)
+    loop.waiting.extend(row(each) for each in LONG * 2)
+    while not loop.is_idle:
+        loop.turn()
+    assert model.rows[0] == 8
+    assert max(model.rows[1:]) > 4
+    assert model.rows[1] == 4
 
 
 def test_an_error_of_the_model_is_that_of_the_calls_it_met(readings: Readings) -> None:

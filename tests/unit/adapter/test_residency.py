@@ -106,6 +106,18 @@ def test_a_model_goes_above_the_threshold_and_not_below(other: int, evicted: tup
     assert world.loaded() == [name for name in ("a", "b") if name not in evicted]
 
 
+@pytest.mark.parametrize(
+    ("other", "kept", "fits", "given_back"), [(920, 0, True, 0), (930, 0, False, 1), (500, 430, True, 1)]
+)
+def test_what_grows_fits_up_to_the_middle_between_the_threshold_and_all(
+    other: int, kept: int, fits: bool, given_back: int
+) -> None:
+    """92.5 % of 1,000 bytes, without those that the allocator only keeps."""
+    world = World(other_bytes=other, kept_bytes=kept)
+    memory = DeviceMemory(world._memory, world._give_back, 85.0)
+    assert (memory.fits(5), world.given_back) == (fits, given_back)
+
+
 def test_models_go_in_the_order_that_the_sidecar_names_and_no_more_than_are_needed() -> None:
     world = World(sizes={"a": 100, "b": 100, "c": 700, "d": 100})
     for model in "abcd":

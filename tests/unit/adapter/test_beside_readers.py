@@ -1,0 +1,145 @@
+"""Texts beside pages, at the sockets of an adapter: neither waits for the other."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from unit.adapter.test_batch import FakeEncoder, message
+from unit.adapter.test_reading import Sums, asked, expected
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.packing import Packed
+from sie_adapter.reading import Written
+from sie_adapter.residency import Resident
+from sie_adapter.server import Server
+from sie_contracts import ipc
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, Weights
+from sie_contracts.ipc import BatchDone, BatchStarted, Group, Rows, RunBatch
+from sie_contracts.messages import Ok
+from sie_contracts.settings import Settings
+
+WAIT_S = 20
+PROMPT = asked(4, 9, most=12)
+PAGE = RunBatch("p", "reader", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("",))
+
+
+class Reader:
+    """Its pages are all alike: `PROMPT`."""
+
+    def __init__(self, model: Sums) -> None:
+        self.rows = {"extract": Rows("raw", writes=True)}
+        self._model = model
+        self._read: Callable[..., list[Written]] | None = None
+
+    def reading(self, read: Callable[..., list[Written]]) -> Reader:
+        self._read = read
+        return self
+
+    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[dict[str, Any]]:
+        assert self._read is not None
+        return [{"data": {"ids": each.ids}} for each in self._read(self._model, [PROMPT for _ in texts])]
+
+
+class Gate:
+    """What passes waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, *given: object) -> None:
+        self.reached.release()
+        assert self.opened.wait(WAIT_S)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(Settings(device="cpu"))
+    yield engine
+    assert engine.stop(5)
+
+
+def put(engine: Engine, name: str, weights: Any) -> None:
+    entry = ModelEntry(id=name, weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
+    resolved = Catalogue.resolve_profile(entry, "default", name)
+    engine.residency._residents[name] = Resident(name, resolved, weights, 0.0, 0.0)
+
+
+@contextlib.contextmanager
+def connection(engine: Engine) -> Iterator[socket.socket]:
+    """Our end of one that the adapter's server attends to."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(WAIT_S)
+    attending = threading.Thread(target=Server(mock.Mock(), engine, lambda: None, mock.Mock())._attend, args=(theirs,))
+    attending.start()
+    with ours:
+        yield ours
+    attending.join(WAIT_S)
+    assert not attending.is_alive()
+
+
+def begins(ours: socket.socket, batch: RunBatch) -> None:
+    ours.sendall(ipc.frame(batch))
+    assert received(ours) == BatchStarted(batch.batch)
+
+
+def received(ours: socket.socket) -> ipc.Reply:
+    return ipc.reply(bytes(ipc.receive_frame(ours)))
+
+
+def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: Engine) -> None:
+    """1. a page is written, and one of its steps does not end; 2. texts come, and are answered; 3. the step ends, and
+    the page is what it would have been.
+    """
+    gate = Gate()
+    put(engine, "reader", Reader(Sums(fails=gate)))
+    put(engine, "m", FakeEncoder())
+    with connection(engine) as page, connection(engine) as text:
+        begins(page, PAGE)
+        assert gate.reached.acquire(timeout=WAIT_S)
+        for _ in range(3):
+            begins(text, message([[1, 2]]))
+            assert isinstance(received(text), BatchDone)
+        assert not gate.reached.acquire(blocking=False)  # it is the same step still
+        gate.opened.set()
+        assert_read(received(page))
+
+
+def test_a_page_is_written_while_every_lane_is_taken(engine: Engine) -> None:
+    gate = Gate()
+
+    class Slow(FakeEncoder):
+        def forward(self, packed: Packed) -> torch.Tensor:
+            gate()
+            return super().forward(packed)
+
+    put(engine, "reader", Reader(Sums()))
+    texts = [message([[1, 2]], model=f"m{lane}") for lane in range(len(engine.lanes))]
+    with contextlib.ExitStack() as stack:
+        lanes = [stack.enter_context(connection(engine)) for _ in texts]
+        for text, batch in zip(lanes, texts, strict=True):
+            put(engine, batch.model, Slow())
+            begins(text, batch)
+            assert gate.reached.acquire(timeout=WAIT_S)
+        page = stack.enter_context(connection(engine))
+        begins(page, PAGE)
+        assert_read(received(page))
+        gate.opened.set()
+        for text in lanes:
+            assert isinstance(received(text), BatchDone)
+
+
+def assert_read(reply: ipc.Reply) -> None:
+    assert isinstance(reply, BatchDone), reply
+    (outcome,) = reply.outcomes
+    assert isinstance(outcome, Ok)
+    assert outcome.data == {"data": {"ids": expected(PROMPT).ids}}
