@@ -1,0 +1,442 @@
+"""Pages that are read and texts beside them, measured side by side in one run.
+
+1. Pages per second of a reader, 16 at once against one by one: through the cluster, and in this process.
+2. A text each 100 ms, without pages and beside as many as the reader takes: p50, p99, errors. A text waits for one step
+   of the reader at most, so the bound of its p99 is twice that without pages, and a step.
+3. Pages per second without texts, and beside texts that fill every lane of the device: passages, then short queries.
+4. Processor time of each process beside those texts, the thread of the reader apart.
+
+The reader has random weights, 512 wide and 6 layers deep. None of its pages ends by itself: each is cut at --tokens.
+The texts are read by MiniLM. All of 1 takes turns, --rounds times; all of 2 and 3 does too.
+
+`python bench/readers.py` takes some 3 minutes on 2 cores that do nothing else. --seconds 1 --rounds 1 shows that it
+works. --part pages or --part texts takes half of it. A setting of `sie serve` is tried with `-- --name value`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import itertools
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import torch
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from client import Answer, Clients, OpenLoop, percentile, request
+from image_files import encoded, picture
+from local_models import under
+from overhead import Cluster
+from parity.reader_checkpoints import OCR_TOKENS, lighton
+from report import Report, machine
+from words import WORDS
+
+from sie_adapter.engine import Engine, prepare_process
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.packing import Shown
+from sie_contracts.entries import parse_entry
+from sie_contracts.settings import Settings
+from sie_sidecar import images
+
+READER, TEXTS = "test/reader", "test/texts"
+HEAD, HEADS, LAYERS = 64, 8, 6
+SIDE = 140  # pixels of a page: its tower is small, so that the steps are what is measured
+ROWS = 16  # that a reader takes at once
+WAITING = 8  # clients more, so that another page is there when one ends
+EACH_S = 0.1
+PASSAGE_WORDS, PASSAGES = 60, 16
+LOADS = {f"passages, 8 x {PASSAGES}": (8, PASSAGES, PASSAGE_WORDS), "queries, 64 x 1": (64, 1, 6)}
+BUDGET_MS = "120000"
+GOAL_AT_ONCE, GOAL_SHARE = 3.0, 0.2
+
+
+def checkpoint(folder: Path) -> None:
+    """LightOnOCR, large enough that a step reads more weights than a cache holds."""
+    from transformers import AutoConfig, AutoTokenizer, LightOnOcrConfig, LightOnOcrForConditionalGeneration
+
+    lighton(folder)
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    config["text_config"] |= {
+        "hidden_size": HEAD * HEADS,
+        "intermediate_size": 4 * HEAD * HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD,
+        "layer_types": None,
+    }
+    torch.manual_seed(0)
+    model = LightOnOcrForConditionalGeneration(LightOnOcrConfig(**config))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[model.config.text_config.eos_token_id] = 0  # never the likeliest
+    model.generation_config.pad_token_id = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|endoftext|>")
+    model.save_pretrained(folder)
+
+
+def entry_of(folder: Path) -> dict[str, Any]:
+    return {
+        "weights": {"path": str(folder)},
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": OCR_TOKENS,
+        "load": {},  # the precision of the machine
+    }
+
+
+def pages() -> list[bytes]:
+    """As many as are read at once, and no two of a size: what they write begins at different places."""
+    return [encoded(picture(SIDE - 2 * number, SIDE, number), "PNG") for number in range(ROWS)]
+
+
+class Alone:
+    """The reader in this process, on the thread that reads in the adapter."""
+
+    def __init__(self, folder: Path, files: Sequence[bytes], tokens: int) -> None:
+        prepare_process()
+        self.engine = Engine(Settings())
+        entry = parse_entry({"id": READER, **entry_of(folder)})
+        weights: Any = self.engine.residency.ensure(READER, entry).weights
+        self.precision = weights.precision
+        self._reading = weights.reading(self.engine.readings.read)
+        self._options = ExtractOptions((), parameters={"max_new_tokens": tokens})
+        self._tokens = tokens
+        made = [images.prepare(file, weights.rows["extract"].images) for file in files]
+        self._pages = [
+            Shown(np.frombuffer(each.pixels, np.uint8).reshape(*each.size, 3), *each.upright) for each in made
+        ]
+
+    def rate(self, clients: int, seconds: float) -> float:
+        """Pages per second, of so many callers with a page at a time."""
+        end_s = time.perf_counter() + seconds
+
+        def ask(number: int) -> int:
+            done = 0
+            while time.perf_counter() < end_s:
+                (found,) = self._reading.extract([""], [self._options], [[self._pages[number % len(self._pages)]]])
+                check(found["data"], self._tokens)
+                done, number = done + 1, number + clients
+            return done
+
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            done = sum(pool.map(ask, range(clients)))
+        return done / (time.perf_counter() - started_s)
+
+
+def check(data: Mapping[str, Any], tokens: int) -> None:
+    """Pages that end early would be another load. Raises RuntimeError."""
+    if (data["finish_reason"], data["completion_tokens"]) != ("length", tokens):
+        raise RuntimeError(f"a page was to be cut after {tokens} tokens: {data}")
+
+
+class Served:
+    """The cluster, and what clients send to it."""
+
+    def __init__(self, cluster: Cluster, files: Sequence[bytes], tokens: int) -> None:
+        self.cluster = cluster
+        self._tokens = tokens
+        self._pages = [
+            self._request(
+                f"/v1/extract/{READER}",
+                {"items": [{"images": [file]}], "params": {"max_new_tokens": tokens}},
+            )
+            for file in files
+        ]
+        rng = np.random.default_rng(7)
+        self._texts = {
+            name: [
+                self._request(
+                    f"/v1/encode/{TEXTS}", {"items": [" ".join(rng.choice(WORDS, words)) for _ in range(each)]}
+                )
+                for _ in range(32)
+            ]
+            for name, (_, each, words) in LOADS.items()
+        }
+        self._query = self._request(f"/v1/encode/{TEXTS}", {"items": ["What is deep learning?"]})
+
+    @staticmethod
+    def _request(path: str, body: dict[str, Any]) -> bytes:
+        return request(path, msgspec.msgpack.encode(body), x_sie_timeout_ms=BUDGET_MS)
+
+    def _clients(self, requests: Sequence[bytes], count: int) -> Clients:
+        return Clients("127.0.0.1", self.cluster.port, itertools.cycle(requests), count=count)
+
+    def reading(self, clients: int = ROWS + WAITING) -> Clients:
+        return self._clients(self._pages, clients)
+
+    def saturating(self, load: str) -> Clients:
+        return self._clients(self._texts[load], LOADS[load][0])
+
+    async def texts(self, seconds: float) -> list[Answer]:
+        """Answers of a text each 100 ms."""
+        loop = OpenLoop("127.0.0.1", self.cluster.port, itertools.repeat(self._query), rate=1 / EACH_S, seconds=seconds)
+        await loop.run()
+        await loop.finish()
+        return loop.answers
+
+    async def warm(self) -> None:
+        """Every shape has run once before anything is timed."""
+        for name in LOADS:
+            clients = self.saturating(name)
+            await asyncio.sleep(1)
+            failures(await clients.stop())
+        reading = self.reading()
+        await asyncio.sleep(1)
+        failures(await reading.stop())
+
+    async def rate(self, clients: int, seconds: float) -> float:
+        """Pages per second, each client with a page at a time, until the last one is read."""
+        started_s = time.perf_counter()
+        reading = self.reading(clients)
+        await asyncio.sleep(seconds)
+        answers = await reading.stop()
+        failures(answers)
+        for answer in answers:
+            check(msgspec.msgpack.decode(answer.body)["items"][0]["data"], self._tokens)
+        return len(answers) / (time.perf_counter() - started_s)
+
+    def rate_now(self, clients: int, seconds: float) -> float:
+        return uvloop.run(self.rate(clients, seconds))
+
+
+def failures(answers: Sequence[Answer]) -> None:
+    """Raises RuntimeError if any was refused."""
+    if failed := [each for each in answers if each.status != 200]:
+        raise RuntimeError(f"{statuses(failed)}: {failed[0].body[:300]!r}")
+
+
+def statuses(answers: Sequence[Answer]) -> str:
+    return ", ".join(f"{count} x {status}" for status, count in Counter(each.status for each in answers).most_common())
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def verdict(is_met: bool) -> str:
+    return "met" if is_met else "MISSED"
+
+
+# pages at once
+
+
+def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Report) -> None:
+    ways: dict[tuple[str, int], Callable[[], float]] = {}
+    for clients in (1, ROWS):
+        ways["in this process", clients] = functools.partial(alone.rate, clients, seconds)
+        ways["cluster", clients] = functools.partial(served.rate_now, clients, seconds)
+    alone.rate(ROWS, 1)
+    rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, measure in ways.items():
+            rates[way].append(measure())
+    say(f"\n## {ROWS} pages at once\n\nPages per second, median of {rounds} rounds, each in turn.\n")
+    say(f"| where | one by one | {ROWS} at once | ratio | goal | |\n|---|---|---|---|---|---|")
+    for where in ("in this process", "cluster"):
+        one, many = rates[where, 1], rates[where, ROWS]
+        ratio = statistics.median(b / a for a, b in zip(one, many, strict=True))
+        say(
+            f"| {where} | {statistics.median(one):.2f} | {statistics.median(many):.2f} | {ratio:.1f} "
+            f"| >= {GOAL_AT_ONCE:.0f} | {verdict(ratio >= GOAL_AT_ONCE)} |"
+        )
+
+
+# texts and pages beside each other
+
+
+class Interval:
+    """What is answered, and what the processes take, from here on."""
+
+    def __init__(self, cluster: Cluster, **clients: Clients) -> None:
+        self._cluster, self._clients = cluster, clients
+        self._before = usage(cluster)
+        self._began_s = time.perf_counter()
+
+    def end(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Requests per second of each kind of client; cores that each process took."""
+        now_s = time.perf_counter()
+        seconds = now_s - self._began_s
+        rates = {
+            name: sum(each.status == 200 and self._began_s <= each.ended_s < now_s for each in clients.answers)
+            / seconds
+            for name, clients in self._clients.items()
+        }
+        now = usage(self._cluster)
+        return rates, {role: (value - self._before.get(role, 0.0)) / seconds for role, value in now.items()}
+
+
+def usage(cluster: Cluster) -> dict[str, float]:
+    """Processor time of each process so far, by role; that of the threads that read apart from their process."""
+    found = dict(cluster.cpu_s())
+    own = psutil.Process().cpu_times()
+    found["this benchmark"] = own.user + own.system
+    reading = sum(map(stepped_back_s, adapters()))
+    if "adapter" in found and reading:
+        found["adapter"] -= reading
+        found["adapter, reading"] = reading
+    return found
+
+
+def adapters() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if "adapter" in each.cmdline()[1:4]]
+
+
+def stepped_back_s(process: psutil.Process) -> float:
+    """Processor time of the threads of lower priority than their process. Linux alone tells, and not where the process
+    has the lowest one.
+    """
+    tasks = Path(f"/proc/{process.pid}/task")
+    if not tasks.exists():
+        return 0.0
+    base, ticks = process.nice(), 0
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            fields = (task / "stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from the third on
+            if int(fields[16]) > base:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Beside:
+    """Rounds of: texts, pages, both, pages and saturating texts. One value a round of each."""
+
+    def __init__(self, served: Served, seconds: float) -> None:
+        self._served, self._seconds = served, seconds
+        self.texts: dict[str, list[Answer]] = {"without pages": [], "beside pages": []}
+        self.pages: dict[str, list[float]] = {}
+        self.answered: dict[str, list[float]] = {}
+        self.cores: dict[str, list[dict[str, float]]] = {}
+
+    async def round(self) -> None:
+        served, seconds = self._served, self._seconds
+        self.texts["without pages"] += await served.texts(2 * seconds)
+        reading = served.reading()
+        await asyncio.sleep(max(1.0, seconds / 4))  # until the first pages are through
+        await self._measure("no text", reading, None)
+        interval = Interval(served.cluster, pages=reading)
+        self.texts["beside pages"] += await served.texts(2 * seconds)
+        self._keep("a text each 100 ms", interval)
+        for load in LOADS:
+            texts = served.saturating(load)
+            await asyncio.sleep(max(0.5, seconds / 10))
+            await self._measure(load, reading, texts)
+            failures(await texts.stop())
+        failures(await reading.stop())
+
+    async def _measure(self, name: str, reading: Clients, texts: Clients | None) -> None:
+        interval = Interval(self._served.cluster, pages=reading, **({"texts": texts} if texts else {}))
+        await asyncio.sleep(self._seconds)
+        self._keep(name, interval)
+
+    def _keep(self, name: str, interval: Interval) -> None:
+        rates, used = interval.end()
+        self.pages.setdefault(name, []).append(rates["pages"])
+        if "texts" in rates:
+            self.answered.setdefault(name, []).append(rates["texts"] * LOADS[name][1])
+        self.cores.setdefault(name, []).append(used)
+
+
+async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: Report) -> None:
+    await served.warm()
+    found = Beside(served, seconds)
+    for _ in range(rounds):
+        await found.round()
+    solo = statistics.median(found.pages["no text"])
+    if not all(map(min, found.pages.values())):
+        raise RuntimeError(f"no page was read within {seconds:g} s: take more --seconds, or fewer --tokens")
+    step_ms = 1000 * ROWS / (solo * tokens)
+    say(
+        f"\n## Texts beside pages\n\n{ROWS + WAITING} clients have a page read at a time. Without texts that is "
+        f"{solo:.2f} pages/s, so a step of {ROWS} pages takes {step_ms:.1f} ms.\n"
+    )
+    say("| a text each 100 ms | p50 ms | p99 ms | answers | errors | bound of p99 | |\n|---|---|---|---|---|---|---|")
+    bound_ms = 0.0
+    for name, answers in found.texts.items():
+        taken = [1000 * each.taken_s for each in answers if each.status == 200]
+        failed = [each for each in answers if each.status != 200]
+        p99_ms = percentile(taken, 0.99)
+        row = (
+            f"| {name} | {percentile(taken, 0.5):.1f} | {p99_ms:.1f} | {len(answers)} | {statuses(failed) or 'none'} |"
+        )
+        if bound_ms:
+            say(f"{row} {bound_ms:.0f} ms | {verdict(not failed and p99_ms <= bound_ms)} |")
+        else:
+            bound_ms = 2 * p99_ms + step_ms
+            say(f"{row} | |")
+    say("\n## Pages beside texts\n")
+    say("| beside | pages/s | of alone | goal | | texts/s |\n|---|---|---|---|---|---|")
+    for name, rates in found.pages.items():
+        shares = [rate / own for rate, own in zip(rates, found.pages["no text"], strict=True)]
+        share = statistics.median(shares)
+        goal = f">= {GOAL_SHARE:.0%} | {verdict(share >= GOAL_SHARE)}" if name in LOADS else " | "
+        texts = f"{statistics.median(found.answered[name]):.0f}" if name in LOADS else ""
+        say(f"| {name} | {statistics.median(rates):.2f} | {share:.0%} | {goal} | {texts} |")
+    say(f"\nCores that each process took, of {cores()}:\n")
+    roles = sorted({role for rounds in found.cores.values() for used in rounds for role in used})
+    names = [role.removeprefix("sie_sidecar.") for role in roles]
+    say(f"| beside | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for name, each in found.cores.items():
+        say(f"| {name} | " + " | ".join(f"{statistics.median(u.get(r, 0.0) for u in each):.2f}" for r in roles) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each rate; texts are sent for twice as long")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48, help="written for each page")
+    parser.add_argument("--part", choices=("both", "pages", "texts"), default="both", help="1, or 2 to 4, or both")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "readers.md")
+    parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
+    arguments = parser.parse_args()
+    say = Report()
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "reader"
+        checkpoint(weights)
+        models = under(Path(folder) / "models")
+        models.add("reader", entry_of(weights))
+        models.build("texts", "mini")
+        files = pages()
+        cluster = Cluster([*models.arguments, "--preload", f"{READER},{TEXTS}", *arguments.serve], model=READER)
+        alone = None
+        try:
+            alone = Alone(weights, files, arguments.tokens)
+            command = " ".join(["python bench/readers.py", *sys.argv[1:]])
+            say(
+                f"# Pages that are read, and texts beside them\n\n`{command}`, Python {platform.python_version()}, "
+                f"torch {torch.__version__}, {machine()}, of which {cores()} may be used. A reader of {LAYERS} layers, "
+                f"{HEAD * HEADS} wide, random weights in {alone.precision}, {arguments.tokens} tokens a page; texts by "
+                "MiniLM."
+            )
+            served = Served(cluster, files, arguments.tokens)
+            if arguments.part != "texts":
+                at_once(alone, served, arguments.seconds, arguments.rounds, say)
+            if arguments.part != "pages":
+                uvloop.run(beside(served, arguments.seconds, arguments.rounds, arguments.tokens, say))
+        finally:
+            cluster.stop()
+            if alone is not None:
+                alone.engine.stop(5)
+    arguments.out.parent.mkdir(exist_ok=True)
+    say.save(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
