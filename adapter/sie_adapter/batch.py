@@ -76,13 +76,13 @@ class BatchRun:
         model: TextModel,
         device: torch.device,
         message: RunBatch,
-        make_room: Callable[[], bool] = lambda: False,
+        make_room: Callable[[], Remedy | None] = lambda: None,
         frontier: Frontier | None = None,
         key: str = "",
         remedied: Callable[[Remedy], None] = lambda remedy: None,
         passes: Passes | None = None,
     ) -> None:
-        """`frontier` knows under `key` how much fits; `make_room` drops a model that may go and says whether it did;
+        """`frontier` knows under `key` how much fits; `make_room` gives memory back and says how, None if it cannot;
         `remedied` is called for each remedy; `passes` keeps a record of each pass for the process after this one.
 
         Raises InvalidInput or InternalFailure for what cannot be run.
@@ -91,7 +91,7 @@ class BatchRun:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
             rows = model.rows[message.operation]
-            seen = images(message.images, message.pixels, rows.images)
+            seen = images(message.images, message.pixels, rows.images, message.image_keys)
             heard = sounds(message.sounds, message.features, rows.sounds)
             self._items = items(message.lengths, message.ids, message.types, seen, heard)
         except MalformedBatch as error:

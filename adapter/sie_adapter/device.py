@@ -16,7 +16,7 @@ import platform
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sie_adapter.tower_outputs import TowerOutputs
 from sie_contracts.settings import SettingError
 from sie_runtime import control_group
 
@@ -135,7 +136,7 @@ class Compute:
     """Everything that the weights and passes of one model run with on this device.
 
     `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
-    one, else empty.
+    one, else empty. `outputs`: what towers made of images.
     """
 
     device: torch.device
@@ -145,6 +146,7 @@ class Compute:
     facts: AttentionFacts
     requested: str = ""
     precision_reason: str = ""
+    outputs: TowerOutputs = field(default_factory=TowerOutputs)
 
     @property
     def precision(self) -> str:
@@ -196,12 +198,21 @@ def memory(device: torch.device, more_bytes: int = 0) -> Memory:
     container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which bounds one adapter among
     others without a container.
     """
-    limits = (
-        _cuda_memory(device) if device.type == "cuda" else _mps_memory() if device.type == "mps" else _host_memory()
-    )
     return max(
-        (Memory(limit.used_bytes + more_bytes, limit.total_bytes) for limit in limits), key=lambda limit: limit.percent
+        (Memory(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
+        key=lambda limit: limit.percent,
     )
+
+
+def capacity_bytes(device: torch.device) -> int:
+    """What the tightest of these limits lets this process have, if it has all of it."""
+    return min(limit.total_bytes for limit in _limits(device))
+
+
+def _limits(device: torch.device) -> list[Memory]:
+    if device.type == "cuda":
+        return _cuda_memory(device)
+    return _mps_memory() if device.type == "mps" else _host_memory()
 
 
 def _cuda_memory(device: torch.device) -> list[Memory]:

@@ -30,9 +30,10 @@ from sie_adapter.packing import Items
 from sie_adapter.passes import Passes
 from sie_adapter.raw import extract_options, run_raw
 from sie_adapter.reading import Readings
-from sie_adapter.remedies import Remedies
+from sie_adapter.remedies import Remedies, Remedy
 from sie_adapter.residency import DeviceMemory, Permission, Residency
 from sie_adapter.spoilt import afresh
+from sie_adapter.tower_outputs import SHARE, TowerOutputs
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
@@ -65,13 +66,15 @@ class Engine:
         self._on_device_lost = on_device_lost
         self._settings = settings
         self._label = devices.label(self.device) or self.device.type
-        self.loader = Loader(self.device, WeightSources.of(settings), settings)
+        self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
+        self.loader = Loader(self.device, WeightSources.of(settings), settings, self.outputs)
         self.remedies = Remedies()
         self._use = devices.Use(self.device)
         memory = DeviceMemory(
             functools.partial(devices.memory, self.device),
             functools.partial(devices.give_memory_back, self.device),
             settings.memory_pressure_threshold_percent,
+            self.outputs.clear,
         )
         self.residency = Residency(
             self._load,
@@ -92,7 +95,7 @@ class Engine:
         )
         cores = devices.usable_cores()
         self.lanes = Lanes(cores if self.device.type == "cpu" else 1, self.execute)
-        self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2))
+        self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self.outputs.clear)
         if self._instrumentation is not None:
             self.lanes.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)
@@ -171,7 +174,7 @@ class Engine:
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(
-        self, message: RunBatch, make_room: Callable[[], bool], preparation: Any, is_gone: Callable[[], bool]
+        self, message: RunBatch, make_room: Callable[[], Remedy | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
         """Never raises."""
         try:

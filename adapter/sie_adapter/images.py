@@ -2,6 +2,9 @@
 
 Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
 Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
+
+What they give is kept (`tower_outputs`) where an image may be read again with another text. On a CPU such an image is a
+pass of its own, so that its bits do not depend on those beside it when it was read.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute, to_device
 from sie_adapter.packing import Shown, UInt8, missing
+from sie_adapter.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import Normalisation, Recipe, UnknownProcessor, from_processor
 from sie_contracts.load_errors import load_failed
@@ -26,9 +30,8 @@ PROCESSOR = "preprocessor_config.json"
 # Images or sounds in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Blocks of patches in one pass of a tower that takes any size; an image of more has a pass of its own.
-_BLOCKS_PER_PASS = {"cpu": 2048}
-_BLOCKS_PER_PASS_ELSEWHERE = 16384
+# Blocks of patches in one pass of a tower that takes any size; an image of more has a pass of its own, as on a CPU any.
+_BLOCKS_PER_PASS = 16384
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
@@ -65,17 +68,26 @@ class _Levels:
 
 class Tower:
     """Images in passes through `run`, [images, 3, height, width] -> [images, ..], in the precision of `compute`. All
-    images of a model have one size.
+    images of a model have one size. `keeps`: whether outputs are kept.
     """
 
-    def __init__(self, run: Callable[[Tensor], Tensor], normalisation: Normalisation, compute: Compute) -> None:
+    def __init__(
+        self, run: Callable[[Tensor], Tensor], normalisation: Normalisation, compute: Compute, *, keeps: bool = False
+    ) -> None:
         self._run = run
         self._compute = compute
         self._levels = _Levels(normalisation, compute.device)
-        self._most = per_pass(compute)
+        self._outputs = compute.outputs.of_tower() if keeps else None
+        self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
         """What `run` gives of each image, in order."""
+        if self._outputs is None:
+            return self._read(images)
+        found = self._outputs.of(images, lambda some: [(each,) for each in self._read(some)])
+        return torch.stack([own for (own,) in found])
+
+    def _read(self, images: Sequence[Shown]) -> Tensor:
         return torch.cat(
             [self._run(self._pixels(images[start:stop])) for start, stop in passes(len(images), self._most)]
         )
@@ -119,7 +131,7 @@ class Patches(NamedTuple):
 class GridTower:
     """Images of any size in passes through `run`: patches [patches, values] and the grid of each image, int64 [images,
     3], in frames and rows and columns of patches, give tensors [blocks, width]. Patches are in the order of the image
-    processors of Qwen2-VL: block by block.
+    processors of Qwen2-VL: block by block. Outputs are kept.
     """
 
     def __init__(
@@ -133,7 +145,7 @@ class GridTower:
         self._patches = patches
         self._compute = compute
         self._levels = _Levels(normalisation, compute.device)
-        self._most = _BLOCKS_PER_PASS.get(compute.device.type, _BLOCKS_PER_PASS_ELSEWHERE)
+        self._outputs = compute.outputs.of_tower()
 
     def grid(self, image: Shown) -> tuple[int, int]:
         """Its rows and columns of blocks."""
@@ -142,15 +154,23 @@ class GridTower:
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
         """What `run` gives of all blocks, in order, each tensor in one piece."""
-        made = [self._pass(part) for part in self._parts(images)]
-        return [torch.cat(each) for each in zip(*made, strict=True)]
+        found = self._outputs.of(images, self._read)
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
+    def _read(self, images: Sequence[Shown]) -> list[Output]:
+        """What `run` gives of each image."""
+        found: list[Output] = []
+        for part in self._parts(images):
+            blocks = [math.prod(self.grid(image)) for image in part]
+            found += zip(*(each.split(blocks) for each in self._pass(part)), strict=True)
+        return found
 
     def _parts(self, images: Sequence[Shown]) -> Iterator[list[Shown]]:
         part: list[Shown] = []
         blocks = 0
         for image in images:
             own = math.prod(self.grid(image))
-            if part and blocks + own > self._most:
+            if part and (self._compute.device.type == "cpu" or blocks + own > _BLOCKS_PER_PASS):
                 yield part
                 part, blocks = [], 0
             part.append(image)

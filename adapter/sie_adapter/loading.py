@@ -26,6 +26,7 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
+from sie_adapter.tower_outputs import TowerOutputs
 from sie_adapter.weight_files import check_weights, safetensors_of
 from sie_contracts.catalogue import Resolved, fingerprint
 from sie_contracts.entries import ModelEntry, Precision
@@ -99,6 +100,7 @@ class Loader:
     device: torch.device
     sources: WeightSources
     settings: Settings
+    outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
     _checked: set[tuple[str, ...]] = field(default_factory=set)  # files of weights, with sizes and times
     _told: set[tuple[str, str]] = field(default_factory=set)  # models with another precision than they ask for, and why
@@ -111,7 +113,7 @@ class Loader:
         dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)
         facts = devices.attention_facts(self.device, dtype)
         attention = devices.resolve_attention(self.settings.attention_backend, facts)
-        return Compute(self.device, dtype, *attention, facts, requested=precision or default, precision_reason=reason)
+        return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as

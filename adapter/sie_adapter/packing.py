@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.images import Recipe, Size, cost
+from sie_contracts.ipc import IMAGE_KEY_BYTES
 from sie_contracts.sounds import SoundRecipe
 
 # Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of
@@ -37,12 +38,13 @@ class MalformedBatch(Exception):
 
 class Shown(NamedTuple):
     """An image: `pixels` uint8 [height, width, 3] for the model; `height` and `width` of what the client submitted,
-    upright.
+    upright. `key`: what is made of its pixels may serve any image with an equal one; empty: it serves no other.
     """
 
     pixels: UInt8
     height: int
     width: int
+    key: bytes = b""
 
 
 Heard = Float32  # the features of a sound, [views, frames, bins]
@@ -130,8 +132,10 @@ def items(
     return Items(counts, np.frombuffer(ids, "<i4"), own, images=images, sounds=sounds)
 
 
-def images(places: bytes, pixels: bytes, recipe: Recipe | None) -> Files[Shown] | None:
-    """Decode the images of a batch, made by `recipe`; None if it has none. Raises MalformedBatch."""
+def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> Files[Shown] | None:
+    """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`); None if it has none.
+    Raises MalformedBatch.
+    """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
     if not places:
@@ -144,10 +148,13 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None) -> Files[Shown] 
         raise MalformedBatch("the images are not in the order of their rows, or one is empty")
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
+    if len(keys) not in (0, IMAGE_KEY_BYTES * len(found)):
+        raise MalformedBatch(f"{len(found)} images came with {len(keys)} bytes of keys")
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
+    own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(found))]
     shown = [
-        Shown(part.reshape(height, width, 3), *upright)
-        for part, (height, width, *upright) in zip(parts, found[:, 1:].tolist(), strict=True)
+        Shown(part.reshape(height, width, 3), *upright, key if any(key) else b"")
+        for part, (height, width, *upright), key in zip(parts, found[:, 1:].tolist(), own, strict=True)
     ]
     costs = [cost(recipe, Size(height, width)) for height, width in found[:, 1:3].tolist()]
     return Files(rows, shown, np.array(costs, np.int64))

@@ -63,7 +63,7 @@ def run_raw(
     model: Any,
     message: RunBatch,
     device: torch.device = _CPU,
-    make_room: Callable[[], bool] = lambda: False,
+    make_room: Callable[[], Remedy | None] = lambda: None,
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:
@@ -131,7 +131,7 @@ def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
         return message.documents or [None] * len(message.texts)
     recipe = rows.images if rows is not None else None
     try:
-        found = images(message.images, message.pixels, recipe)
+        found = images(message.images, message.pixels, recipe, message.image_keys)
     except MalformedBatch as error:
         raise InternalFailure(str(error), reason="malformed_batch") from error
     if recipe is None:

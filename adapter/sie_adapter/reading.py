@@ -112,11 +112,18 @@ class _Row:
 class _Loop:
     """The rows of one model. `rows[i]` is in slot i."""
 
-    def __init__(self, model: Writer[Any], device: torch.device, fits: Fits = unbounded) -> None:
+    def __init__(
+        self,
+        model: Writer[Any],
+        device: torch.device,
+        fits: Fits = unbounded,
+        shed: Callable[[], object] = lambda: None,
+    ) -> None:
         self.model = model
         self.waiting: deque[_Row] = deque()
         self._device = device
         self._fits = fits
+        self._shed = shed
         self._rows: list[_Row] = []
         self._beginning: list[_Row] = []
         self._slots = Slots(fits)
@@ -164,6 +171,7 @@ class _Loop:
         """After memory ended rows begin anew, half of them at a time."""
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning("out of memory with %d rows: at most %d are read at a time now", len(rows), self._most)
+        self._shed()
         give_memory_back(self._device)
         self._wait(rows)
 
@@ -268,13 +276,21 @@ class _Loop:
 
 class Readings:
     """The thread of one device that makes the steps of all models which write. Owns it from the first `read` to
-    `stop`.
+    `stop`. `shed` drops what can be made again, where memory ends.
     """
 
-    def __init__(self, device: torch.device, fits: Fits = unbounded, *, torch_threads: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        fits: Fits = unbounded,
+        *,
+        torch_threads: int = 1,
+        shed: Callable[[], object] = lambda: None,
+    ) -> None:
         """`fits`: whether rows that run together may take so many bytes more."""
         self._device = device
         self._fits = fits
+        self._shed = shed
         self._torch_threads = torch_threads
         self._loops: dict[int, _Loop] = {}  # of the thread alone
         self._joining: list[tuple[Writer[Any], list[_Row]]] = []
@@ -340,7 +356,8 @@ class Readings:
                     joining, self._joining = self._joining, []
                     is_stopped = self._stopped
                 for model, rows in joining:
-                    self._loops.setdefault(id(model), _Loop(model, self._device, self._fits)).waiting.extend(rows)
+                    loop = _Loop(model, self._device, self._fits, self._shed)
+                    self._loops.setdefault(id(model), loop).waiting.extend(rows)
                 if not self._loops:
                     return
                 self._turn(is_stopped=is_stopped)

@@ -4,6 +4,7 @@
                                           └─ before it: drop models while memory would be above the threshold
     after a batch, and at a Ping that permits it ──► drop models while memory is above the threshold
     out of memory ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
+    before any model goes: what can be made again (`tower_outputs`)
 
 The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
 reply names those that went. Nothing is kept between requests.
@@ -111,12 +112,14 @@ class Permission:
     """Which models may be unloaded for one request: those of `may_drop`, the first one first. Made when the request is
     begun: a model that was used or asked for after that stays.
 
-    `dropped`: what was unloaded for the request so far.
+    `dropped`: what was unloaded for the request so far. `has_shed`: what can be made again was dropped for it: only
+    once, since the request makes some of that again.
     """
 
     may_drop: tuple[str, ...]
     asked_s: float
     dropped: tuple[str, ...] = ()
+    has_shed: bool = False
 
     def record_drop(self, model: str) -> None:
         """Note that `model` was unloaded."""
@@ -126,12 +129,14 @@ class Permission:
 @dataclass(frozen=True)
 class DeviceMemory:
     """The memory that models share. `held` returns what the device would hold with so many bytes more; `give_back`
-    returns to it what the allocator only keeps. Models go while more than `threshold_percent` is held.
+    returns to it what the allocator only keeps. Models go while more than `threshold_percent` is held. `shed` drops
+    what can be made again, and says whether there was any.
     """
 
     held: Callable[[int], Memory]
     give_back: Callable[[], None]
     threshold_percent: float
+    shed: Callable[[], bool] = lambda: False
 
     def is_short(self, more_bytes: int = 0) -> bool:
         """Whether the device would be above the threshold with so many bytes more."""
@@ -139,10 +144,11 @@ class DeviceMemory:
 
     def fits(self, more_bytes: int) -> bool:
         """Whether something that grows may take so many bytes more: up to the middle between the threshold, which the
-        loaded models may reach, and all of the memory. What the allocator only keeps is given back first.
+        loaded models may reach, and all of the memory. What can be made again, or the allocator only keeps, goes first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
+            self.shed()
             self.give_back()
         return self.held(more_bytes).percent <= limit_percent
 
@@ -276,18 +282,20 @@ class Residency:
             self._relieve_due_s = now_s + 1.0
         self._drop_above_threshold(0, permission)
 
-    def make_room(self, permission: Permission) -> bool:
-        """Because an allocation failed: drop the next model that may go, else wait for a load that takes memory
-        meanwhile to end. False if there is neither.
+    def make_room(self, permission: Permission) -> Remedy | None:
+        """Because an allocation failed: drop what can be made again, else the next model that may go, else wait for a
+        load that takes memory meanwhile to end. None if there is nothing of these.
         """
+        if self._shed(permission):
+            return "cache_clears"
         if self._drop_next(permission, "an allocation failed"):
-            return True
+            return "evictions_triggered"
         with self._lock:
             # of those whose bytes are counted: one that still fetches its files holds no memory, and may take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
             pending.exception()  # whether it failed is for those who asked for it
-        return pending is not None
+        return "evictions_triggered" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:
         """All resident models, in the order in which they were loaded."""
@@ -327,6 +335,8 @@ class Residency:
             ran_out = True
             self._collect()
             self._count(model, "cache_clears")
+            if self._shed(permission):
+                continue
             if not self._drop_next(permission, f"there was too little memory to load {model}"):
                 self._count(model, "terminal_failures")
                 raise failure
@@ -351,8 +361,9 @@ class Residency:
     def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # neither what the allocator only keeps, nor a model that went while a batch ran on it, is a reason to unload
-        # another
+        # neither what can be made again or the allocator only keeps, nor a model that went while a batch ran on it, is
+        # a reason to unload another
+        self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"
         while self._memory.is_short(more_bytes) and self._drop_next(permission, why):
@@ -367,6 +378,13 @@ class Residency:
             del self._residents[victim]
             permission.record_drop(victim)
         _logger.warning("unloaded %s: %s", victim, why)
+        self._collect()
+        return True
+
+    def _shed(self, permission: Permission) -> bool:
+        if permission.has_shed or not self._memory.shed():
+            return False
+        permission.has_shed = True
         self._collect()
         return True
 

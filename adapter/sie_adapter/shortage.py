@@ -1,7 +1,7 @@
 """What is done when memory runs out: nobody's input is refused before all of it was tried.
 
-work ──out of memory──► clear the cache ──► drop a model that may go, again ──► halve ──► one item: once more alone ──►
-refused
+work ──out of memory──► clear the cache ──► drop outputs of towers, then models that may go, one by one ──► halve ──►
+one item: once more alone ──► refused
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The remedies of one device. `make_room` drops a model that the batch may drop, and says whether it did;
+    """The remedies of one device. `make_room` drops what the batch may drop, and says how, None if there is nothing;
     `count` is called for each remedy.
     """
 
     device: torch.device
-    make_room: Callable[[], bool]
+    make_room: Callable[[], Remedy | None]
     count: Callable[[Remedy], None] = lambda remedy: None
 
     def run(
@@ -90,8 +90,8 @@ class Shortage:
             give_memory_back(self.device)
             self.count("cache_clears")
             _logger.warning("out of memory with %d items", len(items))
-            if self.make_room():
-                self.count("evictions_triggered")
+            if (remedy := self.make_room()) is not None:
+                self.count(remedy)
                 continue
             learn(items, False)
             if len(items) > 1:

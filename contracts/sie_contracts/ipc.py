@@ -34,6 +34,7 @@ MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 PROTOCOL = 3
+IMAGE_KEY_BYTES = 16
 
 _HEADER = struct.Struct(">I")
 
@@ -169,6 +170,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3]. `mentions`: those of
     each row, of a layout raw; empty if no row has any. `sounds`: int32 [sounds, 4], of each sound its row and the shape
     of its features. `features`: float32 [views, frames, bins]. `documents`: those of each row, as `mentions`.
+    `image_keys`: IMAGE_KEY_BYTES for each image; equal ones are those of equal pixels of one asker, and what was made of
+    one serves the other; zeros: of an image that serves no other; empty: all are such.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
@@ -199,6 +202,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     sounds: bytes = b""
     features: bytes = b""
     documents: tuple[Document | None, ...] = ()
+    image_keys: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -133,7 +133,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     metrics; if empty, the operation's. `traceparent` and `tracestate` are those of the request.
 
     A chunk that is too large for a message keeps its inputs and query in the payload store, under the key `payload`;
-    `count` is then the number of inputs.
+    `count` is then the number of inputs. `asker`: the credential of its client, as metrics name it; what a worker keeps
+    of an image serves the same asker alone; empty: nothing is kept.
     """
 
     request: str
@@ -157,6 +158,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     count: int = 0
     endpoint: str = ""
     tracestate: str = ""
+    asker: str = ""
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):

@@ -243,6 +243,7 @@ def _builder(
     query = None if request.query is None else _input(request.query)
     # the one route that workers count apart from its operation
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
+    asker = call.grant.name if _has_images(items, request.query) else ""
 
     def work_item(number: int) -> WorkItem:
         piece = chunks[number]
@@ -265,6 +266,7 @@ def _builder(
             query=query,
             endpoint=endpoint,
             tracestate=call.context.tracestate,
+            asker=asker,
         )
 
     return work_item

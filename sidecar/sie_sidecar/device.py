@@ -257,7 +257,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         item = job.work.item
         run, chosen = runnable(job.work)
         work = Work([item.inputs[index] for index in chosen], item.query, item.options)
-        parts.append(Part(run, work, spans.context_of(job.work)))
+        parts.append(Part(run, work, spans.context_of(job.work), item.asker))
     first, key = batch.jobs[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span

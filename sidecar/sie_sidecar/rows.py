@@ -4,6 +4,7 @@ they travel in. `layouts` makes them. Pure: called in the tokenising threads.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from sie_contracts import documents
 from sie_contracts.documents import Document
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Group, Layout, Rows, RunBatch
+from sie_contracts.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.trace_context import NONE, Context
 from sie_sidecar import cost
@@ -299,12 +300,21 @@ def offsets_of(rows: Sequence[Row]) -> bytes:
 
 class Part(NamedTuple):
     """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`:
-    of its trace.
+    of its trace. `asker`: whose it is (`messages.WorkItem`).
     """
 
     rows: Sequence[Row]
     work: Work
     context: Context = NONE
+    asker: str = ""
+
+    def image_keys(self) -> bytes:
+        """Of each image of its rows: a digest of the asker and the pixels, zeros if nobody is known to have asked."""
+        images = [image for row in self.rows for image in row.images]
+        if not self.asker:
+            return bytes(IMAGE_KEY_BYTES * len(images))
+        own = (hashlib.blake2b(image.digest + self.asker.encode(), digest_size=IMAGE_KEY_BYTES) for image in images)
+        return b"".join(each.digest() for each in own)
 
 
 def to_batch(
@@ -324,6 +334,7 @@ def to_batch(
     groups: list[Group] = []
     texts: list[str] = []
     mentions: list[tuple[Mention, ...]] = []
+    keys: list[bytes] = []
     for part in parts:
         options = _answered(part.work.options)
         groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
@@ -332,6 +343,7 @@ def to_batch(
         if layout == "raw":
             mentions += [()] * (part.work.query is not None) + [given.mentions for given in part.work.inputs]
         rows += part.rows
+        keys.append(part.image_keys())
     files = tuple(row.document for row in rows)
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
@@ -368,6 +380,7 @@ def to_batch(
         sounds=np.array([(number, *sound.shape) for number, sound in heard], np.int32).tobytes(),
         features=b"".join(sound.features for _, sound in heard),
         documents=files if any(files) else (),
+        image_keys=b"".join(keys),
     )
 
 

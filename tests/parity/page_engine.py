@@ -40,12 +40,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Served:
-    """A model in the engine of this process, asked as gateway and sidecar ask."""
+    """A model in the engine of this process, asked as gateway and sidecar ask, on behalf of `asker`."""
 
     engine: Engine
     entry: ModelEntry
     weights: Any
     tokenizer: ModelTokenizer
+    asker: str = ""
 
     @property
     def path(self) -> str:
@@ -55,12 +56,19 @@ class Served:
     def run(
         self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
     ) -> list[Any]:
-        """Of each input its vectors, its score, or its error: all of them one batch. `options`: of a request."""
+        """Of each input its vectors, its score, what was found in it, or its error: all of them one batch. `options`: of
+        a request.
+        """
+        return self.answers(self.asked(operation, given, query, **options))
+
+    def asked(
+        self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
+    ) -> RunBatch:
+        """The batch of `run`."""
         work, made = self._made(operation, given, query, options)
         assert made.error is None, made.error
         assert not made.unfit, made.unfit
-        reply = self._execute(operation, [Part(made.rows, work)], lora=work.options.lora)
-        return [_value(reply, outcome) for outcome in reply.outcomes]
+        return self.batch(operation, [Part(made.rows, work, asker=self.asker)], lora=work.options.lora)
 
     def extract(self, asked: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
         """Of each input, which is its image files and what is asked of them, the result or its error: all of them one
@@ -72,18 +80,18 @@ class Served:
             work = Work(inputs, None, options, seen(inputs, layout))
             (made,) = layouts.make(self.tokenizer, layout, [work])
             parts.append(Part(made.rows, work))
-        reply = self._execute("extract", parts)
-        return [_value(reply, outcome) for outcome in reply.outcomes]
+        return self.answers(self.batch("extract", parts))
 
     def rows(self, operation: Operation, given: Sequence[Given], query: Given | None = None) -> Made:
         """The rows of the inputs, or why there are none."""
         return self._made(operation, given, query, {})[1]
 
-    def _execute(self, operation: Operation, parts: list[Part], **named: Any) -> BatchDone:
+    def answers(self, batch: RunBatch) -> list[Any]:
+        """What `run` gives."""
         with torch.inference_mode():
-            reply = self.engine.execute(self.batch(operation, parts, **named))
+            reply = self.engine.execute(batch)
         assert isinstance(reply, BatchDone), reply
-        return reply
+        return [_value(reply, outcome) for outcome in reply.outcomes]
 
     def batch(self, operation: Operation, parts: list[Part], **named: Any) -> RunBatch:
         """What the sidecar sends."""

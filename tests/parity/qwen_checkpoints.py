@@ -8,8 +8,9 @@ three axes of positions are small, and all there.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -117,16 +118,25 @@ def colqwen_lora(folder: Path, base: Path) -> Path:
     return folder
 
 
-def qwen3_vl(folder: Path, *, tied: bool = True) -> Path:
-    """Qwen3-VL, whose output layer is its table of embeddings unless `tied` is false."""
+def qwen3_vl(
+    folder: Path,
+    *,
+    tied: bool = True,
+    axes: Sequence[int] = (4, 2, 2),
+    language: Mapping[str, Any] = MappingProxyType({}),
+    tower: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Qwen3-VL, whose output layer is its table of embeddings unless `tied` is false. `language`, `tower`: other sizes.
+    `axes`: pairs of a head's width that turn with time, height and width.
+    """
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     folder.mkdir(parents=True)
     words = TOKENIZER.save(folder, 4096)
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(axes), "mrope_interleaved": True}
     text = {**_LANGUAGE, **_ENDS, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": words, "rope_parameters": rope}
     config = Qwen3VLConfig(
-        text_config={**text, "tie_word_embeddings": tied},
+        text_config={**text, "tie_word_embeddings": tied, **language},
         vision_config={
             **_TOWER,
             "depth": 3,
@@ -134,6 +144,7 @@ def qwen3_vl(folder: Path, *, tied: bool = True) -> Path:
             "patch_size": BLOCK_3 // 2,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
+            **tower,
         },
         tie_word_embeddings=tied,
         **_IDS,

@@ -117,3 +117,20 @@ def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
     found = images(np.array([(3, 1, 1, 5, 5)], np.int32).tobytes(), bytes(3), RECIPE)
     with pytest.raises(MalformedBatch, match="row 3"):
         items(np.array([1, 1, 0], np.int32).tobytes(), np.array([1, 1], np.int32).tobytes(), b"", found)
+
+
+def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenizer) -> None:
+    """X16. Without a name nobody is known to have asked: such an image serves no other."""
+    asked = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
+    (made,) = layouts.make(tokenizer, LAYOUT, [asked])
+    parts = [Part(made.rows, asked, asker=asker) for asker in ("a", "b", "", "a")]
+    batch = to_batch("b", "m", "encode", "text", parts)
+    found = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
+    assert found is not None
+    mine, theirs, nobodys, again = ([image.key for image in row] for row in found.of(np.arange(4)))
+    assert mine[0] == mine[2] != mine[1]
+    assert not set(mine) & set(theirs)
+    assert nobodys == [b"", b"", b""]
+    assert again == mine
+    with pytest.raises(MalformedBatch, match="12 images came with 191 bytes of keys"):
+        images(batch.images, batch.pixels, RECIPE, batch.image_keys[1:])

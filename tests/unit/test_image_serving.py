@@ -104,3 +104,18 @@ async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:
         found = await encode(gateway, GOOD, animated, "a text", several("TIFF", "red", "blue"))
         assert found["warnings"] == ["images: 2 of 4 inputs have a file of several images, of which the first was read"]
         assert "warnings" not in await encode(gateway, GOOD, "a text")
+
+
+async def test_equal_images_have_equal_keys_at_the_device_if_one_credential_sent_them(tmp_path: Path) -> None:
+    """X16. What is made of a page serves the next question about it, and nobody else's."""
+    other = encoded(picture(80, 50, 1))
+    async with running(tmp_path, SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b") as (cluster, gateway, _):
+        keys = []
+        for token, given in (("key-a", (GOOD, GOOD, other)), ("key-a", (GOOD,)), ("key-b", (GOOD,))):
+            await encode(gateway, *given, authorization=f"Bearer {token}")
+            sent = cluster.adapters[0].batches[-1].image_keys
+            keys.append([sent[place : place + 16] for place in range(0, len(sent), 16)])
+        (first, again, another), (later,), (others,) = keys
+        assert first == again == later != another
+        assert others not in (first, another)
+        assert all(map(any, (first, another, others)))

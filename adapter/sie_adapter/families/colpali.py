@@ -43,7 +43,9 @@ class ColPali:
         self.towers = (vlm.vision_tower, vlm.multi_modal_projector)
         self.width: int = self.model.config.embedding_dim
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(self.model.embedding_proj_layer, compute.device)}
-        self._tower = Tower(lambda pixels: vlm.get_image_features(pixels).pooler_output, normalisation, compute)
+        self._tower = Tower(
+            lambda pixels: vlm.get_image_features(pixels).pooler_output, normalisation, compute, keeps=True
+        )
         _attend_both_ways(self.language)
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:

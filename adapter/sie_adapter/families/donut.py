@@ -86,7 +86,7 @@ class Donut:
             frozenset([words.eos_token_id]),
             () if words.unk_token_id is None else (words.unk_token_id,),
         )
-        self._tower = Tower(lambda pixels: _encoded(model, pixels), normalisation, compute)
+        self._tower = Tower(lambda pixels: _encoded(model, pixels), normalisation, compute, keeps=True)
         self._decoder = BartDecoder(
             model.decoder.model.decoder,
             lambda ids, **named: model.decoder(input_ids=ids, use_cache=True, **named).logits,

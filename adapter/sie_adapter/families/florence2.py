@@ -106,7 +106,9 @@ class Florence2:
         self._image_token: int = model.config.image_token_id
         self._places = _positions(model)
         self._features = _features(model, recipe)
-        self._tower = Tower(lambda pixels: model.get_image_features(pixels).pooler_output, normalisation, compute)
+        self._tower = Tower(
+            lambda pixels: model.get_image_features(pixels).pooler_output, normalisation, compute, keeps=True
+        )
         self.recipe = msgspec.structs.replace(recipe, tokens=self._features)
         if compute.device.type == "cpu":
             block_linears(model.model.vision_tower)

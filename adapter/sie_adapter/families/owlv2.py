@@ -29,6 +29,7 @@ from sie_adapter.images import PROCESSOR
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
 from sie_adapter.tokenizer import fault, fitted, load_tokenizer
+from sie_adapter.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Recipe
@@ -69,6 +70,7 @@ class Owlv2:
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1) for values in (mean, std)
         )
+        self._outputs = compute.outputs.of_tower()
         if compute.device.type == "cpu":
             block_linears(model.owlv2.vision_model)
         self.vocabulary: int = model.owlv2.text_model.embeddings.token_embedding.num_embeddings
@@ -113,11 +115,16 @@ class Owlv2:
 
     def look(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
         """Under inference mode only."""
-        squares = torch.stack([self._square(image) for image in images])
-        grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
+        grid = torch.stack([own for (own,) in self._outputs.of(images, self._read)])
         patches = grid.flatten(1, 2).float()
         logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))
         return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
+
+    def _read(self, images: Sequence[Shown]) -> list[Output]:
+        """The patches of each image, [rows, columns, width]."""
+        squares = torch.stack([self._square(image) for image in images])
+        grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
+        return [(each,) for each in grid]
 
     def _square(self, image: Shown) -> Tensor:
         """The image as the model's image processor scales it, float32 [3, side, side], not normalised yet. What it pads

@@ -151,6 +151,7 @@ class Transcriber:
         merge = getattr(model.config, "spatial_merge_size", None) or vision.spatial_merge_size
         self._patch, self._unit = vision.patch_size, vision.patch_size * merge
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, _most_pixels(recipe) // self._unit**2))
+        self._outputs = compute.outputs.of_tower()
         if compute.device.type == "cpu":
             block_linears(model)
         config = model.generation_config
@@ -181,7 +182,7 @@ class Transcriber:
         grid = (height // self._patch, width // self._patch)
         ids = torch.tensor([list(prompt.ids)], device=self._device)
         is_image = ids == self._image_token
-        features = self._kind.see(self._model, self._pixels(prompt.shown), grid)
+        ((features,),) = self._outputs.of([prompt.shown], lambda _: [(self._seen(prompt.shown, grid),)])
         read = self._embeddings(ids).masked_scatter(is_image[..., None], features.to(self._dtype))
         named: dict[str, Any] = {}
         shift = 0
@@ -193,6 +194,9 @@ class Transcriber:
         scores = self._scores(inputs_embeds=read, past_key_values=cache, **named)
         own, _ = prompted(cache)
         return Begun(own, scores[0, -1], shift=shift)
+
+    def _seen(self, image: Shown, grid: tuple[int, int]) -> Tensor:
+        return self._kind.see(self._model, self._pixels(image), grid)
 
     def _pixels(self, image: Shown) -> Tensor:
         rule = self._normalisation

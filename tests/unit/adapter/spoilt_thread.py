@@ -73,7 +73,7 @@ def main() -> None:
         results.update(dict.fromkeys(items.tolist(), "right" if F.gelu(states).isfinite().all() else "wrong"))
 
     refused: list[int] = []
-    Shortage(torch.device("cpu"), lambda: False).run(work, np.arange(3), refused.append)
+    Shortage(torch.device("cpu"), lambda: None).run(work, np.arange(3), refused.append)
     print(
         json.dumps(
             {

@@ -23,6 +23,7 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
 from sie_adapter.packing import Int64, Items, Packed, Positions, expanded, pack
+from sie_adapter.remedies import Remedy
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Failed, Ok, Operation, RunOptions
@@ -156,7 +157,7 @@ def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
 def run(
     sequences: list[list[int]],
     encoder: FakeEncoder | None = None,
-    make_room: Callable[[], bool] = lambda: False,
+    make_room: Callable[[], Remedy | None] = lambda: None,
     **changes: Any,
 ) -> BatchDone:
     with torch.inference_mode():
@@ -484,10 +485,10 @@ def test_room_is_made_before_a_batch_is_split() -> None:
     encoder = FakeEncoder(limit=1)
     calls: list[int] = []
 
-    def make_room() -> bool:
+    def make_room() -> Remedy:
         calls.append(len(encoder.passes))
         encoder.limit = 3
-        return True
+        return "evictions_triggered"
 
     assert results(run([[1], [2], [3]], encoder, make_room)) == [[value, 1, 2, 3] for value in (1, 2, 3)]
     assert encoder.passes == [3, 3]
@@ -495,11 +496,11 @@ def test_room_is_made_before_a_batch_is_split() -> None:
 
 
 def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
-    rooms = [True, True, False, False]
+    rooms: list[Remedy | None] = ["cache_clears", "evictions_triggered", None, None]
     encoder = FakeEncoder(limit=1)
     assert results(run([[1], [2]], encoder, lambda: rooms.pop(0))) == [[1, 1, 2, 3], [2, 1, 2, 3]]
     assert encoder.passes == [2, 2, 2, 1, 1]
-    assert rooms == [False]
+    assert rooms == [None]
 
 
 def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Path) -> None:
@@ -511,7 +512,7 @@ def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Pa
     for key, expected in (("a", [8, 4, 4]), ("a", [4, 4]), ("b", [8, 4, 4])):
         encoder = FakeEncoder(limit=4)
         with torch.inference_mode():
-            done = BatchRun(encoder, CPU, batch, lambda: False, frontier, key).run()
+            done = BatchRun(encoder, CPU, batch, lambda: None, frontier, key).run()
         assert results(done) == [[number, 1, 2, 3] for number in range(8)]
         assert encoder.passes == expected
 

@@ -29,10 +29,10 @@ def counted(fits: int, count: int, room: int = 0) -> tuple[Counter[str], list[in
         if len(items) > fits and not (room and not left):
             raise MemoryError
 
-    def make_room() -> bool:
+    def make_room() -> Remedy | None:
         nonlocal left
         left -= 1
-        return left >= 0
+        return "evictions_triggered" if left >= 0 else None
 
     def note(remedy: Remedy) -> None:
         found[remedy] += 1

@@ -12,6 +12,7 @@ import pytest
 from selection import long_but
 
 from sie_adapter.device import Memory
+from sie_adapter.remedies import Remedy
 from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
@@ -42,6 +43,7 @@ class World:
     sizes: dict[str, int] = field(default_factory=dict)
     known: bool = False  # whether a model's size is known before it is loaded
     kept_bytes: int = 0  # by the allocator, until it gives them back
+    again_bytes: int = 0  # of what can be made again
     given_back: int = 0
     now_s: float = 0.0
     loads: list[str] = field(default_factory=list)
@@ -50,7 +52,7 @@ class World:
     def __post_init__(self) -> None:
         self.residency = Residency(
             self._load,
-            DeviceMemory(self._memory, self._give_back, self.threshold),
+            DeviceMemory(self._memory, self._give_back, self.threshold, self._shed),
             lambda: self.now_s,
             needed_bytes=lambda resolved: self.sizes.get(resolved.entry.id, 0) if self.known else 0,
             warm_up=lambda weights: 2 * weights.memory_bytes,
@@ -60,6 +62,10 @@ class World:
         self.given_back += 1
         self.kept_bytes = 0
 
+    def _shed(self) -> bool:
+        had, self.again_bytes = self.again_bytes, 0
+        return had > 0
+
     def _load(self, resolved: Resolved) -> Any:
         self.loads.append(resolved.entry.id)
         self.during_load(resolved.entry.id)
@@ -67,7 +73,7 @@ class World:
 
     def _memory(self, more_bytes: int) -> Memory:
         held = sum(model.memory_bytes for model in self.residency.describe())
-        return Memory(held + self.other_bytes + self.kept_bytes + more_bytes, 1000)
+        return Memory(held + self.other_bytes + self.kept_bytes + self.again_bytes + more_bytes, 1000)
 
     def ensure(self, model: str, may_drop: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
         """What was dropped for the load."""
@@ -285,6 +291,35 @@ def test_room_is_made_whatever_the_pressure_and_only_from_idle_models() -> None:
     assert world.loaded() == ["a", "c"]
 
 
+def test_what_can_be_made_again_goes_before_any_model() -> None:
+    """Above the threshold; after an allocation failed, once for a request, which makes some of it again; and for a load
+    that ran out of memory.
+    """
+    world = World(sizes={"a": 400, "b": 300}, known=True)
+    world.ensure("a")
+    world.again_bytes = 200
+    world.ensure("b", may_drop=("a",))
+    assert (world.loaded(), world.again_bytes) == (["a", "b"], 0)
+    world.again_bytes = 200
+    assert world.relieve("a") == ()
+    assert (world.loaded(), world.again_bytes) == (["a", "b"], 0)
+    world.again_bytes = 200
+    permission = world.residency.permission(("a",))
+    assert world.residency.make_room(permission) == "cache_clears"
+    world.again_bytes = 200
+    assert world.residency.make_room(permission) == "evictions_triggered"
+    assert world.residency.make_room(permission) is None
+    assert (world.loaded(), permission.dropped, world.again_bytes) == (["b"], ("a",), 200)
+
+    def fails_once(_: str) -> None:
+        if world.again_bytes:
+            raise load_failed("OOM", "too little memory")
+
+    world.during_load = fails_once
+    world.ensure("c")
+    assert (world.loaded(), world.again_bytes) == (["b", "c"], 0)
+
+
 def test_a_load_that_is_refused_names_what_went_for_it() -> None:
     world = World(sizes={"a": 400, "b": 1200}, known=True)
     world.ensure("a")
@@ -314,7 +349,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     loading = threading.Thread(target=load)
     loading.start()
     begun.wait(10)
-    answers: list[bool] = []
+    answers: list[Remedy | None] = []
     waiting = threading.Thread(target=lambda: answers.append(world.residency.make_room(world.residency.permission())))
     waiting.start()
     waiting.join(0.05)
@@ -322,7 +357,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     go.set()
     waiting.join()
     loading.join()
-    assert answers == [True]
+    assert answers == ["evictions_triggered"]
     assert not world.residency.make_room(world.residency.permission())
 
 

@@ -1,0 +1,146 @@
+"""What a worker saves that keeps what the tower of a model made of a page, measured side by side in one run.
+
+Ten questions to one page, one after the other, by a reranker with the layers of Qwen3-VL 2B, a quarter of its widths
+and random weights. In turn: nobody is known to have asked, so that the tower runs for each question; and one credential
+asks, so that it runs for the first. Each round has a page of its own. Times are those of the processor.
+
+`python bench/towers.py` takes some 3 minutes on one core. --rounds 1 --edge 256 shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from parity import qwen_checkpoints
+from parity.page_engine import Served
+from parity.qwen_checkpoints import BLOCK_3
+from parity.toys import image
+from PIL import Image
+from report import Report, machine
+
+from sie_adapter.engine import Engine, prepare_process
+from sie_contracts.entries import parse_entry
+from sie_contracts.settings import Settings
+from sie_sidecar.tokens import ModelTokenizer
+
+QUESTIONS = (
+    "what is the total",
+    "who signed it",
+    "when was it paid",
+    "where is the river",
+    "how many lines has the table",
+    "which engine",
+    "the name of the town",
+    "is there a seal",
+    "what does the second paragraph say",
+    "who is it for",
+)
+LANGUAGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+TOWER = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "depth": 24,
+    "num_heads": 4,
+    "out_hidden_size": 512,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+
+
+def load(engine: Engine, folder: Path, pixels: int) -> Served:
+    qwen_checkpoints.qwen3_vl(folder, axes=(12, 10, 10), language=LANGUAGE, tower=TOWER)
+    entry = parse_entry(
+        {
+            "id": "bench/reranker",
+            "weights": {"path": str(folder)},
+            "family": "multimodal-reranker",
+            "inputs": ["text", "image"],
+            "outputs": {"score": 0},
+            "max_tokens": 4096,
+            "pair": ("Judge the document.\n", "<Query>:{query}\n<Document>:{document}", "\n"),
+            "head": {"yes_token": "y", "no_token": "n"},
+            "load": {"min_pixels": 4 * BLOCK_3**2, "max_pixels": pixels},
+        }
+    )
+    weights = engine.residency.ensure(entry.id, entry).weights
+    return Served(engine, entry, weights, ModelTokenizer(weights.tokenizer, weights.max_tokens))
+
+
+def ask(served: Served, page: Image.Image) -> tuple[list[float], bytes]:
+    """Milliseconds of each question, and all scores."""
+    took_ms, scores = [], []
+    for question in QUESTIONS:
+        batch = served.asked("score", [page], question)
+        began_s = time.process_time()
+        scores += served.answers(batch)
+        took_ms.append(1e3 * (time.process_time() - began_s))
+    return took_ms, np.array(scores).tobytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--edge", type=int, default=768, help="of the square pages, pixels")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "towers.md")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    say = Report()
+    prepare_process()
+    engine = Engine(Settings(device=arguments.device))
+    kept_bytes, each, first, later, ratios = 0, [], [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        served = load(engine, Path(folder) / "reranker", arguments.edge**2)
+        ask(served, image(arguments.edge, arguments.edge, 0))
+        for number in range(1, arguments.rounds + 1):
+            page = image(arguments.edge, arguments.edge, number)
+            alone_ms, expected = ask(served, page)
+            before_bytes = engine.outputs.held_bytes
+            known_ms, found = ask(replace(served, asker="bench"), page)
+            assert found == expected or arguments.device != "cpu", "the scores differ"
+            kept_bytes = max(kept_bytes, engine.outputs.held_bytes - before_bytes)
+            each += alone_ms
+            first.append(known_ms[0])
+            later += known_ms[1:]
+            ratios.append(sum(alone_ms) / sum(known_ms))
+    assert engine.stop(10)
+    blocks = (arguments.edge // BLOCK_3) ** 2
+    say("# Pages that are asked about again")
+    say()
+    say(f"`python bench/towers.py`, {machine()}, one thread, {served.weights.precision}.")
+    say(
+        f"{arguments.rounds} rounds of ten questions to a page of {blocks} blocks of {BLOCK_3} x {BLOCK_3} pixels. The"
+        " scores are equal bit for bit."
+    )
+    say()
+    say("| | processor time of a question |")
+    say("|---|--:|")
+    say(f"| the tower runs each time | {statistics.median(each):.0f} ms |")
+    say(f"| it runs: the first question | {statistics.median(first):.0f} ms |")
+    say(f"| its output is kept: the others | {statistics.median(later):.0f} ms |")
+    say()
+    say(
+        f"Ten questions to a page take 1/{statistics.median(ratios):.2f} of the time ({min(ratios):.2f} to"
+        f" {max(ratios):.2f}). The outputs of a page take {kept_bytes / 2**20:.1f} MiB."
+    )
+    say.save(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What a tower made of an image is kept for the next question about it, and for nobody else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from sie_adapter.packing import Shown
+from sie_adapter.tower_outputs import PAUSE_S, Output, OutputsOfTower, TowerOutputs
+
+WIDTH = 4
+BYTES = 4 * WIDTH  # of one output
+
+
+def image(value: int, key: bytes | None = None, height: int = 10) -> Shown:
+    """Its key says its value, unless another is given."""
+    return Shown(np.full((1, 1, 3), value, np.uint8), height, 10, bytes([value]) * 16 if key is None else key)
+
+
+class Counting:
+    """A tower that gives WIDTH times the value of an image, and knows which it read."""
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+
+    def __call__(self, images: Sequence[Shown]) -> list[Output]:
+        values = [int(each.pixels[0, 0, 0]) for each in images]
+        self.read.append(values)
+        return [(row,) for row in torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, WIDTH).contiguous()]
+
+
+def values(outputs: Sequence[Output]) -> list[float]:
+    assert all(tensor.shape == (WIDTH,) for (tensor,) in outputs)
+    return [float(tensor[0]) for (tensor,) in outputs]
+
+
+def test_ten_questions_to_one_page_read_it_once() -> None:
+    """In one batch, and one after the other."""
+    shared, read = TowerOutputs(1000), Counting()
+    outputs = shared.of_tower()
+    assert values(outputs.of([image(7)] * 10, read)) == [7.0] * 10
+    assert [values(outputs.of([image(7)], read)) for _ in range(10)] == [[7.0]] * 10
+    assert read.read == [[7]]
+    assert (shared.hits, shared.misses) == (19, 1)
+
+
+def test_outputs_come_in_the_order_of_their_images() -> None:
+    outputs, read = TowerOutputs(1000).of_tower(), Counting()
+    outputs.of([image(2)], read)
+    assert values(outputs.of([image(1), image(2), image(3), image(1)], read)) == [1.0, 2.0, 3.0, 1.0]
+    assert read.read == [[2], [1, 3]]
+
+
+def test_nothing_is_shared_that_has_another_key_size_or_tower() -> None:
+    """X16. The key names who asked. Equal pixels may come of pictures of different sizes, at which a tower may look."""
+    shared, read = TowerOutputs(1000), Counting()
+    outputs = shared.of_tower()
+    outputs.of([image(1), image(1, b"other"), image(1, height=11)], read)
+    shared.of_tower().of([image(1)], read)
+    assert read.read == [[1, 1, 1], [1]]
+
+
+def test_an_image_without_a_key_is_read_each_time() -> None:
+    shared, read = TowerOutputs(1000), Counting()
+    outputs = shared.of_tower()
+    assert values(outputs.of([image(1, b""), image(2, b"")], read)) == [1.0, 2.0]
+    outputs.of([image(1, b""), image(1, b"")], read)
+    assert read.read == [[1, 2], [1, 1]]
+    assert shared.held_bytes == 0
+
+
+def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes() -> None:
+    """Over all towers."""
+    shared, read = TowerOutputs(3 * BYTES), Counting()
+    first, second = shared.of_tower(), shared.of_tower()
+    first.of([image(1)], read)
+    second.of([image(2)], read)
+    first.of([image(3)], read)
+    first.of([image(1)], read)
+    assert shared.held_bytes == 3 * BYTES
+    read.read.clear()
+    second.of([image(4)], read)  # the 2 goes
+    first.of([image(1), image(3)], read)
+    second.of([image(2)], read)
+    assert read.read == [[4], [2]]
+    assert shared.held_bytes == 3 * BYTES
+
+
+def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
+    shared, read = TowerOutputs(10 * BYTES), Counting()
+    outputs = shared.of_tower()
+    made = outputs.of([image(1), image(2)], read)
+    assert [tensor.untyped_storage().nbytes() for (tensor,) in made] == [BYTES, BYTES]
+    assert shared.held_bytes == 2 * BYTES
+
+
+@pytest.mark.parametrize("most_bytes", [0, BYTES - 1])
+def test_an_output_that_is_too_large_serves_its_own_batch_alone(most_bytes: int) -> None:
+    shared, read = TowerOutputs(most_bytes), Counting()
+    outputs = shared.of_tower()
+    assert values(outputs.of([image(1), image(1)], read)) == [1.0, 1.0]
+    outputs.of([image(1)], read)
+    assert read.read == [[1], [1]]
+    assert shared.held_bytes == 0
+
+
+def test_outputs_go_with_their_tower() -> None:
+    shared = TowerOutputs(1000)
+    outputs = shared.of_tower()
+    outputs.of([image(1)], Counting())
+    assert shared.held_bytes == BYTES
+    del outputs
+    gc.collect()
+    assert shared.held_bytes == 0
+    assert not shared.clear()
+
+
+def test_where_memory_was_short_nothing_is_kept_for_a_while() -> None:
+    now_s = 0.0
+    shared, read = TowerOutputs(1000, lambda: now_s), Counting()
+    outputs = shared.of_tower()
+    outputs.of([image(1)], read)
+    assert shared.clear()
+    assert shared.held_bytes == 0
+    assert not shared.clear()
+    outputs.of([image(1)], read)
+    assert shared.held_bytes == 0
+    now_s = PAUSE_S
+    outputs.of([image(1)], read)
+    assert shared.held_bytes == BYTES
+    assert read.read == [[1]] * 3
+
+
+def test_an_output_that_is_not_finite_is_made_again() -> None:
+    """What a mate's overflow did to it must not stay."""
+    outputs, read = TowerOutputs(1000).of_tower(), Counting()
+
+    def overflowing(images: Sequence[Shown]) -> list[Output]:
+        return [(tensor * torch.inf,) for (tensor,) in read(images)]
+
+    assert values(outputs.of([image(1)], overflowing)) == [float("inf")]
+    assert values(outputs.of([image(1)], read)) == [1.0]
+    assert values(outputs.of([image(1)], overflowing)) == [1.0]
+    assert read.read == [[1], [1]]
+
+
+class Held:
+    """A tower that reads when it is let."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+        self._error = error
+
+    def __call__(self, images: Sequence[Shown]) -> list[Output]:
+        self.began.set()
+        assert self.go.wait(10)
+        if self._error is not None:
+            raise self._error
+        return Counting()(images)
+
+
+def ask(outputs: OutputsOfTower, asked: Shown, read: Held | Counting, found: list[float]) -> threading.Thread:
+    def run() -> None:
+        try:
+            found.extend(values(outputs.of([asked], read)))
+        except MemoryError:
+            found.append(-1.0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("most_bytes", [1000, 0])
+def test_two_threads_read_a_page_once(most_bytes: int) -> None:
+    shared, held, read = TowerOutputs(most_bytes), Held(), Counting()
+    outputs, found = shared.of_tower(), [0.0][:0]
+    first = ask(outputs, image(5), held, found)
+    assert held.began.wait(10)
+    second = ask(outputs, image(5), read, found)
+    second.join(0.05)
+    assert second.is_alive()
+    assert values(outputs.of([image(6)], read)) == [6.0]  # others do not wait
+    held.go.set()
+    first.join()
+    second.join()
+    assert found == [5.0, 5.0]
+    assert read.read == [[6]]
+
+
+@pytest.mark.timeout(20)
+def test_who_waits_reads_the_page_if_the_other_failed() -> None:
+    """O3."""
+    held, read = Held(MemoryError()), Counting()
+    outputs, found = TowerOutputs(1000).of_tower(), [0.0][:0]
+    first = ask(outputs, image(5), held, found)
+    assert held.began.wait(10)
+    second = ask(outputs, image(5), read, found)
+    held.go.set()
+    first.join()
+    second.join()
+    assert sorted(found) == [-1.0, 5.0]
+    assert read.read == [[5]]
