@@ -409,6 +409,7 @@ EXAMPLES: dict[str, Any] = {
         threshold_percent=85.0,
         shortages=(device_reports.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
     ),
+    "ipc3-Description-towers": ipc.Description(3, 4711, "cpu", "0.1.0", towers=device_reports.TowerUse(9, 1, 1 << 20)),
     "ipc3-Description-batches": ipc.Description(
         3,
         4711,

@@ -261,6 +261,7 @@ class Engine:
             utilization_percent=self._use.percent(),
             threshold_percent=self._settings.memory_pressure_threshold_percent,
             shortages=self.remedies.all(),
+            towers=self.outputs.use(),
             batches=self._instrumentation.batches() if self._instrumentation else None,
         )
 

@@ -153,8 +153,10 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
     own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(found))]
     shown = [
-        Shown(part.reshape(height, width, 3), *upright, key if any(key) else b"")
-        for part, (height, width, *upright), key in zip(parts, found[:, 1:].tolist(), own, strict=True)
+        Shown(part.reshape(height, width, 3), upright_height, upright_width, key if any(key) else b"")
+        for part, (height, width, upright_height, upright_width), key in zip(
+            parts, found[:, 1:].tolist(), own, strict=True
+        )
     ]
     costs = [cost(recipe, Size(height, width)) for height, width in found[:, 1:3].tolist()]
     return Files(rows, shown, np.array(costs, np.int64))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sie_adapter.packing import Shown
+from sie_contracts.device_reports import TowerUse
 
 # Of the device's memory: a sixty-fourth of 80 GB holds twenty pages of Qwen3-VL 8B, each of 60 MB.
 SHARE = 64
@@ -70,6 +71,10 @@ class TowerOutputs:
     def held_bytes(self) -> int:
         with self._lock:
             return self._held_bytes()
+
+    def use(self) -> TowerUse:
+        with self._lock:
+            return TowerUse(self.hits, self.misses, self._held_bytes())
 
     def clear(self) -> bool:
         """Drop all outputs because memory is short, and keep none for PAUSE_S. Returns whether there were any."""

@@ -19,6 +19,16 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
     batch_splits: int = 0
 
 
+class TowerUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Images for which the output of a tower was needed since the process started: `hits` had one that was kept, or
+    that another thread made; `misses` were read. `held_bytes`: of the outputs that are kept.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    held_bytes: int = 0
+
+
 class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sizes and times of a batch that the adapter ran.
 

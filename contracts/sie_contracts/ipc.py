@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sie_contracts.device_reports import RanBatch, Shortages
+from sie_contracts.device_reports import RanBatch, Shortages, TowerUse
 from sie_contracts.documents import Document, DocumentLimits
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.heartbeats import Fetched
@@ -170,8 +170,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3]. `mentions`: those of
     each row, of a layout raw; empty if no row has any. `sounds`: int32 [sounds, 4], of each sound its row and the shape
     of its features. `features`: float32 [views, frames, bins]. `documents`: those of each row, as `mentions`.
-    `image_keys`: IMAGE_KEY_BYTES for each image; equal ones are those of equal pixels of one asker, and what was made of
-    one serves the other; zeros: of an image that serves no other; empty: all are such.
+    `image_keys`: IMAGE_KEY_BYTES for each image; equal ones are those of equal pixels of one asker, and what was made
+    of one serves the other; zeros: of an image that serves no other; empty: all are such.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
     LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
@@ -279,6 +279,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     utilization_percent: float | None = None
     threshold_percent: float = 0.0
     shortages: tuple[Shortages, ...] = ()
+    towers: TowerUse = TowerUse()
     batches: tuple[RanBatch, ...] | None = None
 
 

@@ -343,6 +343,14 @@ _WORKER = (
     ),
     Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
     Metric("sie_device_memory_total_bytes", "gauge", "Memory of the device, absent without an adapter"),
+    Metric(
+        "sie_tower_outputs",
+        "counter",
+        "Images that a tower was to read: `hit` if its output was kept, `miss` if the tower ran",
+        ("result",),
+        2,
+    ),
+    Metric("sie_tower_output_bytes", "gauge", "Memory of what towers made of images, absent without an adapter"),
     *(
         Metric(f"sie_oom_{name}", "counter", f"Out of device memory: {text}", ("model",), 16)
         for name, text in OOM.items()

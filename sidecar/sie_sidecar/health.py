@@ -19,7 +19,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_runtime.feed import CatalogueFeed
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.metrics import Remedies
+from sie_sidecar.metrics import Remedies, Towers
 from sie_sidecar.worker import Worker
 
 _logger = logging.getLogger("sie.sidecar.health")
@@ -37,7 +37,7 @@ class Health:
         self._id = worker_id
         self._link = link
         self.feed = feed
-        self.remedies = Remedies()
+        self.remedies, self.towers = Remedies(), Towers()
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
@@ -139,3 +139,4 @@ class Health:
         with contextlib.suppress(AdapterGone, SIEError):
             if (description := await self._link.describe()) is not None:
                 self.remedies.told(description)
+                self.towers.told(description)

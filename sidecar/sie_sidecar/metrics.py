@@ -111,30 +111,61 @@ class Metrics:
             self.duration.labels(model, endpoint, phase).observe(millis / 1000, traced)
 
 
-class Remedies:
-    """How often what was done about memory that ran out, over all adapters of this process, whose own counts begin at
-    zero.
-    """
+class _Counts:
+    """What adapters counted, over all of this process, whose own counts begin at zero."""
 
     def __init__(self) -> None:
-        self._before: Sum[tuple[str, str]] = Sum()  # by adapters that are gone
-        self._now: dict[tuple[str, str], int] = {}
+        self._before: Sum[tuple[str, ...]] = Sum()  # by adapters that are gone
+        self._now: Mapping[tuple[str, ...], int] = {}
         self._pid = 0
+
+    def take(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
+        # in a container of its own an adapter has the same pid each time
+        if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
+            self._before.update(self._now)
+        self._pid, self._now = pid, now
+
+    def __getitem__(self, key: tuple[str, ...]) -> int:
+        return self._before[key] + self._now.get(key, 0)
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        return iter({*self._before, *self._now})
+
+
+class Remedies:
+    """How often what was done about memory that ran out."""
+
+    def __init__(self) -> None:
+        self._counts = _Counts()
 
     def told(self, description: Description) -> None:
         """Take in what an adapter counts."""
-        now = {(each.model, remedy): getattr(each, remedy) for each in description.shortages for remedy in OOM}
-        # in a container of its own an adapter has the same pid each time
-        if description.pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
-            self._before.update(self._now)
-        self._pid, self._now = description.pid, now
+        counts: dict[tuple[str, ...], int] = {
+            (each.model, remedy): getattr(each, remedy) for each in description.shortages for remedy in OOM
+        }
+        self._counts.take(description.pid, counts)
 
     def count(self, model: str, remedy: str) -> int:
-        return self._before[model, remedy] + self._now.get((model, remedy), 0)
+        return self._counts[model, remedy]
 
     def models(self) -> set[str]:
         """Those that ever ran out of memory."""
-        return {model for model, _ in (*self._before, *self._now)}
+        return {model for model, _ in self._counts}
+
+
+class Towers:
+    """How often the output of a tower was there when it was needed."""
+
+    def __init__(self) -> None:
+        self._counts = _Counts()
+
+    def told(self, description: Description) -> None:
+        """Take in what an adapter counts."""
+        use = description.towers
+        self._counts.take(description.pid, {("hit",): use.hits, ("miss",): use.misses})
+
+    def counts(self) -> dict[tuple[str, ...], int]:
+        return {(result,): self._counts[result,] for result in ("hit", "miss")}
 
 
 class Live(Collector):
@@ -168,6 +199,7 @@ class Live(Collector):
         yield gauge("sie_model_memory_bytes", memory)
         yield counter("sie_model_swaps", worker.hosting.swaps if worker else 0)
         yield counter("sie_idle_evictions", worker.hosting.idle_evictions if worker else 0)
+        yield counter("sie_tower_outputs", health.towers.counts())
         known = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
         for remedy in OOM:
             yield counter(f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in known})
@@ -180,6 +212,7 @@ class Live(Collector):
         yield gauge("sie_device_utilization_ratio", {} if busy is None else busy / 100)
         yield gauge("sie_device_memory_used_bytes", description.memory_used_bytes if description else {})
         yield gauge("sie_device_memory_total_bytes", description.memory_total_bytes if description else {})
+        yield gauge("sie_tower_output_bytes", description.towers.held_bytes if description else {})
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:

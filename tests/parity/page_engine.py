@@ -56,8 +56,8 @@ class Served:
     def run(
         self, operation: Operation, given: Sequence[Given], query: Given | None = None, **options: Any
     ) -> list[Any]:
-        """Of each input its vectors, its score, what was found in it, or its error: all of them one batch. `options`: of
-        a request.
+        """Of each input its vectors, its score, what was found in it, or its error: all of them one batch. `options`:
+        of a request.
         """
         return self.answers(self.asked(operation, given, query, **options))
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, Process, until_told
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import sie_contracts
 from sie_contracts import messages, topology
 from sie_contracts.configs import ConfigDelta
-from sie_contracts.device_reports import Shortages
+from sie_contracts.device_reports import Shortages, TowerUse
 from sie_contracts.errors import InternalFailure, QueueFull
 from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, Ok, WorkResult
@@ -31,7 +32,7 @@ from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
-from sie_sidecar.metrics import Metrics, Remedies, of_models
+from sie_sidecar.metrics import Metrics, Remedies, Towers, of_models
 
 CANARY = "ZyKanarienvogel"
 CONTRACT = {
@@ -335,6 +336,14 @@ def test_counters_and_histograms_of_models_are_sums_over_the_other_labels() -> N
 
 def described(pid: int, *shortages: Shortages) -> Description:
     return Description(2, pid, "fake", "test", shortages=shortages)
+
+
+def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
+    towers = Towers()
+    assert towers.counts() == {("hit",): 0, ("miss",): 0}
+    towers.told(msgspec.structs.replace(described(1), towers=TowerUse(9, 1, 100)))
+    towers.told(msgspec.structs.replace(described(2), towers=TowerUse(0, 2)))
+    assert towers.counts() == {("hit",): 9, ("miss",): 3}
 
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
