@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -39,6 +39,8 @@ ORACLES = {
     "glirel": "glirel 1.2.1, GLiREL",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",
     "detector": "transformers, GroundingDinoForObjectDetection and Owlv2ForObjectDetection with their processors",
+    "document-reader": "transformers, `generate` greedily, by the class and the image processor of each model",
+    "pruner": "transformers, AutoModelForSequenceClassification",
     "lora": "peft, PeftModel",
 }
 
@@ -97,6 +99,31 @@ class Scores:
         return f"Δ {self.difference:.0e}" + ("" if self.tau is None else f", tau {self.tau:.3f}")
 
 
+@dataclass(frozen=True)
+class Texts:
+    """How texts that are written token by token differ from the reference: how many have other ids, and how far the
+    scores of their first tokens are.
+    """
+
+    other: int
+    texts: int
+    first: Agreement
+
+    @classmethod
+    def of(cls, ids: Sequence[list[int]], first: Sequence[NDArray[Any]], expected: Sequence[Any]) -> Self:
+        """`first`: scores [vocabulary] of each. `expected`: of each its `ids` and `first`."""
+        pairs = list(zip(ids, expected, strict=True))
+        scores = Agreement.of(np.stack(list(first)), np.stack([each.first for each in expected]))
+        return cls(sum(own != each.ids for own, each in pairs), len(pairs), scores)
+
+    def worst(self, other: Texts) -> Texts:
+        """Of both together."""
+        return Texts(self.other + other.other, self.texts + other.texts, self.first.worst(other.first))
+
+    def __str__(self) -> str:
+        return f"{self.texts - self.other} of {self.texts} texts, {self.first}"
+
+
 def path_of(attention: str) -> str:
     """packed or padded, of the backend in force."""
     return "padded" if attention.endswith("padded") else "packed"
@@ -151,7 +178,8 @@ window), in every pooling, output and parameter that is tested for the kind. It 
 which runs the same folder in float32, as a rule one text at a time. `stock bf16` is that oracle itself in bfloat16.
 `cos`: the lowest cosine. `Δ`: the largest difference, of one component in units of the vector's norm, or of a score
 (in units of the largest score where that is above 1). `tau`: Kendall's tau over 50 documents. Spans and labels are
-equal wherever scores are compared.
+equal wherever scores are compared. `texts`: how many of the texts that a reader writes are the oracle's, token for
+token; `cos` and `Δ` are then those of the scores of their first token. Of a pruner its score alone is compared.
 
 The models are small, random and adversarial (`tests/parity/*checkpoints.py`). The bounds are 0.9999 in float32 and
 0.999 in bfloat16. In bfloat16, untrained weights lose more than that in any implementation. So a cell below 0.999 is
