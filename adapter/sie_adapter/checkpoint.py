@@ -158,6 +158,27 @@ def _from_files(
     return found
 
 
+def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], said: str) -> PreTrainedModel:
+    """A model with these tensors, which are all that it has: of a checkpoint that transformers does not read. Raises
+    ModelLoadFailed INCOMPATIBLE that begins with `said` if some are too many, too few or of another shape.
+    """
+    with construction():
+        model: PreTrainedModel = model_class(config)
+    try:
+        model.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        raise load_failed("INCOMPATIBLE", f"{said}: {error}") from error
+    return model
+
+
+def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
+    """It on the device, for inference."""
+    if compute.backend == "eager":
+        model.set_attn_implementation("eager")
+    _cast(model, compute.dtype)
+    return model.eval().requires_grad_(False).to(compute.device)
+
+
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
     """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is
     another model.

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from sie_adapter.checkpoint import stored_rows
 from sie_adapter.extraction_folders import UNLIMITED, Described, tokenizer_limit
 from sie_adapter.open_clip import CONFIG, is_open_clip
+from sie_adapter.published_florence import is_published, published_config
 from sie_adapter.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
@@ -36,7 +37,10 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     describe = _DESCRIBED.get(str(raw.get("model_type")))
     if describe is None:
         return None
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if is_published(folder):
+        config: Any = published_config(folder, str(folder))
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     entry = describe(config, folder)
     if entry is None:
         return None

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, SiglipConfig, SiglipModel
 
-from sie_adapter.checkpoint import _cast, construction, read_json
+from sie_adapter.checkpoint import filled, placed, read_json
 from sie_adapter.device import Compute
 from sie_contracts.entries import ModelEntry
 from sie_contracts.images import Filter, Normalisation, Recipe
@@ -78,11 +78,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
         stored = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  not a mapping
-    model = _filled(folder, entry, stored, pad)
-    if compute.backend == "eager":
-        model.set_attn_implementation("eager")
-    _cast(model, compute.dtype)
-    return model.eval().requires_grad_(False).to(compute.device)
+    return placed(_filled(folder, entry, stored, pad), compute)
 
 
 def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> PreTrainedModel:
@@ -127,13 +123,7 @@ def _filled(folder: Path, entry: ModelEntry, stored: Mapping[str, Tensor], pad: 
         config, weights = _config(_settings(folder), stored, entry, pad), _renamed(stored, entry)
     except KeyError as error:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {CONFIG} or {WEIGHTS} has no {error.args[0]}") from error
-    with construction():
-        model: PreTrainedModel = SiglipModel(config)
-    try:
-        model.load_state_dict(weights, strict=True, assign=True)
-    except RuntimeError as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {WEIGHTS}: {error}") from error
-    return model
+    return filled(SiglipModel, config, weights, f"{entry.id}: {WEIGHTS}")
 
 
 def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], entry: ModelEntry, pad: int) -> SiglipConfig:

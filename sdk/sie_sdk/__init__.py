@@ -41,6 +41,7 @@ from sie_sdk.errors import (
     ValidationFailedError,
 )
 from sie_sdk.late_interaction import maxsim
+from sie_sdk.regions import region
 from sie_sdk.types import (
     Capacity,
     EncodeResult,
@@ -106,4 +107,5 @@ __all__ = [
     "__version__",
     "draw",
     "maxsim",
+    "region",
 ]

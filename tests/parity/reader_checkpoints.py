@@ -6,6 +6,7 @@ The classes of transformers are imported where they are made: each test process 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,23 @@ from typing import Any
 import torch
 from parity.tokenizer_recipes import corpus
 from parity.toys import randomised, with_processor
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
 
 _SPREAD = 0.2  # of biases and norms
 DONUT_SIZE = (160, 128)  # height and width
 DONUT_TOKENS = 128
 FLORENCE_SIDE, FLORENCE_TOKENS = 64, 256
 FLORENCE_MARKS = ("<od>", "</od>", "<ocr>", "</ocr>", "<cap>", "</cap>", "<poly>", "</poly>", "<sep>", "<grounding>")
+# what the code beside the published files adds to their tokenizer, in its order
+FLORENCE_ADDED = (
+    *("<od>", "</od>", "<ocr>", "</ocr>"),
+    *(f"<loc_{number}>" for number in range(1000)),
+    *("<cap>", "</cap>", "<ncap>", "</ncap>", "<dcap>", "</dcap>", "<grounding>", "</grounding>", "<seg>", "</seg>"),
+    *("<sep>", "<region_cap>", "</region_cap>", "<region_to_desciption>", "</region_to_desciption>"),
+    *("<proposal>", "</proposal>", "<poly>", "</poly>", "<and>"),
+)
 OCR_TOKENS = 4096
 DONUT_TAGS = (
     *("<s_docvqa>", "<s_question>", "</s_question>", "<s_answer>", "</s_answer>"),
@@ -82,9 +93,101 @@ def donut(folder: Path) -> Path:
 
 def florence2(folder: Path) -> Path:
     """Florence-2: a DaViT of four stages, two layers of BART on each side, and the rules of the published files."""
+    tokens = [*(f"<loc_{number}>" for number in range(1000)), *FLORENCE_MARKS]
+    return _florence2(folder, _florence_tokenizer([]), tokens)
+
+
+def published_florence2(folder: Path) -> Path:
+    """The same in the layout of its authors, with code beside it that must not run. Beside `folder` lies its converted
+    copy, as transformers converts it: `converted`.
+    """
+    from transformers import Florence2Config
+
+    whole = _florence2(converted(folder), _florence_tokenizer(FLORENCE_ADDED), FLORENCE_ADDED)
+    folder.mkdir(parents=True)
+    _florence_tokenizer(None).backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": FLORENCE_TOKENS}))
+    for name in ("generation_config.json", "preprocessor_config.json"):
+        (folder / name).write_bytes((whole / name).read_bytes())
+    said = Florence2Config.from_pretrained(whole).to_dict()
+    vision, text = said["vision_config"], said["text_config"]
+    words = text["vocab_size"] - 1  # without the token that stands for an image
+    stages = vision.pop("embed_dim")
+    places = {
+        "image_pos_embed": {"type": "learned_abs_2d", "max_pos_embeddings": vision.pop("max_position_embeddings")},
+        "visual_temporal_embedding": {
+            "type": "COSINE",
+            "max_temporal_embeddings": vision.pop("max_temporal_embeddings"),
+        },
+        "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
+    }
+    published = {
+        "architectures": ["Florence2ForConditionalGeneration"],
+        "auto_map": {
+            "AutoConfig": "configuration_florence2.Florence2Config",
+            "AutoModelForCausalLM": "modeling_florence2.Florence2ForConditionalGeneration",
+        },
+        "model_type": "florence2",
+        "is_encoder_decoder": True,
+        "projection_dim": vision["projection_dim"],
+        "text_config": {**text, "model_type": "florence2_language", "vocab_size": words, "num_beams": 3},
+        "vision_config": {**vision, **places, "model_type": "davit", "dim_embed": stages},
+        "vocab_size": words,
+    }
+    (folder / "config.json").write_text(json.dumps(published))
+    for name in ("configuration_florence2", "modeling_florence2", "processing_florence2"):
+        (folder / f"{name}.py").write_text("raise AssertionError('the code of the folder was run')\n")
+    weights = _published_weights(load_file(whole / "model.safetensors"), words)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def converted(folder: Path) -> Path:
+    """Beside a folder in the layout of its authors: its copy in that of transformers."""
+    return folder.with_name(f"{folder.name}-converted")
+
+
+def _published_weights(weights: dict[str, Tensor], words: int) -> dict[str, Tensor]:
+    """By the names that the authors' code has for them."""
+    found = {}
+    for name, tensor in weights.items():
+        if name in ("lm_head.weight", "model.language_model.shared.weight"):
+            found["language_model.model.shared.weight"] = tensor[:words].clone()
+        elif name.endswith("embed_tokens.weight"):
+            continue
+        elif name.startswith("model.language_model."):
+            found[name.replace("model.language_model.", "language_model.model.")] = tensor
+        elif name.endswith("image_projection.weight"):
+            found["image_projection"] = tensor.T.contiguous()
+        elif name.startswith("model.multi_modal_projector."):
+            own = name.removeprefix("model.multi_modal_projector.")
+            found[own.replace("image_position_embed.", "image_pos_embed.")] = tensor
+        else:
+            own = re.sub(r"(convs\.\d+)\.conv\.", r"\1.proj.", name.removeprefix("model."))
+            own = re.sub(r"\.(conv[12])\.", r".\1.fn.dw.", own)
+            own = re.sub(r"\.(window|channel)_attn\.", r".\1_attn.fn.", own)
+            own = own.replace(".ffn.", ".ffn.fn.net.").replace(".norm2.", ".ffn.norm.")
+            own = own.replace("spatial_block.norm1.", "spatial_block.window_attn.norm.")
+            found[own.replace("channel_block.norm1.", "channel_block.channel_attn.norm.")] = tensor
+    found["language_model.lm_head.weight"] = found["language_model.model.shared.weight"].clone()
+    found["language_model.final_logits_bias"] = torch.zeros(1, words)
+    return found
+
+
+def _florence_tokenizer(known: Sequence[str] | None) -> Any:
+    """BART's, with `known` tokens before the one that stands for an image. None: without all of them."""
+    from transformers import BartTokenizer
+
+    vocabulary, merges = _byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
+    for token in ("<mask>", *(known or ())):
+        vocabulary[token] = len(vocabulary)
+    more = {} if known is None else {"extra_special_tokens": {"image_token": "<image>"}}
+    return BartTokenizer(vocab=vocabulary, merges=merges, model_max_length=FLORENCE_TOKENS, **more)
+
+
+def _florence2(folder: Path, tokenizer: Any, tokens: Sequence[str]) -> Path:
     from transformers import (
         BartConfig,
-        BartTokenizer,
         CLIPImageProcessorPil,
         Florence2Config,
         Florence2ForConditionalGeneration,
@@ -92,15 +195,7 @@ def florence2(folder: Path) -> Path:
         Florence2VisionConfig,
     )
 
-    vocabulary, merges = _byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
-    vocabulary["<mask>"] = len(vocabulary)
-    tokenizer = BartTokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        model_max_length=FLORENCE_TOKENS,
-        extra_special_tokens={"image_token": "<image>"},
-    )
-    tokenizer.add_tokens([*(f"<loc_{number}>" for number in range(1000)), *FLORENCE_MARKS])
+    tokenizer.add_tokens(list(tokens))
     images = CLIPImageProcessorPil(
         size={"height": FLORENCE_SIDE, "width": FLORENCE_SIDE},
         do_center_crop=False,
@@ -156,6 +251,7 @@ def florence2(folder: Path) -> Path:
     model = randomised(Florence2ForConditionalGeneration(config), _SPREAD)
     with torch.no_grad():
         model.lm_head.weight[2] *= 3
+        model.lm_head.weight[config.image_token_id] = 0  # else some text has the token that stands for an image
     model.generation_config.update(
         decoder_start_token_id=2,
         bos_token_id=0,

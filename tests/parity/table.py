@@ -179,7 +179,8 @@ which runs the same folder in float32, as a rule one text at a time. `stock bf16
 `cos`: the lowest cosine. `Δ`: the largest difference, of one component in units of the vector's norm, or of a score
 (in units of the largest score where that is above 1). `tau`: Kendall's tau over 50 documents. Spans and labels are
 equal wherever scores are compared. `texts`: how many of the texts that a reader writes are the oracle's, token for
-token; `cos` and `Δ` are then those of the scores of their first token. Of a pruner its score alone is compared.
+token; `cos` and `Δ` are then those of the scores of their first token. Florence-2 as published is compared with its
+converted copy, in bfloat16 too. Of a pruner its score alone is compared.
 
 The models are small, random and adversarial (`tests/parity/*checkpoints.py`). The bounds are 0.9999 in float32 and
 0.999 in bfloat16. In bfloat16, untrained weights lose more than that in any implementation. So a cell below 0.999 is

@@ -20,11 +20,14 @@ from parity.page_engine import Served, at_once, served_by
 from parity.table import ParityTable, Texts
 from parity.toys import image, png, prepared
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from selection import long_but
 
 from sie_adapter.engine import Engine
+from sie_adapter.families import florence2
 from sie_adapter.families.document_reader import DocumentReader
 from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.image_folders import described_by_image_model
 from sie_adapter.packing import Shown
 from sie_adapter.reading import Written, _Call, _Loop, _Row
 from sie_contracts.entries import ModelEntry, parse_entry
@@ -121,6 +124,17 @@ def florence_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library
     return written
 
 
+def published_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Library:
+    """The converted copy, whose last token stands for an image."""
+    converted = florence_oracle(reader_checkpoints.converted(folder), dtype)
+
+    def written(shown: Image.Image, options: ExtractOptions) -> Expected:
+        found = converted(shown, options)
+        return Expected(found.ids, found.first[:-1])
+
+    return written
+
+
 def florence_processor(folder: Path) -> Any:
     """The library's, with a rule for each kind of answer."""
     from transformers import AutoTokenizer, CLIPImageProcessorPil, Florence2Processor
@@ -198,6 +212,17 @@ KINDS = {
             asks("<OD>"),
             asks("<CAPTION>", most=9),
             asks("<CAPTION_TO_PHRASE_GROUNDING>", "the red river on a mountain"),
+            asks("<REGION_TO_DESCRIPTION>", "<loc_52><loc_332><loc_932><loc_774>", most=9),
+        ],
+        FLORENCE_ENTRY,
+    ),
+    "florence2 as published": Kind(
+        reader_checkpoints.published_florence2,
+        published_oracle,
+        [
+            asks("<OCR>"),
+            asks("<OPEN_VOCABULARY_DETECTION>", "the red river"),
+            asks("<REGION_TO_OCR>", "<loc_0><loc_0><loc_999><loc_999>", most=9),
         ],
         FLORENCE_ENTRY,
     ),
@@ -488,9 +513,9 @@ def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Reader], tm
 # Florence-2
 
 
-def florence(served: Reader, task: str, text: str) -> dict[str, Any]:
+def florence(served: Reader, task: str, text: str, asked: str = "a phrase") -> dict[str, Any]:
     """What becomes of a text that Florence-2 wrote about a page of 300 x 120 pixels."""
-    prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, "a phrase"))
+    prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, asked))
     ids = [0, *served.kind.tokenizer.encode(text, add_special_tokens=False).ids, 2]
     found: dict[str, Any] = served.kind.result(prompt, Written(ids, "stop"))
     return found
@@ -522,10 +547,107 @@ def test_a_caption_is_an_entity(load: Callable[[str], Reader]) -> None:
         ]
 
 
+def test_sentences_are_the_librarys(load: Callable[[str], Reader]) -> None:
+    """Also those of a question about a region, which is the model's own tokens."""
+    served = load("florence2")
+    processor = florence_processor(served.folder)
+    for task in florence2._TASKS:
+        asked = "<loc_1><loc_20><loc_300><loc_999>" if task.startswith("<REGION_TO") else "a réd river"
+        if task in processor.task_prompts_without_inputs:
+            asked = ""
+        found = served.kind.prompt(served.shown(PAGES[1]), asks(task, asked)).encoder_ids
+        ids = processor(text=[task + asked], images=[PAGES[1]], return_tensors="pt").input_ids[0]
+        assert found == ids[ids != processor.image_token_id].tolist(), task
+
+
+def test_an_answer_about_a_region_has_its_box(load: Callable[[str], Reader]) -> None:
+    """The model may name the place again behind the answer."""
+    region = "<loc_100><loc_200><loc_500><loc_999>"
+    for task, label in (("CATEGORY", "category"), ("DESCRIPTION", "description"), ("OCR", "text")):
+        (found,) = florence(load("florence2"), f"<REGION_TO_{task}>", f"a réd car{region}", region)["entities"]
+        assert (found["text"], found["label"], found["bbox"]) == ("a réd car", label, [30, 24, 120, 95])
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "text"),
+    [
+        ("<REGION_TO_SEGMENTATION>", "<loc_0><loc_0><loc_999><loc_999>", "{one}"),
+        ("<REFERRING_EXPRESSION_SEGMENTATION>", "a car", "{one}<sep>{other}"),
+        ("<REFERRING_EXPRESSION_SEGMENTATION>", "a car", "<poly>{one}<sep>{other}</poly><poly>{other}<loc_7></poly>"),
+        ("<OPEN_VOCABULARY_DETECTION>", "a car", "car<poly>{one}</poly>river<poly>{other}</poly>"),
+    ],
+)
+def test_outlines_are_the_librarys(task: str, asked: str, text: str, load: Callable[[str], Reader]) -> None:
+    served = load("florence2")
+    one, other = ("".join(f"<loc_{each}>" for each in bins) for bins in ((9, 9, 50, 9, 50, 80), (0, 7, 999, 7, 4, 999)))
+    written = text.format(one=one, other=other)
+    found = florence(served, task, written, asked)
+    expected = florence_processor(served.folder).post_process_generation(text=written, task=task, image_size=(300, 120))
+    assert found["data"]["polygons"] == expected[task]["polygons"]
+    labels = expected[task].get("polygons_labels") or expected[task]["labels"]
+    assert [each["label"] for each in found["objects"]] == [label or "region" for label in labels]
+    for each, outline in zip(found["objects"], found["data"]["polygons"], strict=True):
+        across, down = ([number for polygon in outline for number in polygon[axis::2]] for axis in (0, 1))
+        assert each["bbox"] == [min(across), min(down), max(across) - min(across), max(down) - min(down)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"language_model.final_logits_bias": torch.ones(1, 4)}, "final_logits_bias is not 0"),
+        ({"language_model.lm_head.weight": torch.ones(4, 4)}, "its tables of embeddings differ"),
+        ({"image_projection": None}, "Missing key"),
+        ({"vision_tower.head.weight": torch.ones(4, 4)}, "Unexpected key"),
+        ({"image_feature_source": ["temporal_avg_pool"]}, "image_feature_source is"),
+        ({"image_pos_embed": {"type": "sine"}}, "image_pos_embed is sine"),
+        ({"dim_embed": None}, "config.json has no dim_embed"),
+        ({"generation_config.json": None}, "has no generation_config.json"),
+        ({"tokenizer.json": None}, "has no tokenizer.json"),
+    ],
+    ids=["bias", "tables", "missing", "unexpected", "features", "positions", "stages", "rules", "tokenizer"],
+)
+def test_published_files_that_are_another_model_are_refused(
+    change: dict[str, Any], message: str, load: Callable[[str], Reader], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(load("florence2 as published").folder, tmp_path / "florence")
+    ((name, value),) = change.items()
+    said = json.loads((folder / "config.json").read_text())
+    if name.endswith(".json"):
+        (folder / name).unlink()
+    elif name in said["vision_config"]:
+        said["vision_config"] |= change
+        if value is None:
+            del said["vision_config"][name]
+        (folder / "config.json").write_text(json.dumps(said))
+    else:
+        weights = load_file(folder / "model.safetensors") | change
+        save_file({key: each for key, each in weights.items() if each is not None}, folder / "model.safetensors")
+    entry = _entry("florence2 as published", folder)
+    with pytest.raises(ModelLoadFailed, match=message):
+        DocumentReader(folder, entry, entry.load, on_cpu(torch.float32))
+
+
+@pytest.mark.long
+def test_published_files_alone_prove_the_model(load: Callable[[str], Reader]) -> None:
+    """And an entry is made from them: nothing runs the code beside them."""
+    folder = load("florence2 as published").folder
+    assert DocumentReader.fault_of_files(folder, _entry("florence2 as published", folder)) == ""
+    described = described_by_image_model(folder, json.loads((folder / "config.json").read_text()))
+    assert described is not None
+    assert (described.entry["family"], described.entry["max_tokens"]) == ("document-reader", 256)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (asks("<OD2>"), "task"),
+        (asks("<REGION_TO_OCR>"), "instruction_required"),
+        (asks("<REGION_TO_OCR>", "the left half"), "region"),
+        (asks("<REGION_TO_OCR>", "<loc_1><loc_2><loc_3>"), "region"),
+        (asks("<REGION_TO_OCR>", "<loc_1><loc_2><loc_3><loc_1000>"), "region"),
+        (asks("<REGION_TO_OCR>", "<loc_1><loc_2><loc_3><loc_04>"), "region"),
+        (asks("<REGION_TO_OCR>", "<loc_9><loc_2><loc_3><loc_4>"), "region"),
         (asks("<CAPTION_TO_PHRASE_GROUNDING>"), "instruction_required"),
         (asks("<DocVQA>", "what does <OCR> mean"), "reserved_token"),
         (asks("<DocVQA>", "where is <loc_1>"), "reserved_token"),

@@ -170,6 +170,7 @@ WITHOUT_AUTO_CLASS = {
     "vidore/colpali-v1.3-hf",
     *(f"naver-clova-ix/donut-base-finetuned-{each}" for each in DONUT),
     *(f"microsoft/Florence-2-{each}" for each in ("base", "base-ft", "large")),
+    "mynkchaudhry/Florence-2-FT-DocVQA",
     "lightonai/LightOnOCR-2-1B",
     "zai-org/GLM-OCR",
     "PaddlePaddle/PaddleOCR-VL-1.5",

@@ -283,6 +283,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "__version__",
         "draw",
         "maxsim",
+        "region",
     ]
     public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
     modules = {
@@ -295,6 +296,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "late_interaction",
         "media",
         "progress",
+        "regions",
         "tasks",
         "threads",
         "transport",

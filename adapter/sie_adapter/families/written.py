@@ -25,7 +25,8 @@ from sie_contracts.load_errors import load_failed
 @dataclass(frozen=True)
 class PagePrompt:
     """A page and what is asked of it. `ids` [tokens] are what the decoder reads first, `task` the name of what it is to
-    write; `encoder_ids`: what an encoder reads beside the page.
+    write; `encoder_ids`: what an encoder reads beside the page; `box`: of the region that is asked about, in pixels of
+    the page.
     """
 
     shown: Shown
@@ -33,6 +34,7 @@ class PagePrompt:
     rules: Rules
     task: str = ""
     encoder_ids: Sequence[int] = ()
+    box: Sequence[int] | None = None
 
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
