@@ -157,6 +157,7 @@ REMOTE = {
     "nomic-ai/nomic-embed-text-v2-moe",
     "nvidia/NV-Embed-v2",
     "nvidia/llama-embed-nemotron-8b",
+    "nvidia/llama-nemoretriever-colembed-3b-v1",
     "jinaai/jina-colbert-v2",
     "jinaai/jina-reranker-v2-base-multilingual",
     f"{OPENSEARCH}-doc-v3-gte",
@@ -259,6 +260,7 @@ LATE = {  # the width of a fixed dimensional encoding
     "lightonai/Reason-ModernColBERT": 10240,
     "mixedbread-ai/mxbai-colbert-large-v1": 10240,
     "mixedbread-ai/mxbai-edge-colbert-v0-32m": 10240,
+    "nvidia/llama-nemoretriever-colembed-3b-v1": 10240,
     "vidore/colpali-v1.3-hf": 10240,
     "vidore/colqwen2.5-v0.2": 10240,
 }
