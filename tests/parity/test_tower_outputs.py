@@ -127,6 +127,12 @@ KINDS = {
     "paddle": Kind(
         reader_checkpoints.paddle, OCR, extracting(instruction=str, max_new_tokens=9), reads("_kind", "_seen")
     ),
+    "grounding-dino": Kind(
+        detector_checkpoints.grounding_dino,
+        {**DETECTOR, "max_tokens": detector_checkpoints.PROMPT_TOKENS},
+        extracting(labels=lambda word: [word], threshold=0.0),
+        reads("_kind._backbone.own", "forward"),
+    ),
     "owlv2": Kind(
         detector_checkpoints.owlv2,
         {**DETECTOR, "max_tokens": detector_checkpoints.LABEL_TOKENS},

@@ -1,14 +1,18 @@
 """Grounding DINO (arXiv 2303.05499): one prompt of all labels, and for each candidate a probability of each token.
 
-    labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label
-    uint8 pixels ──► normalised ──► the model, images of equal size together ──► boxes, the best token of each label
+    labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
+                                                                                                   ├──► the model
+    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► maps of features ────┘
+    ──► boxes, the best token of each label
 
 Images of different sizes never share a pass: the padding between them would change the boxes of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +22,9 @@ import msgspec
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForZeroShotObjectDetection
+from transformers.modeling_outputs import BackboneOutput
 
 from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
@@ -28,6 +33,7 @@ from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.images import processor_of
 from sie_adapter.packing import Shown
 from sie_adapter.tokenizer import fault, fitted, load_tokenizer
+from sie_adapter.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.load_errors import load_failed
@@ -46,6 +52,30 @@ class _Prompt:
 
     ids: Tensor
     tokens: Sequence[Tensor]
+
+
+class _Backbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """In the place of the model's own, which reads images alone: the model gets maps that were made before, of the pass
+    that this thread runs.
+    """
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own, self.channels = own, own.channels
+        self._given = threading.local()
+
+    @contextlib.contextmanager
+    def giving(self, maps: Sequence[Tensor]) -> Iterator[None]:
+        """To a pass of this thread."""
+        self._given.maps = maps
+        try:
+            yield
+        finally:
+            del self._given.maps
+
+    def forward(self, pixel_values: Tensor, return_dict: bool = True) -> BackboneOutput:
+        """The maps, [images, width, rows, columns] each. What is in the pixels is not looked at."""
+        return BackboneOutput(feature_maps=tuple(self._given.maps))
 
 
 class GroundingDino:
@@ -71,6 +101,9 @@ class GroundingDino:
         self.precision = compute.precision
         model: Any = load_model(AutoModelForZeroShotObjectDetection, folder, load, compute, changes=_CHANGES)
         self._model, config = model, model.config
+        encoder = model.model.backbone.conv_encoder
+        encoder.model = self._backbone = _Backbone(encoder.model)
+        self._outputs = compute.outputs.of_tower()
         self.memory_bytes, self.attention = bytes_of(model), f"{config._attn_implementation} padded"
         self.vocabulary: int = model.model.text_backbone.get_input_embeddings().num_embeddings
         self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
@@ -125,17 +158,25 @@ class GroundingDino:
 
     def look(self, images: Sequence[Shown], prompt: _Prompt) -> Sight:
         """At images whose pixels have one size. Under inference mode only."""
-        levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
+        maps = [torch.stack(each) for each in zip(*self._outputs.of(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
-        found = self._model(
-            pixel_values=(levels * self._rescale - self._mean) / self._std,
-            input_ids=ids,
-            token_type_ids=torch.zeros_like(ids),
-            attention_mask=torch.ones_like(ids),
-        )
+        height, width, _ = images[0].pixels.shape
+        with self._backbone.giving(maps):
+            found = self._model(
+                pixel_values=maps[0].new_empty(1).expand(len(images), 3, height, width),
+                input_ids=ids,
+                token_type_ids=torch.zeros_like(ids),
+                attention_mask=torch.ones_like(ids),
+            )
         probabilities = found.logits.float().sigmoid()
         scores = torch.stack([probabilities[..., places].amax(-1) for places in prompt.tokens], -1)
         return Sight(found.pred_boxes.float(), scores)
+
+    def _read(self, images: Sequence[Shown]) -> list[Output]:
+        """The maps of features of each image, [width, rows, columns] each."""
+        levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
+        found = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
+        return list(zip(*found.feature_maps, strict=True))
 
     def frame(self, image: Shown) -> Frame:
         return Frame(image.width, image.height, image.width, image.height)
