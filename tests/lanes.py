@@ -155,7 +155,7 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
     print(f"{lane.name}: {shlex.join(argv)}", flush=True)
     began_s = time.monotonic()
     environ = os.environ | lane.environ | {COLLECTED: shlex.join(collected(lane, arguments))}
-    with (LOGS / f"{lane.name}.log").open("wb") as log:
+    with (LOGS / f"{lane.name}.log").open("wb", buffering=0) as log:
         child = subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert child.stdout is not None
         try:
