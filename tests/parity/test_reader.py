@@ -135,6 +135,7 @@ def published_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Librar
     return written
 
 
+@cache
 def florence_processor(folder: Path) -> Any:
     """The library's, with a rule for each kind of answer."""
     from transformers import AutoTokenizer, CLIPImageProcessorPil, Florence2Processor
