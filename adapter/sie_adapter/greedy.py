@@ -93,9 +93,11 @@ class Greedy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_end_list", sorted(self.ends))
 
-    def rules(self, prompt: Sequence[int], most: int) -> Rules:
-        """Of a row with this prompt that may have `most` tokens."""
-        found = library.LogitsProcessorList(self._processors(len(prompt), most))
+    def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
+        """Of a row with this prompt that may have `most` tokens. `own`: processors of the model itself, after those of
+        its configuration.
+        """
+        found = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
         return Rules(prompt, most, self.ends, found, forced, self.stops_loops)
 

@@ -85,6 +85,16 @@ def _sound_encoder(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def _sound_reader(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": "What is said in a recording, with its times, Whisper.",
+        "family": "sound-reader",
+        "inputs": ["audio"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": config.max_target_positions,
+    }
+
+
 def _pages(config: Any, folder: Path) -> dict[str, Any]:
     limit = tokenizer_limit(folder) or UNLIMITED
     return {
@@ -184,6 +194,7 @@ _DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
     "clip": _dual_encoder,
     "siglip": _dual_encoder,
     "clap": _sound_encoder,
+    "whisper": _sound_reader,
     "colpali": _pages,
     "qwen2_5_vl": _qwen_pages,
     "qwen3_vl": _qwen_vectors,

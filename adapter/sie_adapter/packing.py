@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.images import Recipe, Size, cost
 from sie_contracts.ipc import IMAGE_KEY_BYTES
-from sie_contracts.sounds import SoundRecipe
+from sie_contracts.sounds import Shape, SoundRecipe
 
 # Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of
 # a short text.
@@ -178,7 +178,7 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> Files[
         raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
     heard = [part.reshape(shape) for part, shape in zip(parts, found[:, 1:].tolist(), strict=True)]
-    return Files(rows, heard, np.full(len(rows), recipe.tokens, np.int64))
+    return Files(rows, heard, np.array([recipe.cost(Shape(*each.shape)) for each in heard], np.int64))
 
 
 def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:

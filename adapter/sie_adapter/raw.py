@@ -1,6 +1,6 @@
-"""Models that read texts, images and documents by themselves: extraction, and adapters of somebody else's.
+"""Models that read texts, images, sounds and documents by themselves: extraction, and adapters of somebody else's.
 
-RunBatch with texts and images ──► encode | score | extract of the model, a list in and a list of the same length out
+RunBatch with texts and files ──► encode | score | extract of the model, a list in and a list of the same length out
 ──► BatchDone
 """
 
@@ -19,7 +19,7 @@ from sie_adapter import answers
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
-from sie_adapter.packing import Int64, MalformedBatch, images
+from sie_adapter.packing import Files, Int64, MalformedBatch, images, sounds
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -37,7 +37,8 @@ class RawModel(Protocol):
     options)`: for each text the map that the client gets. A typed error may stand in the place of any result.
 
     One whose `rows` of extract take images is given those of each text as well, as `extract(texts, options, images)`:
-    lists of `Shown`. One whose rows take documents is given that of each text in the same place, or None.
+    lists of `Shown`. So is one that takes sounds: lists of `Heard`. One whose rows take documents is given that of each
+    text in the same place, or None.
 
     One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane;
     `extract` is then given it as well.
@@ -122,19 +123,20 @@ Fitting = Callable[[Call, int], list[Any]]
 
 
 def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
-    """The images of each text, or its document; None for a model that takes neither. Raises InternalFailure."""
+    """The images of each text, its sounds or its document; None for a model that takes none. Raises InternalFailure."""
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
         what = f"{len(message.documents)} documents came with {len(message.texts)} texts"
         raise InternalFailure(what, reason="malformed_batch")
     if rows is not None and rows.documents is not None:
         return message.documents or [None] * len(message.texts)
-    recipe = rows.images if rows is not None else None
+    shown, heard = (rows.images, rows.sounds) if rows is not None else (None, None)
     try:
-        found = images(message.images, message.pixels, recipe, message.image_keys)
+        found: Files[Any] | None = images(message.images, message.pixels, shown, message.image_keys)
+        found = sounds(message.sounds, message.features, heard) or found
     except MalformedBatch as error:
         raise InternalFailure(str(error), reason="malformed_batch") from error
-    if recipe is None:
+    if shown is None and heard is None:
         return None
     texts = np.arange(len(message.texts))
     return found.of(texts) if found is not None else [[] for _ in texts]

@@ -4,7 +4,8 @@
 
 A turn of the thread is, for each model that has rows: those leave for which nobody waits, some that wait begin, then
 all of them get one token. So a short answer does not wait for a long one beside it, and a client that went away costs
-one step. What a row becomes does not depend on its mates.
+one step. What a row becomes does not depend on its mates. A row that has ended may go on with another prompt, such as
+the next window of a sound: it waits then, behind those that have not begun.
 
 The lanes of the device are not involved: passes of other models run between the steps. On a CPU the thread has a lower
 priority than the lanes, so that it takes what they leave, and a share beside them where they leave nothing.
@@ -47,6 +48,9 @@ class Prompt(Protocol):
     @property
     def rules(self) -> Rules: ...
 
+    def following(self, written: Written) -> Prompt | None:
+        """What the row goes on with once this is written for the prompt; None: it has ended. Must not raise."""
+
 
 class Writer(Protocol[P_contra]):
     """What the loop needs of a model. Only its thread calls these, under inference mode. `together`: rows that begin in
@@ -63,7 +67,7 @@ class Writer(Protocol[P_contra]):
 
 
 class Written(NamedTuple):
-    """The tokens of a row, an end among them, and why it ended."""
+    """The tokens of a row for its last prompt, an end among them, and why it ended."""
 
     ids: list[int]
     finish: Finish
@@ -98,15 +102,25 @@ class _Row:
     finish: Finish | None = None
 
     def add(self, token: int) -> bool:
-        """Whether the row has ended with this token."""
+        """Whether the row leaves its slot with this token."""
         if token < 0:
             self.call.fail(not_finite())
             return True
         self.ids.append(token)
         self.finish = self.prompt.rules.finish(self.ids)
-        if self.finish is not None:
+        if self.finish is None:
+            return False
+        following = self.prompt.following(Written(self.ids, self.finish))
+        if following is None:
             self.call.ended()
-        return self.finish is not None
+        else:
+            self.prompt, self.ids, self.finish = following, [], None
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Of a row that has left its slot: whether it goes on with another prompt."""
+        return self.finish is None and not self.call.done.is_set()
 
 
 class _Loop:
@@ -236,6 +250,8 @@ class _Loop:
                     self._close()
                     break
                 self._rows.append(row)
+            elif row.waits:
+                self.waiting.append(row)
             self._beginning.pop(0)
         self._beginning = []
 
@@ -251,6 +267,7 @@ class _Loop:
                 scores[number] = row.prompt.rules.chosen(row.ids, scores[number])
         tokens = best(scores)
         ended = [slot for slot, row in enumerate(self._rows) if row.add(tokens[slot])]
+        self.waiting.extend(row for slot in ended if (row := self._rows[slot]).waits)
         self._drop(ended)
         self._widen(len(ended))
 

@@ -207,9 +207,10 @@ class _Kept:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Show so many positions, or a few more."""
+        """Show so many positions, or a few more if the rows do not all have them: that takes a mask in any case."""
         keys = self._layers[0][0]
-        self.width = min(keys.shape[2], _whole(needed))
+        is_even = min(self.lengths) == needed
+        self.width = needed if is_even else min(keys.shape[2], _whole(needed))
         if self._ends is None:
             self._ends = torch.tensor(self.lengths, device=keys.device)
 

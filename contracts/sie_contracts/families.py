@@ -156,6 +156,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             transformers_class="VisionEncoderDecoderModel",
             ignores_text_beside_images=True,
         ),
+        "sound-reader": Family(
+            implementation="sie_adapter.families.sound_reader:SoundReader",
+            parameters=frozenset({"task", "language", "max_new_tokens"}),
+            transformers_class="WhisperForConditionalGeneration",
+            ignores_text_beside_images=True,
+        ),
         "detector": Family(
             implementation="sie_adapter.families.detector:Detector",
             parameters=frozenset({"threshold", "box_threshold", "text_threshold", "score_threshold"}),

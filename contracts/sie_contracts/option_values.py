@@ -103,6 +103,12 @@ def task(path: str, value: Any) -> str:
     return value
 
 
+def language(path: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TASK:
+        raise bad(path, value, f"the name or the code of a language, at most {MAX_TASK} characters")
+    return value
+
+
 def any_value(path: str, value: Any) -> Any:
     """An option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
     try:
@@ -138,6 +144,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "highlight_threshold": number,
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
     "task": task,
+    "language": language,
     "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,

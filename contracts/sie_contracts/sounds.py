@@ -1,7 +1,7 @@
 """How the sound of a file becomes what a model reads: `SoundRecipe`, which travels from the adapter to the sidecar.
 Pure: nothing here opens a file.
 
-    header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram in decibels
+    header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
 
 The numbers are those of the feature extractors of transformers 5.23. Where a library takes a part of a long sound at
 random, the middle of what it may take is taken here: one sound has one result.
@@ -24,6 +24,7 @@ MAX_FEATURE_BYTES = 64 << 20  # of what is made of one sound
 
 Filling = Literal["repeatpad", "repeat", "pad"]
 Scale = Literal["htk", "slaney"]
+Levels = Literal["decibels", "relative"]
 
 
 class Shape(NamedTuple):
@@ -51,8 +52,10 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     spectrogram with a frame for each `hop` samples, each of `fft` of them, in `bins` bands from `low` to `high` Hz.
 
     `filling`: a shorter sound is repeated as often as it fits whole and then padded with silence, repeated to the full
-    length, or padded. Of a longer one the middle is read; with `fused`, as four views: the whole of it, shrunk, and a
-    part of each third. `fused` gives a shorter sound four times. `scale`: of the bands, those of slaney have one area.
+    length, or padded. Of a longer one the middle is read; with `whole`, all of it, window after window; with
+    `fused`, four views: the whole of it, shrunk, and a part of each third. `fused` gives a shorter sound four times.
+    `scale`: of the bands, those of slaney have one area. `levels`: powers in decibels, or relative to the loudest of
+    the sound: powers of ten, 8 at most below it, plus 4, divided by 4, without the frame after the last sample.
     `chunk`: so many samples cost as much as a token.
     """
 
@@ -67,6 +70,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     scale: Scale = "slaney"
     filling: Filling = "repeatpad"
     fused: bool = False
+    levels: Levels = "decibels"
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rate", "window", "fft", "hop", "bins", "chunk"):
@@ -76,17 +81,35 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError(f"the bands reach from {self.low:g} to {self.high:g} Hz")
         if self.window < self.fft:
             raise ValueError(f"the window has {self.window} samples, a frame {self.fft}")
-        if 4 * math.prod(self.shape) > MAX_FEATURE_BYTES:
-            raise ValueError(f"the features would have {4 * math.prod(self.shape)} bytes, at most {MAX_FEATURE_BYTES}")
+        if (size := 4 * math.prod(self._largest)) > MAX_FEATURE_BYTES:
+            raise ValueError(f"the features would have {size} bytes, at most {MAX_FEATURE_BYTES}")
 
     @property
     def tokens(self) -> int:
-        """What one sound costs: the samples that the model reads of it, in chunks."""
+        """What a sound costs that is no longer than the window: the samples that the model reads, in chunks."""
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        return Shape(4 if self.fused else 1, self.window // self.hop + 1, self.bins)
+        """Of a sound that is no longer than the window."""
+        return self._shape_of(self.window)
+
+    @property
+    def _largest(self) -> Shape:
+        return self._shape_of(max(self.window, MAX_SECONDS * self.rate) if self.whole else self.window)
+
+    def _shape_of(self, samples: int) -> Shape:
+        return Shape(4 if self.fused else 1, samples // self.hop + (self.levels == "decibels"), self.bins)
+
+    def can_make(self, shape: Shape) -> bool:
+        """Whether there is a sound whose features have this shape."""
+        shortest, longest = self.shape, self._largest
+        is_alike = shape._replace(frames=shortest.frames) == shortest
+        return is_alike and shortest.frames <= shape.frames <= longest.frames
+
+    def cost(self, shape: Shape) -> int:
+        """What the sound costs that has features of this shape, in tokens."""
+        return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 
 def check(header: Header) -> None:
@@ -108,7 +131,7 @@ class UnknownExtractor(ValueError):
     """A preprocessor_config.json asks for what no recipe does; the message says what."""
 
 
-_CLAP = {
+_CLAP: Mapping[str, Any] = {
     "feature_size": 64,
     "sampling_rate": 48_000,
     "hop_length": 480,
@@ -126,9 +149,18 @@ def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
     """The recipe of a checkpoint's preprocessor_config.json for a model that makes so many positions of what it reads.
     Raises UnknownExtractor.
     """
-    name = config.get("feature_extractor_type")
-    if name != "ClapFeatureExtractor":
-        raise UnknownExtractor(f"the feature extractor is {name or 'not named'}, known is ClapFeatureExtractor")
+    name = str(config.get("feature_extractor_type") or "not named")
+    if name not in _EXTRACTORS:
+        raise UnknownExtractor(f"the feature extractor is {name}, known are {', '.join(_EXTRACTORS)}")
+    try:
+        return _EXTRACTORS[name](config, positions)
+    except UnknownExtractor:
+        raise
+    except ValueError as error:
+        raise UnknownExtractor(str(error)) from error
+
+
+def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
     found = {**_CLAP, **{key: value for key, value in config.items() if value is not None}}
     if found["truncation"] not in ("fusion", "rand_trunc") or found["padding"] not in ("repeatpad", "repeat", "pad"):
         raise UnknownExtractor(f"truncation is {found['truncation']} and padding {found['padding']}")
@@ -136,19 +168,46 @@ def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
     if fused and found["feature_size"] != FUSED_BINS:
         raise UnknownExtractor(f"feature_size is {found['feature_size']}, fused features have {FUSED_BINS}")
     window = found["max_length_s"] * found["sampling_rate"]
-    try:
-        return SoundRecipe(
-            rate=found["sampling_rate"],
-            window=window,
-            fft=found["fft_window_size"],
-            hop=found["hop_length"],
-            bins=found["feature_size"],
-            chunk=max(1, window // positions),
-            low=found["frequency_min"],
-            high=found["frequency_max"],
-            scale="htk" if fused else "slaney",
-            filling=found["padding"],
-            fused=fused,
-        )
-    except ValueError as error:
-        raise UnknownExtractor(str(error)) from error
+    return SoundRecipe(
+        rate=found["sampling_rate"],
+        window=window,
+        fft=found["fft_window_size"],
+        hop=found["hop_length"],
+        bins=found["feature_size"],
+        chunk=max(1, window // positions),
+        low=found["frequency_min"],
+        high=found["frequency_max"],
+        scale="htk" if fused else "slaney",
+        filling=found["padding"],
+        fused=fused,
+    )
+
+
+_WHISPER = {"feature_size": 80, "sampling_rate": 16_000, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
+_WHISPER_FIXED = {"dither": 0, "padding_value": 0, "padding_side": "right"}
+_WHISPER_HIGH = 8000.0
+
+
+def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
+    """Source: transformers, WhisperFeatureExtractor. It gives all frames of a sound that is longer than the window if
+    it is told not to cut it.
+    """
+    found = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
+    if changed := [name for name, value in _WHISPER_FIXED.items() if found[name] != value]:
+        raise UnknownExtractor(f"{changed[0]} is {found[changed[0]]}, known is {_WHISPER_FIXED[changed[0]]}")
+    window = found["chunk_length"] * found["sampling_rate"]
+    return SoundRecipe(
+        rate=found["sampling_rate"],
+        window=window,
+        fft=found["n_fft"],
+        hop=found["hop_length"],
+        bins=found["feature_size"],
+        chunk=max(1, window // positions),
+        high=_WHISPER_HIGH,
+        filling="pad",
+        levels="relative",
+        whole=True,
+    )
+
+
+_EXTRACTORS = {"ClapFeatureExtractor": _clap, "WhisperFeatureExtractor": _whisper}

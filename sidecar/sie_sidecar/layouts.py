@@ -109,7 +109,7 @@ def _heard(sound: Heard | InvalidInput, layout: Rows) -> Row:
     """The row of a sound: a text beside it is not read."""
     assert layout.sounds is not None
     assert isinstance(sound, Heard)
-    return Row(_NONE, 0, expanded=layout.sounds.tokens, sound=sound)
+    return Row(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
 
 
 def _given(vectors: Vectors) -> Row:
@@ -401,7 +401,8 @@ def _passages(
 
 def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
     """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text, and
-    so does a document."""
+    so does a sound or a document.
+    """
     made = []
     for item in items:
         texts = texts_of(item)
@@ -409,11 +410,15 @@ def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncat
         shared = int(item.query is not None)
         rows = []
         for number, (each, text) in enumerate(zip(contents, texts, strict=True)):
-            images = item.images.get(number - shared)
+            images, sound = item.images.get(number - shared), item.sounds.get(number - shared)
             beside = len(text) // COST_CHARACTERS
             if number >= shared and (document := item.inputs[number - shared].document) is not None:
                 tokens = documents.cost(len(document.data)) + beside + len(each.ids)
                 rows.append(Row(each.ids, len(each.ids), expanded=tokens, document=document))
+                continue
+            if sound is not None:
+                heard = _heard(sound, layout)
+                rows.append(Row(each.ids, len(each.ids), expanded=heard.expanded + beside, sound=heard.sound))
                 continue
             if images is None:
                 rows.append(Row(each.ids, len(each.ids), expanded=beside))

@@ -4,8 +4,8 @@ import it, since decoders are C code that reads what a client sent.
     magic ──► header ──► limits ──► decode ──► mean of the channels ──► the model's rate ──► its length ──► features
 
 What is read: FORMATS. A sound is resampled as `librosa.load` does it (soxr, high quality). The features are those of
-the feature extractors of transformers: equal in every bit for a sound that fits into the model's window, but for which
-part of a longer one is read (`contracts/sounds.py`).
+the feature extractors of transformers, without torch: equal in every bit for a sound that fits into the model's window,
+but for which part of a longer one is read (`contracts/sounds.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _UNKNOWN_LENGTH = 1 << 62  # of libsndfile, and above
 _BLOCK_FRAMES = 4096  # of a spectrogram, transformed at a time: a block takes 50 MB
 _LEAST_POWER = 1e-10
+_RANGE = 8.0  # of relative levels, in powers of ten
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -99,8 +100,10 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
     """Those of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
-    ClapFeatureExtractor.
+    ClapFeatureExtractor, WhisperFeatureExtractor.
     """
+    if recipe.whole and len(samples) > recipe.window:
+        return _spectrogram(samples, recipe)[None]
     if len(samples) <= recipe.window:
         whole = _spectrogram(_filled(samples, recipe), recipe)
         return np.stack([whole] * recipe.shape.views)
@@ -145,9 +148,10 @@ def _shrunk(whole: Float32, frames: int) -> Float32:
 
 
 def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """The power of each band in decibels, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes
-    one frame after the other.
+    """The level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes one frame
+    after the other.
     """
+    in_decibels = recipe.levels == "decibels"
     half = recipe.fft // 2
     padded = np.pad(samples, (half, half), mode="reflect").astype(np.float64)
     frames = np.lib.stride_tricks.sliding_window_view(padded, recipe.fft)[:: recipe.hop]
@@ -157,8 +161,12 @@ def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
         spectrum = np.fft.rfft(frames[start : start + _BLOCK_FRAMES] * shape).astype(np.complex64)
         power = np.abs(spectrum, dtype=np.float64) ** 2.0
         mel = np.maximum(_LEAST_POWER, np.dot(bands.T, power.T))
-        found[start : start + _BLOCK_FRAMES] = (10.0 * np.log10(mel)).T
-    return found
+        found[start : start + _BLOCK_FRAMES] = (10.0 * np.log10(mel) if in_decibels else np.log10(mel)).T
+    if in_decibels:
+        return found
+    found = found[:-1]
+    result: Float32 = (np.maximum(found, found.max() - _RANGE) + 4.0) / 4.0
+    return result
 
 
 @functools.cache

@@ -178,7 +178,7 @@ def _florence_tokenizer(known: Sequence[str] | None) -> Any:
     """BART's, with `known` tokens before the one that stands for an image. None: without all of them."""
     from transformers import BartTokenizer
 
-    vocabulary, merges = _byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
+    vocabulary, merges = byte_pieces(["<s>", "<pad>", "</s>", "<unk>"])
     for token in ("<mask>", *(known or ())):
         vocabulary[token] = len(vocabulary)
     more = {} if known is None else {"extra_special_tokens": {"image_token": "<image>"}}
@@ -267,7 +267,7 @@ def _florence2(folder: Path, tokenizer: Any, tokens: Sequence[str]) -> Path:
     return with_processor(folder, images, "CLIPImageProcessor")
 
 
-def _byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def byte_pieces(specials: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Vocabulary and merges of GPT-2's kind, behind `specials`."""
     base = Tokenizer(models.BPE())
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -416,7 +416,7 @@ def _chatting(marks: Sequence[str], shown: str) -> Any:
     """A tokenizer of Qwen's kind whose chat template writes `shown` for an image."""
     from transformers import Qwen2Tokenizer
 
-    vocabulary, merges = _byte_pieces([])
+    vocabulary, merges = byte_pieces([])
     own = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks]
     for token in own:
         vocabulary[token] = len(vocabulary)

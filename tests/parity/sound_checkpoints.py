@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from parity.reader_checkpoints import byte_pieces
 from parity.tokenizer_recipes import ROBERTA
+from parity.toys import randomised
 from transformers import ClapConfig, ClapFeatureExtractor, ClapModel
 
 WIDTH = 24
 RATE, SECONDS = 16_000, 1
 TOKENS = 120
+WHISPER_SECONDS, WHISPER_TOKENS, WHISPER_BINS = 2, 64, 20
+LANGUAGES = ("en", "de", "fr")
 _AUDIO: dict[str, Any] = {
     "num_mel_bins": 64,
     "spec_size": 128,
@@ -68,3 +73,70 @@ def _save(model: ClapModel, folder: Path) -> None:
             elif name.endswith("running_var"):
                 buffer.copy_(torch.rand(buffer.shape, generator=generator) * 200 + 100)
     model.save_pretrained(folder)
+
+
+def whisper(folder: Path, *, is_multilingual: bool = True, **rules: Any) -> Path:
+    """Whisper with windows of two seconds and the rules of published files (openai/whisper-tiny, or tiny.en), on which
+    `rules` are laid.
+    """
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
+
+    vocabulary, merges = byte_pieces([])
+    end = len(vocabulary)
+    tokenizer = WhisperTokenizer(vocab=vocabulary, merges=merges, model_max_length=WHISPER_TOKENS)
+    languages = [f"<|{code}|>" for code in LANGUAGES]
+    names = ["<|startoftranscript|>", *languages, "<|translate|>", "<|transcribe|>", "<|startoflm|>"]
+    names += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.add_tokens([f"<|{step * 0.02:.2f}|>" for step in range(50 * WHISPER_SECONDS + 1)])
+    tokenizer.set_prefix_tokens()
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.convert_tokens_to_ids
+    start, silent = ids("<|startoftranscript|>"), ids("<|notimestamps|>")
+    config = WhisperConfig(
+        vocab_size=len(tokenizer),
+        num_mel_bins=WHISPER_BINS,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=50 * WHISPER_SECONDS,
+        max_target_positions=WHISPER_TOKENS,
+        decoder_start_token_id=start,
+        pad_token_id=end,
+        bos_token_id=end,
+        eos_token_id=end,
+        begin_suppress_tokens=None,
+    )
+    model = randomised(WhisperForConditionalGeneration(config), 0.2)
+    with torch.no_grad():
+        table = model.proj_out.weight  # which is that of the embeddings, too
+        table[:end] *= 1.7  # else a time stamp would follow each time stamp
+        table[end] *= 3  # else nothing ends
+        model.model.decoder.embed_positions.weight.mul_(8)  # else it repeats its last token
+    given: dict[str, Any] = {
+        "decoder_start_token_id": start,
+        "eos_token_id": end,
+        "bos_token_id": end,
+        "pad_token_id": end,
+        "max_length": WHISPER_TOKENS,
+        "suppress_tokens": [1, 2, 7, *(ids(name) for name in names if name not in ("<|notimestamps|>",))],
+        "begin_suppress_tokens": [ids("Ġ"), end],
+        "no_timestamps_token_id": silent,
+        "max_initial_timestamp_index": 50,
+        "return_timestamps": False,
+        "is_multilingual": is_multilingual,
+    }
+    if is_multilingual:
+        given["lang_to_id"] = {name: ids(name) for name in languages}
+        given["task_to_id"] = {task: ids(f"<|{task}|>") for task in ("translate", "transcribe")}
+        given["forced_decoder_ids"] = [[1, None], [2, ids("<|transcribe|>")]]
+    else:
+        given["forced_decoder_ids"] = [[1, silent]]
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({**given, **rules}))
+    WhisperFeatureExtractor(feature_size=WHISPER_BINS, chunk_length=WHISPER_SECONDS).save_pretrained(folder)
+    return folder

@@ -1,5 +1,5 @@
-"""Sounds over HTTP to a model of texts and sounds: their vectors are the library's, a file that is no sound costs its
-own slot, and the block of docs/sounds.md prints what the library computes.
+"""Sounds over HTTP to a model of texts and sounds and to one that writes what is said: vectors and words are the
+library's, a file that is no sound costs its own slot, and the blocks of docs/sounds.md print what the library computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import shared
 import soundfile
 import torch
-from cluster import Cluster
+from cluster import Cluster, until
 from local_models import LocalModels
 from numpy.typing import NDArray
 from pages import DOCS, blocks, run
@@ -24,6 +24,8 @@ from sound_files import encoded, tone
 from sie_sdk import SIEClient
 
 CLAP, RATE = "test/clap", 16_000
+WHISPER = "openai/whisper-small"
+LIMIT = 40  # by which its entry is told from that of the package
 FILES = {
     f"{number}.{kind.lower()}": encoded(tone(0.3 + 0.2 * number, rate=RATE, seed=number), kind, rate=RATE)
     for number, kind in enumerate(("WAV", "FLAC", "OGG", "MP3"))
@@ -91,5 +93,65 @@ def test_sounds_are_found_by_words(
     scores = library[0] @ library[1]
     names = list(FILES)
     expected = [f"{names[place]} {scores[place]:.2f}" for place in np.argsort(-scores)[:3]]
-    (block,) = blocks(DOCS / "sounds.md", "python")
+    block, _ = blocks(DOCS / "sounds.md", "python")
     assert run(block.code, open_cluster) == expected
+
+
+@pytest.fixture(scope="module")
+def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
+    """The folder of a small model in the place of that of the page."""
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.whisper(open_models.weights / "whisper")
+    entry = {
+        "id": WHISPER,
+        "family": "sound-reader",
+        "inputs": ["audio"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": LIMIT,
+    }
+    open_models.add("whisper", entry)
+    until(
+        lambda: all(
+            httpx.get(f"{url}/v1/models/{WHISPER}", timeout=10).json().get("max_sequence_length") == LIMIT
+            for url in open_cluster.urls
+        ),
+        shared.SERVED_S,
+        f"{WHISPER} to be replaced",
+        open_cluster.log,
+    )
+    return folder
+
+
+def test_what_is_said_is_written_down_as_the_library_does_it(
+    open_cluster: Cluster, whisper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The block of the page, of a recording of several windows. 2. One request: a text and a recording with
+    parameters. 3. A language that the model does not have.
+    """
+    from parity.test_sound_reader import Oracle, asks
+
+    sound = tone(2.6, rate=RATE, seed=1)
+    recording = encoded(sound, "FLAC", rate=RATE)
+    (tmp_path / "interview.flac").write_bytes(recording)
+    monkeypatch.chdir(tmp_path)
+    heard = soundfile.read(io.BytesIO(recording), dtype="float32")[0]
+    oracle = Oracle(whisper)
+    with torch.inference_mode():
+        expected = oracle.segments(heard, asks(most=LIMIT - 3))
+    lines = [f"{each.start_s:.2f} {each.end_s:.2f} {text}" for each in expected if (text := oracle.text(each.ids))]
+    _, block = blocks(DOCS / "sounds.md", "python")
+    *printed, language = run(block.code, open_cluster)
+    assert "\n".join(printed) == "\n".join(lines)
+    assert language in ("en", "de", "fr")
+
+    audio = base64.b64encode(recording).decode()
+    body = {"items": [{"text": "x"}, {"audio": audio}], "params": {"task": "translate", "max_new_tokens": 6}}
+    answer = httpx.post(f"{open_cluster.url}/v1/extract/{WHISPER}", json=body, timeout=60)
+    said, written = answer.json()["items"]
+    assert said["error"]["reason"] == "unsupported_modality"
+    assert {each["label"] for each in written["entities"]} <= {"translation"}
+    assert written["data"]["finish_reason"] == "length"
+    body = {"items": [{"audio": audio}], "params": {"language": "klingon"}}
+    refused = httpx.post(f"{open_cluster.url}/v1/extract/{WHISPER}", json=body, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "language")

@@ -176,6 +176,7 @@ WITHOUT_AUTO_CLASS = {
     "zai-org/GLM-OCR",
     "PaddlePaddle/PaddleOCR-VL-1.5",
     "docling",  # a package
+    "openai/whisper-small",
 }
 UNPROVEN = REMOTE | {"GritLM/GritLM-7B", "sugiv/stablebridge-pruner-highlighter"}
 _SMALL = {

@@ -35,7 +35,7 @@ BLOCKS = {
     "doctor.md": {"": 2, "machine": 1},
     "documents.md": {"": 1},
     "image-search.md": {"": 4},
-    "sounds.md": {"": 1},
+    "sounds.md": {"": 2},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "migration.md": {"server": 1, "": 3},

@@ -344,6 +344,17 @@ def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: E
     assert engine.residency.ensure("me/heard", entry).weights.rows["encode"].sounds
 
 
+def test_a_reader_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:
+    from parity import sound_checkpoints
+
+    folder = sound_checkpoints.whisper(tmp_path / "model")
+    entry = entry_of(inspect(folder, "me/written", {"path": str(folder)}))
+    assert (entry.family, entry.outputs) == ("sound-reader", {"entities": 0, "data": 0})
+    assert (set(entry.inputs), entry.max_tokens) == ({"audio"}, sound_checkpoints.WHISPER_TOKENS)
+    assert {"preprocessor_config.json", "generation_config.json"} <= set(entry.weights.digests)
+    assert engine.residency.ensure("me/written", entry).weights.rows["extract"].sounds
+
+
 def test_what_no_file_says_is_named(tmp_path: Path) -> None:
     report = inspect(build(tmp_path / "bare", ARCHITECTURES["bert"]), "a/b", {"path": "/x"})
     assert any("pooling mean" in line for line in report.assumed)

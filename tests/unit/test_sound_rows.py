@@ -112,6 +112,22 @@ def test_an_input_with_a_sound_is_a_row_without_ids_that_costs_its_chunks(tokeni
     assert (said.ids.tolist(), said.cost, said.sound) == ([1], 1, None)
 
 
+def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenizer: ModelTokenizer) -> None:
+    """A sound that is read whole costs as much as there is of it."""
+    whole = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0, filling="pad", levels="relative", whole=True)
+    values = np.zeros((1, 90, 8), np.float32).tobytes()
+    long = Heard(values, Shape(1, 90, 8), hashlib.sha256(values).digest(), 1.8)
+    layout = Rows("raw", sounds=whole)
+    asked = work(Input("river"), Input(audio=FILE), _1=long)
+    (made,) = layouts.make(tokenizer, layout, [asked])
+    assert [(row.cost, row.media_bytes) for row in made.rows] == [(1, 0), (36, len(values))]
+    batch = to_batch("b", "m", "extract", "raw", [Part(made.rows, asked)])
+    found = sounds(batch.sounds, batch.features, whole)
+    assert found is not None
+    assert (batch.texts, found.tokens.tolist()) == (("river", ""), [36])
+    assert [len(each) for each in found.of(np.arange(2))] == [0, 1]
+
+
 def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: ModelTokenizer) -> None:
     broken = InvalidInput("audio: undecodable: the sound file is empty", reason="invalid_media")
     asked = work(Input(audio=FILE), Input("river"), Input(audio=FILE), _0=broken, _2=heard(0))

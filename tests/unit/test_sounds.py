@@ -18,6 +18,8 @@ from sie_sidecar import sounds
 
 CLAP: dict[str, Any] = {"feature_extractor_type": "ClapFeatureExtractor", "max_length_s": 1}
 POSITIONS = 64
+WHISPER: dict[str, Any] = {"feature_extractor_type": "WhisperFeatureExtractor"}
+WINDOWS = from_extractor({**WHISPER, "chunk_length": 2}, positions=100)
 PLAIN = from_extractor({**CLAP, "truncation": "rand_trunc"}, positions=POSITIONS)
 FUSED = from_extractor({**CLAP, "truncation": "fusion"}, positions=POSITIONS)
 
@@ -86,6 +88,25 @@ def test_features_are_the_librarys(recipe: SoundRecipe, seconds: float, monkeypa
     exact = slice(1, None) if recipe.fused and seconds > 1.01 else slice(None)
     assert np.array_equal(found[exact], expected[exact])
     assert np.abs(found - expected).max() <= 1e-4
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.7, 2.0, 2.005, 5.3])
+def test_all_of_a_sound_becomes_the_features_of_whisper(seconds: float) -> None:
+    """In every bit those of the library without torch. With torch, which has fewer digits, it gives the same within
+    1e-4.
+    """
+    from transformers import WhisperFeatureExtractor
+
+    library = WhisperFeatureExtractor(chunk_length=2)
+    sound = tone(seconds, rate=16_000, seed=int(100 * seconds))
+    whole = {"truncation": False, "padding": "longest"} if seconds > 2 else {}
+    torched = np.asarray(library(sound, sampling_rate=16_000, return_tensors="np", **whole).input_features[0])
+    padded = np.pad(sound, (0, max(0, 32_000 - len(sound))))
+    found = sounds.features(sound, WINDOWS)
+    assert np.array_equal(found[0].T, library._np_extract_fbank_features(padded[None], "cpu")[0])
+    assert np.abs(found[0].T - torched).max() <= 1e-4
+    assert WINDOWS.can_make(recipes.Shape(*found.shape))
+    assert WINDOWS.cost(recipes.Shape(*found.shape)) == -(-(len(padded) // 160) * 160 // 320)
 
 
 @pytest.mark.parametrize("filling", ["repeatpad", "repeat", "pad"])
@@ -181,13 +202,21 @@ def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
     published = from_extractor({"feature_extractor_type": "ClapFeatureExtractor"}, positions=64)
     assert (published.tokens, published.shape) == (64, (4, 1001, 64))
     assert SoundRecipe(16_000, 16_000, 400, 160, 80, 15_000, high=8000.0).tokens == 2
+    shapes = [recipes.Shape(1, frames, 80) for frames in (3000, 60_000, 2999, 60_001)]
+    whisper = from_extractor(WHISPER, positions=1500)
+    assert [whisper.cost(shape) for shape in shapes[:2]] == [1500, 30_000]
+    assert [whisper.can_make(shape) for shape in shapes] == [True, True, False, False]
+    assert not whisper.can_make(recipes.Shape(1, 3000, 81))
+    assert [PLAIN.can_make(recipes.Shape(1, frames, 64)) for frames in (100, 101, 102)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "the feature extractor is not named"),
-        ({"feature_extractor_type": "WhisperFeatureExtractor"}, "is WhisperFeatureExtractor, known is Clap"),
+        ({"feature_extractor_type": "ASTFeatureExtractor"}, "is ASTFeatureExtractor, known are Clap"),
+        ({**WHISPER, "dither": 0.1}, "dither is 0.1, known is 0"),
+        ({**WHISPER, "feature_size": 8000}, "the features would have"),
         ({**CLAP, "truncation": "cut"}, "truncation is cut"),
         ({**CLAP, "padding": "mirror"}, "padding mirror"),
         ({**CLAP, "feature_size": 80}, "feature_size is 80, fused features have 64"),
@@ -195,7 +224,7 @@ def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
         ({**CLAP, "hop_length": 0}, "needs hop, at least 1"),
         ({**CLAP, "max_length_s": 3600}, "the features would have"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_an_extractor_that_no_recipe_does_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownExtractor, match=message):

@@ -1,25 +1,95 @@
-"""What the readers of documents share: prompts, decoders that write a token a step, and results of what they wrote."""
+"""What the readers of documents and sounds share: prompts, decoders that write a token a step, and results of what they
+wrote.
+
+a file each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► what was written ──► results
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.families.extraction import ExtractOptions, Result, by_options
 from sie_adapter.greedy import Rules, unknown_rule
 from sie_adapter.images import processor_of
 from sie_adapter.packing import Shown
+from sie_adapter.reading import Prompt, Writer, Written
 from sie_adapter.slots import Begun, Slots, empty, prompted
 from sie_contracts.entries import ModelEntry
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.images import Normalisation, Recipe
+from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
+
+P = TypeVar("P", bound=Prompt)
+F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it
+Read = Callable[[Writer[P], Sequence[P]], list[Written]]
+
+
+class Reader(Writer[P], Protocol[P, F_contra]):
+    """What differs between the kinds of readers."""
+
+    def prompt(self, file: F_contra, options: ExtractOptions) -> P:
+        """What a row begins with. Raises InvalidInput for what cannot be asked."""
+
+    def result(self, prompt: P, written: Written) -> dict[str, Any]:
+        """What the client gets of what was written, beside why it ended and how long it is."""
+
+
+class Reading(Generic[P, F_contra]):
+    """A reader and who waits for what it writes. `field`: of an input, that has its files."""
+
+    def __init__(self, kind: Reader[P, F_contra], rows: Mapping[str, Rows], read: Read[P], field: str) -> None:
+        self._kind = kind
+        self._read = read
+        self._field = field
+        self.rows = rows
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
+    ) -> list[Result]:
+        """What is in the file of each input, or an error instead of it. Texts are not read."""
+        numbers = list(range(len(texts)))
+        results: dict[int, Result] = {}
+        prompts: dict[int, P] = {}
+        for number in numbers:
+            try:
+                prompts[number] = self._prompt(files[number], options[number])
+            except SIEError as error:
+                results[number] = error
+        readable = list(prompts)
+        same = [ExtractOptions(())] * len(readable)  # options are in the prompts: one call, so that all run at once
+        found = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
+        results.update(zip(readable, found, strict=True))
+        return [results[number] for number in numbers]
+
+    def _prompt(self, files: Sequence[F_contra], options: ExtractOptions) -> P:
+        if len(files) != 1:
+            raise _miscounted(self._field, len(files))
+        return self._kind.prompt(files[0], options)
+
+    def _results(self, prompts: Sequence[P]) -> list[Result]:
+        written = self._read(self._kind, prompts)
+        return [self._result(*each) for each in zip(prompts, written, strict=True)]
+
+    def _result(self, prompt: P, written: Written) -> dict[str, Any]:
+        found = self._kind.result(prompt, written)
+        told = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
+        return {**found, "data": {**told, **found.get("data", {})}}
+
+
+def _miscounted(field: str, files: int) -> InvalidInput:
+    if not files:
+        return InvalidInput(f"{field}: the model reads one", reason="unsupported_modality", param=field)
+    return InvalidInput(
+        f"{field}: the model reads one, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
+    )
 
 
 @dataclass(frozen=True)
@@ -36,18 +106,29 @@ class PagePrompt:
     encoder_ids: Sequence[int] = ()
     box: Sequence[int] | None = None
 
+    def following(self, written: Written) -> None:
+        """A page is read at once."""
+
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
-    """How a page becomes numbers for `model`, whose decoder has `positions`. Raises ModelLoadFailed INCOMPATIBLE for
-    rules of writing or an image processor that cannot be reproduced, and for an entry with more tokens than positions.
+    """How a page becomes numbers for `model`, whose decoder has `positions`. Raises ModelLoadFailed INCOMPATIBLE as
+    `check_rules`, and for an image processor that cannot be reproduced.
     """
-    if rule := unknown_rule(model.generation_config):
+    check_rules(entry, model, positions)
+    return processor_of(folder, entry)
+
+
+def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
+    """Raises ModelLoadFailed INCOMPATIBLE for rules of writing that cannot be reproduced, `refused` among them, and for
+    an entry with more tokens than the decoder has `positions`.
+    """
+    rules = model.generation_config
+    if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
         raise load_failed("INCOMPATIBLE", f"{entry.id}: generation_config.json sets {rule}, which is not kept")
     if entry.max_tokens > positions:
         raise load_failed(
             "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
         )
-    return processor_of(folder, entry)
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:

@@ -106,8 +106,11 @@ class ExtractParams(_Params, kw_only=True):
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
-    task: Annotated[Text, Meta(description="Readers of documents: what to write, such as `<s_docvqa>`.")] = UNSET
-    max_new_tokens: Annotated[Whole, Meta(description="Readers of documents: the most that is written.")] = UNSET
+    task: Annotated[Text, Meta(description="Readers: what to write, such as `<s_docvqa>` or `translate`.")] = UNSET
+    language: Annotated[Text, Meta(description="Readers of sounds: what is spoken, such as `en`.")] = UNSET
+    max_new_tokens: Annotated[
+        Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
+    ] = UNSET
     ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
     output_schema: Map = UNSET
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ TIMEOUT_S = 20
 class Asked:
     ids: tuple[int, ...]
     rules: Rules
+    then: Asked | None = None
+
+    def following(self, written: Written) -> Asked | None:
+        """`then`, with what was written before it."""
+        return self.then and asked(*self.then.ids, *written.ids, most=self.then.rules.most)
 
 
 def asked(*ids: int, most: int = 40, ends: frozenset[int] = frozenset({END})) -> Asked:
@@ -322,6 +327,16 @@ def test_a_stop_refuses_what_is_not_written_in_time(readings: Readings) -> None:
     assert [type(error) for error in errors] == [ShuttingDown]
     with pytest.raises(ShuttingDown):
         readings.read(Sums(), PROMPTS)
+
+
+@pytest.mark.parametrize("first", [1, 7], ids=["ends as it begins", "is written"])
+def test_a_row_goes_on_with_the_prompt_that_follows_behind_those_that_wait(first: int, readings: Readings) -> None:
+    """Its answer is that to the last prompt; its mates have theirs."""
+    going = replace(asked(5, 6, most=first), then=asked(8, 9, most=6))
+    last = going.following(expected(going))
+    assert last is not None
+    given = [going, *PROMPTS]
+    assert readings.read(Sums(), given) == [expected(last), *map(expected, PROMPTS)]
 
 
 def test_a_row_that_repeats_itself_ends() -> None:

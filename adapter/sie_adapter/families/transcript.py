@@ -1,0 +1,153 @@
+"""What Whisper (arXiv 2212.04356) is told, and what it writes, as ids: its prompt, the segments of a window, and where
+the next window begins. Pure.
+
+    language, task ──► Start: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
+    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and the frames that they used up
+
+Times are in steps of 20 ms, frames in steps of 10 ms. Source: transformers, WhisperGenerationMixin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import GenerationConfig
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+from sie_contracts.errors import InvalidInput
+
+STEP_S = 0.02  # from one time stamp to the next
+_FRAME_S = 0.01
+FRAMES_PER_STEP = 2
+TASKS = ("transcribe", "translate")
+
+
+class Start(NamedTuple):
+    """`ids` of the prompt. `place`: of a language in it that the model has yet to recognise, -1 if there is none."""
+
+    ids: list[int]
+    place: int = -1
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the rules of a checkpoint say of prompts. `languages`, `tasks`: the ids of their tokens, `forced`: ids after
+    the first one where neither is asked for, None in the place of the language.
+    """
+
+    first: int
+    without_times: int
+    languages: Mapping[str, int]
+    tasks: Mapping[str, int]
+    forced: tuple[int | None, ...]
+    language: str = ""
+    task: str = ""
+    is_multilingual: bool = True
+
+    @classmethod
+    def of(cls, config: GenerationConfig, model: Any) -> Told:
+        """`model`: the configuration of the model, of which older checkpoints have a part of the rules. Raises
+        AttributeError for those that have none for time stamps.
+        """
+        forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
+        in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
+        return cls(
+            config.decoder_start_token_id,
+            config.no_timestamps_token_id,
+            {name.strip("<|>"): number for name, number in (getattr(config, "lang_to_id", None) or {}).items()},
+            getattr(config, "task_to_id", None) or {},
+            in_turn,
+            getattr(config, "language", None) or "",
+            getattr(config, "task", None) or "",
+            getattr(config, "is_multilingual", True),
+        )
+
+    @property
+    def times(self) -> int:
+        """The id of the time stamp 0.00; those of later ones follow."""
+        return self.without_times + 1
+
+    def start(self, language: str, task: str) -> Start:
+        """The prompt of a sound; what is empty is as the checkpoint has it. Raises InvalidInput."""
+        if not self.is_multilingual and (language or task):
+            name = "language" if language else "task"
+            raise InvalidInput(f"{name}: the model has one language and one task", reason=name, param=name)
+        language, task = language or self.language, task or self.task
+        ids: list[int | None] = [self.first]
+        if not (language or task):
+            ids += self.forced
+        if language:
+            ids[1:2] = [self._language(language)]
+        elif self.languages and (len(ids) == 1 or ids[1] is None):
+            ids[1:2] = [None]
+        elif len(ids) > 1 and ids[1] is None:
+            del ids[1]
+        if task:
+            ids.append(self._task(task))
+        elif language and self.tasks and not set(self.tasks.values()) & set(ids):
+            ids.append(self._task(TASKS[0]))
+        if ids[-1] == self.without_times:
+            ids.pop()
+        place = ids.index(None) if None in ids else -1
+        return Start([-1 if number is None else number for number in ids], place)
+
+    def _language(self, asked: str) -> int:
+        code = asked.lower().strip("<|>")
+        code = TO_LANGUAGE_CODE.get(code, code)
+        if code not in self.languages:
+            listed = ", ".join(sorted(self.languages)) or "none to choose"
+            raise InvalidInput(f"language: the model has {listed}", reason="language", param="language")
+        return self.languages[code]
+
+    def _task(self, asked: str) -> int:
+        if asked not in TASKS or asked not in self.tasks:
+            listed = ", ".join(task for task in TASKS if task in self.tasks) or "none to choose"
+            raise InvalidInput(f"task: the model has {listed}", reason="task", param="task")
+        return self.tasks[asked]
+
+
+class Segment(NamedTuple):
+    """`ids` that were written for a part of a sound, time stamps among them; its times in seconds of the sound."""
+
+    start_s: float
+    end_s: float
+    ids: Sequence[int]
+
+
+def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tuple[list[Segment], int]:
+    """The segments of a window that begins at frame `seek` of a sound and has so many frames, from what was written
+    without its end; and after how many frames the next window begins. `times`: the id of 0.00.
+
+    Two time stamps side by side end a segment and begin the next one. What follows the last pair was cut off by the
+    window: it is dropped and heard again, unless a single time stamp ends it.
+    """
+    is_time = [number >= times for number in written]
+    ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]
+    offset_s = seek * STEP_S / FRAMES_PER_STEP
+    if not ends:
+        return [Segment(offset_s, offset_s + _last(written, times, frames) * STEP_S, written)], frames
+    is_whole = is_time[-2:] == [False, True]
+    if is_whole:
+        ends.append(len(written))
+    found, first = [], 0
+    for end in ends:
+        part = written[first:end]
+        start_s, end_s = (offset_s + (stamp - times) * STEP_S for stamp in (part[0], part[-1]))
+        found.append(Segment(start_s, end_s, part))
+        first = end
+    if is_whole:
+        return found, frames
+    *others, last = found
+    stamp = written[first]  # the one that begins what was cut off
+    return [*others, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
+
+
+def _last(written: Sequence[int], times: int, frames: int) -> float:
+    """Where a window without a pair of time stamps ends, in steps: at its last one, else with the window."""
+    stamps = [number for number in written if number >= times]
+    if stamps and stamps[-1] != times:
+        return stamps[-1] - times
+    return int(np.float32(frames) * np.float32(_FRAME_S) / np.float32(STEP_S))  # as the library rounds it

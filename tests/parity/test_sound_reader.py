@@ -1,0 +1,340 @@
+"""What Whisper writes of a sound equals `generate` of transformers with its feature extractor: tokens, segments and
+their times, whoever reads beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from parity.gliner_checkpoints import on_cpu
+from parity.page_engine import Served, at_once, served_by
+from parity.table import Agreement, ParityTable
+from selection import long_but
+from sound_files import encoded, tone
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.reading import _Call, _Loop, _Row
+from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_sidecar import sounds
+
+RATE, SECONDS, TOKENS = 16_000, 2, 64  # of sound_checkpoints.whisper, which imports the classes of transformers
+MOST = 16
+# ragged: a click, shorter than a window, just as long, a little and much longer
+SOUNDS = [tone(seconds, rate=RATE, seed=seed) for seed, seconds in enumerate((0.02, 2.6, 0.7, 1.9, 2.0, 2.005, 5.4))]
+FEW = 2  # of them are read in every run
+Samples = NDArray[np.float32]
+
+
+class Spoken(NamedTuple):
+    """A segment: seconds, and ids with its time stamps."""
+
+    start_s: float
+    end_s: float
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Rules of a checkpoint, and what is asked of it in turn, of so many of the sounds."""
+
+    rules: Mapping[str, Any]
+    asked: Sequence[ExtractOptions]
+    sounds: int = len(SOUNDS)
+
+    def given(self) -> list[tuple[Samples, ExtractOptions]]:
+        return [(sound, self.asked[number % len(self.asked)]) for number, sound in enumerate(SOUNDS[: self.sounds])]
+
+
+def asks(instruction: str = "", most: int | None = MOST, **parameters: Any) -> ExtractOptions:
+    if most is not None:
+        parameters["max_new_tokens"] = most
+    return ExtractOptions((), parameters=parameters, instruction=instruction)
+
+
+KINDS = {
+    "few": Kind({}, [asks(most=10)], FEW),
+    "published": Kind(
+        {},
+        [
+            asks(most=3),
+            asks(language="de"),
+            asks(task="translate"),
+            asks("a river, vectors", language="French"),
+            asks(),
+        ],
+    ),
+    "english": Kind({"is_multilingual": False}, [asks(), asks("the red river")]),
+    "without forced ids": Kind({"forced_decoder_ids": None}, [asks(), asks(task="transcribe")]),
+    "with a language": Kind({"language": "german", "task": "translate"}, [asks(), asks(language="en")]),
+    "with penalties": Kind({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, [asks(), asks(language="en")]),
+}
+
+
+class Oracle:
+    """transformers' model with its own feature extractor and tokenizer, one sound at a time. A sound that is longer
+    than a window is not cut.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
+
+        self.model = WhisperForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+        self._extractor = AutoFeatureExtractor.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def features(self, sound: Samples) -> torch.Tensor:
+        whole = {"truncation": False, "padding": "longest"} if len(sound) > SECONDS * RATE else {}
+        found = self._extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole).input_features
+        return found.to(self.model.dtype)
+
+    def segments(self, sound: Samples, options: ExtractOptions) -> list[Spoken]:
+        asked = {name: value for name, value in options.parameters.items() if name in ("language", "task")}
+        if options.instruction:
+            asked["prompt_ids"] = self.tokenizer.get_prompt_ids(options.instruction, return_tensors="pt")
+        found = self.model.generate(
+            self.features(sound),
+            return_timestamps=True,
+            return_segments=True,
+            max_new_tokens=options.parameters["max_new_tokens"],
+            num_beams=1,
+            do_sample=False,
+            **asked,
+        )["segments"][0]
+        return [
+            Spoken(round(float(each["start"]), 2), round(float(each["end"]), 2), tuple(each["tokens"].tolist()))
+            for each in found
+        ]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+    def scores(self, sound: Samples, ids: Sequence[int]) -> Samples:
+        """Of the token after a prompt, for the first window."""
+        features = self.features(sound)[:, :, : 100 * SECONDS]
+        return self.model(features, decoder_input_ids=torch.tensor([ids])).logits[0, -1].float().numpy()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A model that writes, and what its words are compared with."""
+
+    served: Served
+    oracle: Oracle
+    folder: Path
+
+    def prompts(self, kind: Kind, weights: Any = None) -> list[Any]:
+        """The first window of each sound, with what is asked of it."""
+        recipe = self.served.weights.rows["extract"].sounds
+        return [
+            (weights or self.served.weights).prompt(sounds.features(sound, recipe), asked)
+            for sound, asked in kind.given()
+        ]
+
+    def read(self, prompts: Sequence[Any]) -> list[list[Spoken]]:
+        """The segments of the sounds, all of them at once."""
+        self.served.engine.readings.read(self.served.weights, prompts)
+        return told(prompts)
+
+
+def told(prompts: Sequence[Any]) -> list[list[Spoken]]:
+    return [
+        [Spoken(round(each.start_s, 2), round(each.end_s, 2), tuple(each.ids)) for each in prompt.sound.segments]
+        for prompt in prompts
+    ]
+
+
+@pytest.fixture(scope="module")
+def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Writing]:
+    from parity import sound_checkpoints
+
+    root = tmp_path_factory.mktemp("sound-readers")
+
+    @cache
+    def loaded(name: str) -> Writing:
+        folder = sound_checkpoints.whisper(root / name.replace(" ", "-"), **KINDS[name].rules)
+        return Writing(served_by(cpu_engine, entry_of(name.replace(" ", "-"), folder)), Oracle(folder), folder)
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def expected(load: Callable[[str], Writing]) -> Callable[[str], list[list[Spoken]]]:
+    """What the library writes of each sound, one by one."""
+
+    @cache
+    def written(name: str) -> list[list[Spoken]]:
+        oracle = load(name).oracle
+        with torch.inference_mode():
+            return [oracle.segments(*given) for given in KINDS[name].given()]
+
+    return written
+
+
+def entry_of(name: str, folder: Path, **changes: Any) -> ModelEntry:
+    return parse_entry(
+        {
+            "id": f"hear/{name}",
+            "weights": {"path": str(folder)},
+            "family": "sound-reader",
+            "inputs": ["audio"],
+            "outputs": {"entities": 0, "data": 0},
+            "max_tokens": TOKENS,
+            "load": {"precision": "float32"},
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", long_but(KINDS, ["few"]))
+def test_segments_equal_generate(
+    name: str, load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
+) -> None:
+    """All sounds at once, against the library one by one. The toy writes other tokens for other sounds, in several
+    windows, of which some are cut.
+    """
+    writing = load(name)
+    assert writing.read(writing.prompts(KINDS[name])) == expected(name)
+    assert len({each.ids for row in expected(name) for each in row}) > KINDS[name].sounds
+    assert max(len(row) for row in expected(name)) > 1
+
+
+@pytest.mark.parametrize("name", long_but(KINDS, ["few"]))
+@pytest.mark.parametrize("every", [1, pytest.param(5, marks=pytest.mark.long)])
+def test_a_sound_that_joins_between_steps_changes_no_segment(
+    every: int, name: str, load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
+) -> None:
+    writing = load(name)
+    prompts = writing.prompts(KINDS[name])
+    left, turns = [_Row(_Call(lambda: False, 1), prompt) for prompt in prompts], 0
+    loop = _Loop(writing.served.weights, torch.device("cpu"))
+    with torch.inference_mode():
+        while left or not loop.is_idle:
+            if left and turns % every == 0:
+                loop.waiting.append(left.pop())
+            loop.turn()
+            turns += 1
+    assert told(prompts) == expected(name)
+
+
+@pytest.mark.long
+def test_two_callers_at_once_get_the_same(
+    load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
+) -> None:
+    writing, kind = load("published"), KINDS["published"]
+    found = at_once(lambda: writing.read(writing.prompts(kind)), 1)
+    assert found == [expected("published")] * 2
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_scores_equal_the_oracle(precision: str, load: Callable[[str], Writing], table: ParityTable) -> None:
+    """Those of the first token of each sound: of the tokens of a random model two are nearly alike, so in bfloat16 it
+    writes others.
+    """
+    from sie_adapter.families.sound_reader import SoundReader
+
+    writing, kind = load("few"), KINDS["few" if precision == "float32" else "published"]
+    folder, dtype = writing.folder, getattr(torch, precision)
+    entry = entry_of("half", folder, load={"precision": precision})
+    weights: Any = SoundReader(folder, entry, entry.load, on_cpu(dtype))
+    prompts = writing.prompts(kind, weights)
+    with torch.inference_mode():
+        found = np.stack([weights.begin([prompt])[0].logits.float().numpy() for prompt in prompts])
+        asked = [prompt.sound.ids for prompt in prompts]
+
+        def reference(oracle: Oracle) -> Samples:
+            return np.stack([oracle.scores(sound, ids) for sound, ids in zip(SOUNDS, asked, strict=False)])
+
+        expected = reference(writing.oracle)
+        agreement = Agreement.of(found, expected)
+        table.record("sound-reader whisper", "padded", precision, agreement)
+        if precision == "float32":
+            assert agreement.cosine >= 0.9999
+            return
+        stock = Agreement.of(reference(Oracle(folder, dtype)), expected)
+    table.record("sound-reader whisper", "stock", precision, stock)
+    assert agreement.mean_distance <= 1.5 * stock.mean_distance
+
+
+def test_a_batch_gives_entities_with_their_seconds(
+    load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
+) -> None:
+    """1. A text fails alone. 2. Two sounds give what the library writes, the language that it recognises, and how long
+    the answer is.
+    """
+    writing = load("few")
+    files = [encoded(sound, rate=RATE, subtype="FLOAT") for sound in SOUNDS[:FEW]]
+    said, *answers = writing.served.run("extract", ["a text", *files], **KINDS["few"].asked[0].parameters)
+    assert (said.reason, said.param) == ("unsupported_modality", "audio")
+    for segments, answer in zip(expected("few"), answers, strict=True):
+        texts = [writing.oracle.text(each.ids) for each in segments]
+        assert [(each["text"], each["seconds"]) for each in answer["entities"]] == [
+            (text, [each.start_s, each.end_s]) for text, each in zip(texts, segments, strict=True) if text
+        ]
+        assert {each["label"] for each in answer["entities"]} == {"transcript"}
+        assert answer["data"]["text"] == writing.oracle.text([each for spoken in segments for each in spoken.ids])
+        assert answer["data"]["language"] in ("en", "de", "fr")
+        assert answer["data"]["completion_tokens"] >= sum(len(each.ids) for each in segments)
+        assert answer["data"]["finish_reason"] in ("stop", "length")
+
+
+def test_a_long_sound_costs_all_of_it(load: Callable[[str], Writing]) -> None:
+    made = load("few").served.rows("extract", [encoded(SOUNDS[number], rate=RATE) for number in (0, 1)])
+    assert [row.cost for row in made.rows] == [100, 130]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason", "param"),
+    [
+        ("few", asks(task="summarise"), "task", "task"),
+        ("few", asks(language="klingon"), "language", "language"),
+        ("few", asks(language="es"), "language", "language"),
+        ("few", asks("a <|en|> b"), "reserved_token", "instruction"),
+        ("few", asks("river " * 200), "input_too_long", "instruction"),
+        pytest.param("english", asks(language="en"), "language", "language", marks=pytest.mark.long),
+        pytest.param("english", asks(task="transcribe"), "task", "task", marks=pytest.mark.long),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    name: str, options: ExtractOptions, reason: str, param: str, load: Callable[[str], Writing]
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        load(name).served.weights.prompt(np.zeros((1, 200, 20), np.float32), options)
+    assert (refused.value.reason, refused.value.param) == (reason, param)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("generation_config.json", {"no_timestamps_token_id": None}, "no no_timestamps_token_id"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ("generation_config.json", {"condition_on_prev_tokens": True}, "sets condition_on_prev_tokens"),
+                ("preprocessor_config.json", {"dither": 0.1}, "dither is 0.1, known is 0"),
+                ("preprocessor_config.json", {"chunk_length": 30}, "3000 frames of 20 bins, the model reads 200 of 20"),
+                ("config.json", {"model_type": "clap"}, "model_type is clap, a sound-reader is whisper"),
+                ("config.json", {"max_target_positions": 63}, "mismatched keys|max_tokens is 64, its decoder has 63"),
+            )
+        ),
+    ],
+)
+def test_files_that_cannot_be_reproduced_are_refused(
+    file: str, change: dict[str, Any], message: str, load: Callable[[str], Writing], cpu_engine: Engine, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(load("few").folder, tmp_path / "model")
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelLoadFailed, match=message):
+        cpu_engine.residency.ensure("hear/wrong", entry_of("wrong", folder))
