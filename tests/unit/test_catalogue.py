@@ -315,7 +315,8 @@ def test_the_packaged_catalogue_is_sound() -> None:
     assert catalogue.entries.keys() == read_folder(packaged_folder() / "models").keys() != set()
     for model, found in catalogue.entries.items():
         assert isinstance(catalogue.resolve(model), Resolved)
-        assert catalogue.resolve(model).bundles == catalogue.bundles_of(found) == ("default",)
+        (bundle,) = catalogue.bundles_of(found)
+        assert catalogue.resolve(model).bundles == (bundle,)
         assert found.description
         assert found.license
 

@@ -26,6 +26,7 @@ from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import SettingError
+from sie_runtime.feed import packaged_catalogue
 from sie_runtime.process import Stop
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
@@ -65,7 +66,7 @@ def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) ->
     found = overlay(tmp_path)
     assert own(found) == {"org/a": 8, "org/b": 9}
     folders = found.folders()
-    assert set(folders.bundles) == {"default", "eyes"}
+    assert set(folders.bundles) == {*packaged_catalogue().bundles, "eyes"}
     assert (folders.bundles["eyes"].image, folders.bundles["eyes"].requires) == ("registry/eyes:1", ("pillow",))
     assert folders.files == {"org/a": "a.yaml", "org/b": "deep/er/b.yml"}
     assert set(found.look()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
