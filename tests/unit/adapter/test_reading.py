@@ -226,6 +226,24 @@ def test_rows_for_which_there_is_no_room_wait_until_others_have_ended() -> None:
     assert sum(device.model.rows) == 10 * 19
 
 
+def test_memory_that_ends_while_rows_begin_has_none_of_them_read_twice() -> None:
+    asked_for: list[int] = []
+
+    def fits(more_bytes: int) -> bool:
+        asked_for.append(more_bytes)
+        if len(asked_for) == 2:
+            raise torch.OutOfMemoryError("the second row, this once")
+        return True
+
+    model = Sums(together=2)
+    loop, rows = _Loop(model, CPU, fits), [row(prompt) for prompt in PROMPTS[:2]]
+    loop.waiting.extend(rows)
+    while not loop.is_idle:
+        loop.turn()
+    assert [Written(each.ids, each.finish) for each in rows if each.finish] == [expected(each) for each in PROMPTS[:2]]
+    assert sum(model.rows) == sum(len(each.ids) - 1 for each in rows)
+
+
 def test_more_rows_are_read_at_a_time_again_after_some_have_ended() -> None:
     fits = [False]
 
