@@ -31,7 +31,7 @@ ORACLES = {
     "token-classifier": "transformers, pipeline",
     "dual-encoder": "transformers, CLIPModel and SiglipModel with their processors; open_clip 3.3.0 by a stored file",
     "sound-encoder": "transformers, ClapModel with its feature extractor",
-    "sound-reader": "transformers, WhisperForConditionalGeneration with its feature extractor: scores of a first token",
+    "sound-reader": "transformers, WhisperForConditionalGeneration, `generate` greedily, with its feature extractor",
     "vision-language": "transformers, ColPaliForRetrieval with its processor, Qwen2_5_VLModel with a projection",
     "multimodal-encoder": "transformers, Qwen3VLModel, read as its vendor reads it",
     "multimodal-reranker": "transformers, Qwen3VLForConditionalGeneration, read as its vendor reads it",

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from parity.gliner_checkpoints import on_cpu
 from parity.page_engine import Served, at_once, served_by
-from parity.table import Agreement, ParityTable
+from parity.table import ParityTable, Texts
 from selection import long_but
 from sound_files import encoded, tone
 
@@ -142,10 +142,34 @@ class Writing:
             for sound, asked in kind.given()
         ]
 
+    def references(self, kind: Kind, prompts: Sequence[Any], written: Sequence[Sequence[Spoken]]) -> list[Reference]:
+        """Of sounds whose prompts were read, so that their language is known."""
+        return [
+            Reference(ids_of(row), self.oracle.scores(sound, prompt.sound.ids))
+            for (sound, _), prompt, row in zip(kind.given(), prompts, written, strict=True)
+        ]
+
     def read(self, prompts: Sequence[Any]) -> list[list[Spoken]]:
         """The segments of the sounds, all of them at once."""
         self.served.engine.readings.read(self.served.weights, prompts)
         return told(prompts)
+
+
+class Reference(NamedTuple):
+    """What the library writes of a sound, and its scores of the first token, [vocabulary]."""
+
+    ids: list[int]
+    first: Samples
+
+
+def ids_of(row: Sequence[Spoken]) -> list[int]:
+    return [number for each in row for number in each.ids]
+
+
+def firsts(weights: Any, prompts: Sequence[Any]) -> list[Samples]:
+    """The scores of the first token after each prompt, [vocabulary] each."""
+    with torch.inference_mode():
+        return [weights.begin([prompt])[0].logits.float().numpy() for prompt in prompts]
 
 
 def told(prompts: Sequence[Any]) -> list[list[Spoken]]:
@@ -199,13 +223,24 @@ def entry_of(name: str, folder: Path, **changes: Any) -> ModelEntry:
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["few"]))
 def test_segments_equal_generate(
-    name: str, load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
+    name: str,
+    load: Callable[[str], Writing],
+    expected: Callable[[str], list[list[Spoken]]],
+    table: ParityTable,
 ) -> None:
     """All sounds at once, against the library one by one. The toy writes other tokens for other sounds, in several
     windows, of which some are cut.
     """
-    writing = load(name)
-    assert writing.read(writing.prompts(KINDS[name])) == expected(name)
+    writing, kind = load(name), KINDS[name]
+    prompts = writing.prompts(kind)
+    found = writing.read(prompts)
+    first = firsts(writing.served.weights, prompts)
+    with torch.inference_mode():
+        references = writing.references(kind, prompts, expected(name))
+    texts = Texts.of([ids_of(row) for row in found], first, references)
+    table.record("sound-reader whisper", "padded", "float32", texts)
+    assert found == expected(name)
+    assert texts.first.difference <= 1e-5
     assert len({each.ids for row in expected(name) for each in row}) > KINDS[name].sounds
     assert max(len(row) for row in expected(name)) > 1
 
@@ -237,34 +272,31 @@ def test_two_callers_at_once_get_the_same(
     assert found == [expected("published")] * 2
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_scores_equal_the_oracle(precision: str, load: Callable[[str], Writing], table: ParityTable) -> None:
-    """Those of the first token of each sound: of the tokens of a random model two are nearly alike, so in bfloat16 it
-    writes others.
+@pytest.mark.long
+def test_half_the_bits_are_as_near_as_the_librarys(
+    load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]], table: ParityTable
+) -> None:
+    """Texts differ in bfloat16, also those of the library. The scores of their first tokens are at most 1.5 times as
+    far from those in float32 as the library's own.
     """
     from sie_adapter.families.sound_reader import SoundReader
 
-    writing, kind = load("few"), KINDS["few" if precision == "float32" else "published"]
-    folder, dtype = writing.folder, getattr(torch, precision)
-    entry = entry_of("half", folder, load={"precision": precision})
-    weights: Any = SoundReader(folder, entry, entry.load, on_cpu(dtype))
-    prompts = writing.prompts(kind, weights)
+    writing, kind = load("published"), KINDS["published"]
+    entry = entry_of("half", writing.folder)
+    half: Any = SoundReader(writing.folder, entry, entry.load, on_cpu(torch.bfloat16))
+    prompts, stock = writing.prompts(kind, half), Oracle(writing.folder, torch.bfloat16)
+    first = firsts(half, prompts)
     with torch.inference_mode():
-        found = np.stack([weights.begin([prompt])[0].logits.float().numpy() for prompt in prompts])
-        asked = [prompt.sound.ids for prompt in prompts]
-
-        def reference(oracle: Oracle) -> Samples:
-            return np.stack([oracle.scores(sound, ids) for sound, ids in zip(SOUNDS, asked, strict=False)])
-
-        expected = reference(writing.oracle)
-        agreement = Agreement.of(found, expected)
-        table.record("sound-reader whisper", "padded", precision, agreement)
-        if precision == "float32":
-            assert agreement.cosine >= 0.9999
-            return
-        stock = Agreement.of(reference(Oracle(folder, dtype)), expected)
-    table.record("sound-reader whisper", "stock", precision, stock)
-    assert agreement.mean_distance <= 1.5 * stock.mean_distance
+        references = writing.references(kind, prompts, expected("published"))
+        given = list(zip(kind.given(), prompts, strict=True))
+        written = [stock.segments(*each) for each, _ in given]
+        scores = [stock.scores(sound, prompt.sound.ids) for (sound, _), prompt in given]
+    writing.served.engine.readings.read(half, prompts)
+    found = Texts.of([ids_of(row) for row in told(prompts)], first, references)
+    librarys = Texts.of([ids_of(row) for row in written], scores, references)
+    table.record("sound-reader whisper", "padded", "bfloat16", found)
+    table.record("sound-reader whisper", "stock", "bfloat16", librarys)
+    assert found.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 
 def test_a_batch_gives_entities_with_their_seconds(
