@@ -256,7 +256,7 @@ class Largest(TorchDispatchMode):
     ],
 )
 @pytest.mark.parametrize("budget", [muvera.CPU_BLOCK_BYTES, pytest.param(muvera.BLOCK_BYTES, marks=pytest.mark.long)])
-@pytest.mark.parametrize("tokens", [8, 512])
+@pytest.mark.parametrize("tokens", [8, pytest.param(512, marks=pytest.mark.long)])
 def test_no_intermediate_grows_with_the_batch(
     parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
