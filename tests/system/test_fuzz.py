@@ -95,7 +95,7 @@ def in_part(every: int) -> pytest.MarkDecorator:
     )
 
 
-@in_part(31)
+@in_part(151)
 async def test_odd_values_in_every_place(stack: Stack, every: int) -> None:
     """Extension types of msgpack, bytes, arrays of any size, text that is none: as any value, in any parameter."""
     seen = await send_all(stack.urls[0], fuzz.part(fuzz.everywhere(), every))
