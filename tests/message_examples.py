@@ -441,6 +441,20 @@ EXAMPLES: dict[str, Any] = {
             )
         },
     ),
+    "ipc3-Ready-sounds-whole": ipc.Ready(
+        _LOADED,
+        b"{}",
+        512,
+        {
+            "extract": Rows(
+                "raw",
+                writes=True,
+                sounds=SoundRecipe(
+                    16000, 480_000, 400, 160, 80, 1500, 0.0, 8000.0, "slaney", "pad", levels="relative", whole=True
+                ),
+            )
+        },
+    ),
     "ipc3-Ready-documents": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", documents=DocumentLimits(1 << 20))}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}
