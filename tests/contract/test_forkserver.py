@@ -38,6 +38,8 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
 print("serving", os.getpid(), flush=True)
 {child}
 """
+# in short turns: a handler of Python runs after the sleep that its signal came just before
+WAITS = "while True: time.sleep(0.05)"
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -100,7 +102,7 @@ def test_a_child_that_drained_or_refuses_its_settings_ends_the_parent(start: Sta
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_the_childs_status_is_the_parents(start: Start, number: int) -> None:
-    parent = start("time.sleep(60)")
+    parent = start(WAITS)
     serving(parent)
     parent.send_signal(number)
     assert parent.wait(20) == 7
@@ -115,7 +117,7 @@ def test_a_signal_ends_the_parent_between_two_children(start: Start) -> None:
 
 
 def test_the_child_of_a_killed_parent_ends(start: Start) -> None:
-    parent = start("time.sleep(60)")
+    parent = start(WAITS)
     child = psutil.Process(serving(parent))
     parent.kill()
     assert psutil.wait_procs([child], timeout=20)[1] == []
