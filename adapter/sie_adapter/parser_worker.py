@@ -1,6 +1,6 @@
 """A process that parses documents, one after the other, for the adapter at the other end of its standard input.
 
-    limits ──► docling ──► ParserReady ──► ParseJob ──► Parsed or Unparsable ──► ... the adapter is gone ──► end
+    limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter is gone ──► end
 
 It holds no secrets: the adapter starts it without its environment. It ends with the adapter, however that ends.
 """
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sie_adapter import parser_frames
-from sie_adapter.parser_frames import MAX_ANSWER_BYTES, Parsed, ParseJob, ParserReady, Unparsable
+from sie_adapter.parser_frames import MAX_ANSWER_BYTES, Parsed, ParseJob
+from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import FrameError, receive_frame
 from sie_contracts.media import cause_of
@@ -45,7 +46,7 @@ def serve(make: Callable[[], _Parser]) -> None:
     confined.die_with(parent)
     parser = make()
     with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):  # the adapter is gone
-        _send(adapter, parser_frames.frame(ParserReady(os.getpid())))
+        _send(adapter, parser_frames.frame(Hello(os.getpid())))
         confined.silence()
         while True:
             asked = parser_frames.job(receive_frame(adapter, parser_frames.MAX_JOB_BYTES))
@@ -57,12 +58,12 @@ def _answer(parser: _Parser, asked: ParseJob) -> tuple[bytes, bytes]:
         made = parser_frames.frame(parser.parse(asked))
     except InvalidInput as error:
         raised = type(error.__cause__).__name__ if error.__cause__ else ""
-        return parser_frames.frame(Unparsable(asked.number, *cause_of(error), raised[:100]))
+        return parser_frames.frame(Unusable(asked.number, *cause_of(error), raised[:100]))
     size = len(made[1])
     if size <= MAX_ANSWER_BYTES:
         return made
     what = f"what the document holds takes {size} bytes, at most {MAX_ANSWER_BYTES} are answered"
-    return parser_frames.frame(Unparsable(asked.number, "too_large", what, ""))
+    return parser_frames.frame(Unusable(asked.number, "too_large", what, ""))
 
 
 def _send(adapter: socket.socket, parts: tuple[bytes, bytes]) -> None:

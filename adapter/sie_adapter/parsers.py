@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from sie_adapter import parser_frames
-from sie_adapter.parser_frames import Parsed, ParseJob, ParserReady, Unparsable
+from sie_adapter.parser_frames import Parsed, ParseJob
+from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.documents import Document
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
 from sie_contracts.ipc import FrameError, receive_frame
@@ -129,7 +130,7 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        if isinstance(answer, Unparsable):
+        if isinstance(answer, Unusable):
             _logger.debug("a document is unusable, %s (%s)", answer.cause, answer.raised or "by its content")
             raise fault(answer.cause, answer.what)
         return answer
@@ -171,7 +172,7 @@ class _Process:
                 raise NotStarted(str(error)) from error
         self.pid = self._process.pid
         try:
-            if not isinstance(self._waited(START_S), ParserReady):
+            if not isinstance(self._waited(START_S), Hello):
                 raise NotStarted("its first words are wrong")
         except (_Lost, _Late) as error:
             status = self.status()
@@ -185,12 +186,12 @@ class _Process:
     def runs(self) -> bool:
         return self._process.poll() is None
 
-    def run(self, document: Document, deadline_s: float) -> Parsed | Unparsable:
+    def run(self, document: Document, deadline_s: float) -> Parsed | Unusable:
         """Raises _Lost, _Late."""
         self._number += 1
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))
-        if isinstance(answer, ParserReady) or answer.number != job.number:
+        if isinstance(answer, Hello) or answer.number != job.number:
             raise _Lost("its answer is to something else")
         return answer
 

@@ -45,14 +45,14 @@ class _Kept(NamedTuple):
 
 
 class TowerOutputs:
-    """Those of all towers of a process, at most `most_bytes`; 0 keeps none. Every method may be called from any thread.
+    """Those of all towers of a process, at most `max_bytes`; 0 keeps none. Every method may be called from any thread.
 
     `hits`: images that were not read because their output was there, or another thread made it; `misses`: images that
     were. One lock guards all state. It is never held while a tower runs.
     """
 
-    def __init__(self, most_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_bytes = max_bytes
         self.hits = self.misses = 0
         self._clock = clock
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class TowerOutputs:
 
     def keeps(self, nbytes: int) -> bool:
         """Whether an output of so many bytes would be kept now."""
-        return nbytes <= self.most_bytes and self._clock() >= self._paused_until_s
+        return nbytes <= self.max_bytes and self._clock() >= self._paused_until_s
 
     # the rest is for `OutputsOfTower`, which holds the lock
 
@@ -97,7 +97,7 @@ class TowerOutputs:
 
     def fit(self) -> None:
         """Drop what was not used for longest while there is too much."""
-        while self._held_bytes() > self.most_bytes:
+        while self._held_bytes() > self.max_bytes:
             min((tower for tower in self._towers if tower.nbytes), key=OutputsOfTower.oldest_use).drop_oldest()
 
     def count(self, hits: int, misses: int) -> None:

@@ -1,17 +1,13 @@
-"""Between the sidecar and its media workers, over a pair of sockets: frames of `u32 big-endian length + msgpack`, one
-`Job` and one answer at a time. A worker says `Hello` once it is ready. What it says is data of a process that may have
-been taken over by a file: it is checked, never executed.
-"""
+"""What the sidecar and its media workers say to each other: one `Job` and one answer at a time."""
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, NamedTuple
 
 import msgspec
 
+from sie_contracts.child_frames import Frames, Hello, Unusable
 from sie_contracts.images import MAX_RESULT_BYTES, Recipe, Size
-from sie_contracts.media import Cause
 from sie_contracts.sounds import MAX_FEATURE_BYTES, Shape, SoundRecipe
 
 MAX_FILE_BYTES = 128 << 20
@@ -20,7 +16,6 @@ MAX_ANSWER_BYTES = max(MAX_RESULT_BYTES, MAX_FEATURE_BYTES) + 4096
 
 _Edge = Annotated[int, msgspec.Meta(ge=1)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-_HEADER = struct.Struct(">I")
 
 
 class ImageJob(msgspec.Struct, frozen=True, tag=True):
@@ -37,12 +32,6 @@ class SoundJob(msgspec.Struct, frozen=True, tag=True):
     number: int
     recipe: SoundRecipe
     data: bytes
-
-
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The worker has done its imports and has its limits."""
-
-    pid: int
 
 
 class MadeImage(msgspec.Struct, frozen=True, tag=True):
@@ -84,15 +73,6 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
         return Shape(self.views, self.frames, self.bins)
 
 
-class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """`what` is for the client. `raised`: the type of the exception, for the log."""
-
-    number: int
-    cause: Cause
-    what: Annotated[str, msgspec.Meta(max_length=400)]
-    raised: Annotated[str, msgspec.Meta(max_length=100)]
-
-
 class Prepared(NamedTuple):
     """`pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a person sees it.
     `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
@@ -121,25 +101,5 @@ Job = ImageJob | SoundJob
 Made = MadeImage | MadeSound
 Answer = Hello | Made | Unusable
 
-_encode = msgspec.msgpack.Encoder().encode
-_jobs: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def frame(message: Job | Answer) -> tuple[bytes, bytes]:
-    """Header and body: together they would be one more copy of a file."""
-    body = _encode(message)
-    return _HEADER.pack(len(body)), body
-
-
-def job(body: bytes | bytearray) -> Job:
-    """Raises msgspec.DecodeError."""
-    return _jobs.decode(body)
-
-
-def answer(body: bytes | bytearray) -> Answer:
-    """Raises msgspec.DecodeError; a text that is not UTF-8 is one too."""
-    try:
-        return _answers.decode(body)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(str(error)) from error
+_FRAMES: Frames[Job, Answer] = Frames(Job, Answer)
+frame, job, answer = _FRAMES.frame, _FRAMES.job, _FRAMES.answer

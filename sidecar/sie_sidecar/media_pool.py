@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar, get_args, overload
 
 import msgspec
 
+from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
 from sie_contracts.images import Recipe, check, pixels_of
 from sie_contracts.ipc import FrameError, read_frame
@@ -33,7 +34,6 @@ from sie_contracts.sounds import SoundRecipe
 from sie_sidecar import media_frames
 from sie_sidecar.media_frames import (
     Heard,
-    Hello,
     ImageJob,
     Job,
     Made,
@@ -41,7 +41,6 @@ from sie_sidecar.media_frames import (
     MadeSound,
     Prepared,
     SoundJob,
-    Unusable,
 )
 
 DEADLINE_S = 10.0  # of one file, from the moment that a worker is given it

@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 
+from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import FrameError, receive_frame
 from sie_contracts.media import cause_of
@@ -27,7 +28,7 @@ def main() -> None:
     confined.limit(memory_bytes)
     confined.die_with(parent)
     with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):  # the sidecar is gone
-        _send(sidecar, media_frames.frame(media_frames.Hello(os.getpid())))
+        _send(sidecar, media_frames.frame(Hello(os.getpid())))
         confined.silence()
         while True:
             _send(sidecar, _answer(media_frames.job(receive_frame(sidecar, media_frames.MAX_JOB_BYTES))))
@@ -39,7 +40,7 @@ def _answer(job: media_frames.Job) -> tuple[bytes, bytes]:
         return media_frames.frame(made)
     except InvalidInput as error:
         raised = type(error.__cause__).__name__ if error.__cause__ else ""
-        return media_frames.frame(media_frames.Unusable(job.number, *cause_of(error), raised))
+        return media_frames.frame(Unusable(job.number, *cause_of(error), raised))
 
 
 def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:

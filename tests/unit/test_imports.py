@@ -68,6 +68,7 @@ CORE = {
     "sie_contracts.records",
     "sie_contracts.topology",
     "sie_contracts.catalogue",
+    "sie_contracts.child_frames",
     "sie_contracts.entries",
     "sie_contracts.errors",
     "sie_contracts.families",

@@ -84,7 +84,7 @@ _OUTLINES = ("<REFERRING_EXPRESSION_SEGMENTATION>", "<REGION_TO_SEGMENTATION>")
 _PLACED = re.compile(r"([^<]*)((?:<loc_\d+>)+)")
 _PLACE = re.compile(r"<loc_(\d+)>")
 _OUTLINED = re.compile(r"([^<]*)((?:<loc_\d+>|<sep>|<poly>|</poly>)+)")
-_OUTLINE, _NEXT_OUTLINE, _LEAST_BINS = re.compile(r"<poly>(.*?)</poly>"), "<sep>", 6
+_OUTLINE, _NEXT_OUTLINE, _MIN_BINS = re.compile(r"<poly>(.*?)</poly>"), "<sep>", 6
 _GIVEN_REGION = re.compile("<loc_(0|[1-9][0-9]{0,2})>" * 4)
 
 
@@ -240,7 +240,7 @@ def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[lis
             for part in one.split(_NEXT_OUTLINE):
                 bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(part)]
                 bins = bins[: len(bins) // 2 * 2]
-                if len(bins) >= _LEAST_BINS:
+                if len(bins) >= _MIN_BINS:
                     polygons.append([_pixel(number, (width, height)[index % 2]) for index, number in enumerate(bins)])
             if polygons:
                 yield said.strip(), polygons

@@ -99,9 +99,9 @@ def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
     assert shared.held_bytes == 2 * BYTES
 
 
-@pytest.mark.parametrize("most_bytes", [0, BYTES - 1])
-def test_an_output_that_is_too_large_serves_its_own_batch_alone(most_bytes: int) -> None:
-    shared, read = TowerOutputs(most_bytes), Counting()
+@pytest.mark.parametrize("max_bytes", [0, BYTES - 1])
+def test_an_output_that_is_too_large_serves_its_own_batch_alone(max_bytes: int) -> None:
+    shared, read = TowerOutputs(max_bytes), Counting()
     outputs = shared.of_tower()
     assert values(outputs.of([image(1), image(1)], read)) == [1.0, 1.0]
     outputs.of([image(1)], read)
@@ -177,9 +177,9 @@ def ask(outputs: OutputsOfTower, asked: Shown, read: Held | Counting, found: lis
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("most_bytes", [1000, 0])
-def test_two_threads_read_a_page_once(most_bytes: int) -> None:
-    shared, held, read = TowerOutputs(most_bytes), Held(), Counting()
+@pytest.mark.parametrize("max_bytes", [1000, 0])
+def test_two_threads_read_a_page_once(max_bytes: int) -> None:
+    shared, held, read = TowerOutputs(max_bytes), Held(), Counting()
     outputs, found = shared.of_tower(), [0.0][:0]
     first = ask(outputs, image(5), held, found)
     assert held.began.wait(10)
