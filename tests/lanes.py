@@ -64,11 +64,12 @@ def _has_more_than_avx2() -> bool:
     return not about.exists() or "flags" not in (text := about.read_text()) or " avx512f" in text
 
 
+FORKED = (sys.executable, str(ROOT / "tests" / "worker.py"))  # a Python that has collected the tests
+
+
 def _processes(count: int) -> tuple[str, ...]:
-    """Options: so many, forked from one that has collected the tests, to each the groups of tests/conftest.py in their
-    order.
-    """
-    python = shlex.join([sys.executable, str(ROOT / "tests" / "worker.py")])
+    """Options: so many, to each the groups of tests/conftest.py in their order."""
+    python = shlex.join(FORKED)
     options = ("--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "5")
     return ("--tx", f"{count}*popen//python={python}", *options)
 
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def command(lane: Lane, arguments: Sequence[str]) -> list[str]:
-    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", lane.markers, *lane.options]
+    python = [sys.executable] if lane.beside else FORKED
+    argv = [*python, "-m", "pytest", "-p", "no:cacheprovider", "-m", lane.markers, *lane.options]
     argv += ["--durations=80", "--durations-min=1"]
     argv += ["--color=yes"] if sys.stdout.isatty() else []
     return [*argv, *collected(lane, arguments)]

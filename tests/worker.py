@@ -1,10 +1,10 @@
-"""Stands for the Python that pytest-xdist starts: a fork of a process that has collected the tests, which takes most of
-the time of collecting them again.
+"""Stands for a Python of the tests: a fork of a process that has collected them, which takes most of the time of
+collecting them again.
 
-    pytest --tx "5*popen//python=python tests/worker.py" --dist loadgroup
+    python tests/worker.py -m pytest --tx "5*popen//python=python tests/worker.py" --dist loadgroup
 
-pytest-xdist speaks with the fork over this process's standard streams. This one ends as the fork does, hands it the
-signals that ask it to end, and takes it along when it is killed.
+The fork has this process's standard streams, over which pytest-xdist speaks with those that it starts. This one ends as
+the fork does, hands it the signals that ask it to end, and takes it along when it is killed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ def collect() -> None:
 
 
 def main() -> None:
-    """In the fork: do what the arguments say, `-u -c CODE`."""
-    exec(sys.argv[-1], {"__name__": "__main__"})
+    """In the fork: do what the arguments say, `-m pytest ARGUMENTS` or `-u -c CODE`."""
+    status = 0
+    if sys.argv[1:3] == ["-m", "pytest"]:
+        status = int(pytest.main(sys.argv[3:]))
+    else:
+        exec(sys.argv[-1], {"__name__": "__main__"})
     atexit._run_exitfuncs()
+    sys.stdout.flush()
     # libraries would wait for threads that they started before the fork, and abort since there are none
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""Thousands of images leave nothing behind in any process that they pass through."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster, running
+from image_files import encoded, picture
+from local_models import LocalModels
+
+from sie_sdk import SIEClient
+
+CLIP = "test/clip"
+IMAGES, BATCH, CLIENTS = 20_000, 50, 4
+MIB = 1 << 20
+
+
+def memory(cluster: Cluster) -> dict[str, int]:
+    """Bytes of the largest process of each kind."""
+    assert cluster.process is not None
+    found: dict[str, int] = defaultdict(int)
+    for each in psutil.Process(cluster.process.pid).children(recursive=True):
+        argv = each.cmdline()
+        kinds = ("gateway", "sidecar", "adapter", "sie_sidecar.media_worker")
+        for kind in (kind for kind in kinds if kind in argv):
+            found[kind] = max(found[kind], each.memory_info().rss)
+    return dict(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_memory_is_flat_over_thousands_of_images(tmp_path: Path, every_family: LocalModels) -> None:
+    """Each image has other pixels than all before, so what is kept of outputs is replaced, too."""
+    arguments = ["--models-dir", str(every_family.folder), "--model-filter", CLIP, "--no-spare"]
+    seen: list[dict[str, int]] = []
+    with running(tmp_path, *arguments) as cluster, SIEClient(cluster.url, timeout_s=300) as client:
+
+        def ask(first: int) -> int:
+            files = [encoded(picture(96, 64, seed), "JPEG") for seed in range(first, first + BATCH)]
+            return len(client.encode(CLIP, [{"images": [file]} for file in files]))
+
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            for start in range(0, IMAGES, IMAGES // 20):
+                assert sum(clients.map(ask, range(start, start + IMAGES // 20, BATCH))) == IMAGES // 20
+                seen.append(memory(cluster))
+    print({kind: [each[kind] // MIB for each in seen] for kind in seen[0]})
+    assert len(seen[0]) == 4
+    for kind in seen[0]:
+        first, rest = (max(each[kind] for each in part) for part in (seen[:5], seen[5:]))
+        assert rest < 1.1 * first + 8 * MIB, f"{kind}: {[each[kind] // MIB for each in seen]} MiB"
