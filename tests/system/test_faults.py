@@ -21,7 +21,6 @@ from stack import Device, Plan, Stack
 
 CLIENTS = 20
 PAUSE_S, TOY_PAUSE_S = 0.2, 0.05  # of a client after an answer; at the slow device most of them wait
-BACK_S = 5.0  # the promise for a killed adapter; 3x is the test's margin
 ACK_WAIT_S = 3.0
 WITHIN_S = 30.0  # what must happen on a busy machine
 TOY = "toy/one"
@@ -58,13 +57,13 @@ def active_adapter(cluster: Cluster) -> int:
 
 
 async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load) -> None:
-    """P10: no client sees an error; the next answer comes within 5 s."""
-    victim = active_adapter(cluster)
+    """P10: no client sees an error. Nothing is imported again: the parent that forked it forks the next one."""
+    (parent, *_), victim = cluster.pids("adapter"), active_adapter(cluster)
     killed_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    back_s = await load.successes_after(killed_s, CLIENTS, 60)
-    assert back_s - killed_s < 3 * BACK_S
+    await load.successes_after(killed_s, CLIENTS, WITHIN_S)
     assert active_adapter(cluster) != victim
+    assert parent in cluster.pids("adapter")
     assert not load.wrong()
     assert {(each.status, each.code) for each in load.outcomes} == {(200, "")}
     assert len(cluster.pids("adapter")) == 2

@@ -400,7 +400,7 @@ def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed
     least recently used first.
     """
     weights = 1 / np.arange(1, 21)
-    ranks = np.random.default_rng(seed).choice(20, 4000, p=weights / weights.sum())
+    ranks = np.random.default_rng(seed).choice(20, 2000, p=weights / weights.sum())
     traffic = [f"m{rank}" for rank in ranks]
     world = World(sizes={f"m{number}": 170 for number in range(20)}, known=known)
     for model in traffic:
