@@ -4,6 +4,7 @@ drive it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.frontier import Frontier, frontier_key
 from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
-from sie_adapter.loading import Loader
+from sie_adapter.loading import Loader, classed
 from sie_adapter.packing import Items
 from sie_adapter.passes import Passes
 from sie_adapter.raw import extract_options, run_raw
@@ -101,21 +102,30 @@ class Engine:
         self._log_choices(settings)
 
     def _load(self, resolved: Resolved) -> Any:
-        try:
-            with devices.weights_apart():
-                return afresh(self.loader.load, resolved)
-        except Exception as error:
-            self._end_if_lost(error)
-            raise
+        with self._ending_if_lost(), devices.weights_apart():
+            return afresh(self.loader.load, resolved)
 
-    def _warm_up(self, weights: Any) -> int:
-        """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes."""
+    def _warm_up(self, resolved: Resolved, weights: Any) -> int:
+        """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes.
+        Raises ModelLoadFailed, as a load.
+        """
 
         def once() -> None:
             with torch.inference_mode():
                 weights.forward(weights.pack(Items(np.array([2]), np.zeros(2, np.int32)), np.arange(1)))
 
-        return devices.peak_of(self.device, functools.partial(afresh, once)) if hasattr(weights, "pack") else 0
+        if not hasattr(weights, "pack"):
+            return 0
+        with self._ending_if_lost(), classed(resolved.entry):
+            return devices.peak_of(self.device, functools.partial(afresh, once))
+
+    @contextlib.contextmanager
+    def _ending_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._end_if_lost(error)
+            raise
 
     def _end_if_lost(self, error: Exception) -> None:
         """Later answers of a dead context would be errors, or wrong."""

@@ -73,8 +73,8 @@ def _family(resolved: Resolved) -> Any:
 
 
 @contextlib.contextmanager
-def _classed(entry: ModelEntry) -> Iterator[None]:
-    """What goes wrong becomes a ModelLoadFailed with its class, other than the loss of the device."""
+def classed(entry: ModelEntry) -> Iterator[None]:
+    """What goes wrong while a model is loaded becomes a ModelLoadFailed, other than the loss of the device."""
     try:
         yield
     except SIEError:
@@ -89,7 +89,7 @@ def _classed(entry: ModelEntry) -> Iterator[None]:
         _logger.exception("loading %s failed", entry.id)
         if is_out_of_memory(error):
             fix = "a lower SIE_DEFAULT_COMPUTE_PRECISION, fewer models beside it or a larger device would help"
-            raise load_failed("OOM", f"{entry.id}: the device has too little memory for its weights; {fix}") from error
+            raise load_failed("OOM", f"{entry.id}: the device has too little memory for it; {fix}") from error
         raise load_failed("UNKNOWN", f"{entry.id}: {type(error).__name__}: {error}") from error
 
 
@@ -119,7 +119,7 @@ class Loader:
         """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as
         `load`.
         """
-        with _classed(resolved.entry):
+        with classed(resolved.entry):
             _family(resolved)  # what will be refused is not downloaded first
             dtype = torch.float32 if self.device.type == "cpu" else self.compute(resolved.load.precision).dtype
             return weight_bytes(self._located(resolved).folder, dtype.itemsize)
@@ -135,7 +135,7 @@ class Loader:
 
     def load(self, resolved: Resolved) -> Any:
         """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
-        with _classed(resolved.entry):
+        with classed(resolved.entry):
             family = _family(resolved)
             located = self.sources.locate(resolved.entry)
             compute = self.compute(resolved.load.precision)

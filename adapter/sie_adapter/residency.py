@@ -157,7 +157,8 @@ class Residency:
     """The loaded models of this process. Every method may be called from any thread.
 
     `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
-    take, and fetches their files if need be; `warm_up` runs them once and returns the peak of its activations, bytes.
+    take, and fetches their files if need be; `warm_up` runs them once, returns the peak of its activations, bytes, and
+    raises as `load`.
     A model is dropped only while memory is above the threshold, or to end a shortage; only by a request that permits
     it; and only while nothing runs on it.
     """
@@ -169,7 +170,7 @@ class Residency:
         clock: Callable[[], float] = time.monotonic,
         *,
         needed_bytes: Callable[[Resolved], int] = lambda _: 0,
-        warm_up: Callable[[Weights], int] = lambda _: 0,
+        warm_up: Callable[[Resolved, Weights], int] = lambda *_: 0,
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
@@ -345,7 +346,7 @@ class Residency:
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
         started_s = self._clock()
         weights = self._load(resolved)
-        peak_bytes = self._warm_up(weights)
+        peak_bytes = self._warm_up(resolved, weights)
         now_s = self._clock()
         _logger.info(
             "loaded %s in %.2f s: %s, attention %s, %.0f MiB and %.0f MiB to warm up",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from sie_adapter.packing import Packed
 from sie_adapter.residency import Permission, Resident
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, Weights
+from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, Rows, RunBatch
 from sie_contracts.messages import RunOptions
 from sie_contracts.settings import Settings
@@ -38,8 +40,9 @@ def lost() -> list[str]:
 
 
 @pytest.fixture
-def engine(lost: list[str]) -> Any:
-    made = Engine(Settings(device="cpu"), lambda: lost.append("lost"))
+def engine(lost: list[str], tmp_path: Path) -> Any:
+    """It keeps what it learns of memory in a folder of its own."""
+    made = Engine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
     yield made
     assert made.stop(5)
 
@@ -131,6 +134,57 @@ def test_a_lost_device_ends_the_process(engine: Engine, lost: list[str]) -> None
     reply_of(engine, encoder)
     assert lost == ["lost"]
     assert engines.DEVICE_LOST_STATUS == 70
+
+
+class WarmedUp(FakeEncoder):
+    """`failure` is raised while `other` is loaded too."""
+
+    attention = "sdpa"
+    memory_bytes = 0
+
+    def __init__(self, engine: Engine, failure: Exception) -> None:
+        super().__init__()
+        self.engine, self.failure = engine, failure
+
+    def forward(self, packed: Packed) -> torch.Tensor:
+        if "other" in self.engine.residency._residents:
+            raise self.failure
+        return torch.zeros(1, self.width)
+
+
+def loaded_beside_another(engine: Engine, failure: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """What was dropped for the load."""
+    entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
+    resolved = Catalogue.resolve_profile(entry, "default", "other")
+    engine.residency._residents["other"] = Resident("other", resolved, FakeEncoder(), 0.0, 0.0)
+    monkeypatch.setattr(engine.residency, "_load", lambda _: WarmedUp(engine, failure))
+    monkeypatch.setattr(engine.residency, "_needed_bytes", lambda _: 0)
+    permission = engine.residency.permission(("other",))
+    engine.residency.ensure("m", entry, "default", permission)
+    return permission.dropped
+
+
+def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a load does. It is no failure of the model."""
+    failure = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    assert loaded_beside_another(engine, failure, monkeypatch) == ("other",)
+
+
+def test_a_model_whose_warm_up_fails_is_told_with_a_class(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelLoadFailed, match="m: ValueError: a bug") as failed:
+        loaded_beside_another(engine, ValueError("a bug"), monkeypatch)
+    assert failed.value.extras["error_class"] == "UNKNOWN"
+
+
+def test_a_device_that_is_lost_while_a_model_is_warmed_up_ends_the_process(
+    engine: Engine, lost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(torch.AcceleratorError):
+        loaded_beside_another(engine, failure, monkeypatch)
+    assert lost == ["lost"]
 
 
 def test_errors_of_the_device_are_told_apart_by_type() -> None:

@@ -55,7 +55,7 @@ class World:
             DeviceMemory(self._memory, self._give_back, self.threshold, self._shed),
             lambda: self.now_s,
             needed_bytes=lambda resolved: self.sizes.get(resolved.entry.id, 0) if self.known else 0,
-            warm_up=lambda weights: 2 * weights.memory_bytes,
+            warm_up=lambda _, weights: 2 * weights.memory_bytes,
         )
 
     def _give_back(self) -> None:
@@ -371,7 +371,7 @@ def test_weights_and_the_peak_of_the_warm_up_are_reported() -> None:
 
 def test_a_model_that_cannot_be_warmed_up_is_not_loaded() -> None:
     world = World()
-    world.residency._warm_up = lambda _: (_ for _ in ()).throw(load_failed("INCOMPATIBLE", "it gives no vector"))
+    world.residency._warm_up = lambda *_: (_ for _ in ()).throw(load_failed("INCOMPATIBLE", "it gives no vector"))
     with pytest.raises(ModelLoadFailed):
         world.ensure("a")
     assert world.loaded() == []
