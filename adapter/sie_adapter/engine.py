@@ -102,7 +102,8 @@ class Engine:
         self._log_choices(settings)
 
     def _load(self, resolved: Resolved) -> Any:
-        with self._ending_if_lost(), devices.weights_apart():
+        # the thread of the load may find no room either
+        with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return afresh(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-# What torch's allocator, the mapping of a file, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the
-# text is all there is. oneDNN gives no reason for a primitive that it could not make, but one of a model that has run
-# before lacks nothing but memory. On CUDA the libraries and the driver allocate too, for a handle or for the code of a
-# kernel: the context survives that.
+import errno
+
+# What torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack say on a CPU:
+# all of it in a bare RuntimeError, so the text is all there is. oneDNN gives no reason for a primitive that it could
+# not make, but one of a model that has run before lacks nothing but memory. On CUDA the libraries and the driver
+# allocate too, for a handle or for the code of a kernel: the context survives that.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
     "could not create a primitive",
     "could not create a memory",
     "bad_alloc",
+    "can't start new thread",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -24,6 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OSError):  # the kernel had none, not even to list a folder
+        return error.errno == errno.ENOMEM
     return type(error) in (RuntimeError, torch.AcceleratorError) and any(text in str(error) for text in _ALLOCATION)
 
 

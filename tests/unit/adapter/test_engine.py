@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,7 +158,7 @@ def loaded_beside_another(engine: Engine, failure: Exception, monkeypatch: pytes
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "other")
     engine.residency._residents["other"] = Resident("other", resolved, FakeEncoder(), 0.0, 0.0)
-    monkeypatch.setattr(engine.residency, "_load", lambda _: WarmedUp(engine, failure))
+    monkeypatch.setattr(engine.loader.__class__, "load", lambda self, resolved: WarmedUp(engine, failure))
     monkeypatch.setattr(engine.residency, "_needed_bytes", lambda _: 0)
     permission = engine.residency.permission(("other",))
     engine.residency.ensure("m", entry, "default", permission)
@@ -170,6 +171,20 @@ def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
     """As a load does. It is no failure of the model."""
     failure = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     assert loaded_beside_another(engine, failure, monkeypatch) == ("other",)
+
+
+def test_a_load_whose_thread_has_no_room_takes_that_of_another_model(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def crowded(thread: threading.Thread) -> None:
+        if thread.name.endswith("-afresh") and "other" in engine.residency._residents:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", crowded)
+    assert loaded_beside_another(engine, ValueError("a bug"), monkeypatch) == ("other",)
 
 
 def test_a_model_whose_warm_up_fails_is_told_with_a_class(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +210,9 @@ def test_errors_of_the_device_are_told_apart_by_type() -> None:
     assert not is_device_fatal(full)
     assert is_out_of_memory(full)
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory", "/weights"))
+    assert is_out_of_memory(RuntimeError("can't start new thread"))
+    assert not is_out_of_memory(OSError(errno.ENOENT, "No such file or directory", "/weights"))
     assert not is_out_of_memory(RuntimeError("out of memory, says a library"))
     assert not is_out_of_memory(fatal)
 
