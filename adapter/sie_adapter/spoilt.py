@@ -43,9 +43,8 @@ def unspoilt(work: Callable[Given, Result], *arguments: Given.args, **named: Giv
 
 
 def afresh(work: Callable[Given, Result], *arguments: Given.args, **named: Given.kwargs) -> Result:
-    """Call `work` on a thread of its own, with this one's mode and threads of torch. Raises what it raises.
-
-    Raises MemoryError where there is no room for the thread.
+    """Call `work` on a thread of its own, with this one's mode and threads of torch. Raises what it raises, and a
+    RuntimeError that `is_out_of_memory` knows where there is no room for the thread.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -60,10 +59,7 @@ def afresh(work: Callable[Given, Result], *arguments: Given.args, **named: Given
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"{threading.current_thread().name}-afresh", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # its stack is memory too
-        raise MemoryError(str(error)) from error
+    thread.start()
     thread.join()
     if errors:
         raise errors.pop()  # nothing here holds it any more: its frames hold the tensors of a failed pass

@@ -17,6 +17,7 @@ from sie_adapter import engine as engines
 from sie_adapter.engine import Engine
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.lanes import Job, Lanes
+from sie_adapter.loading import Loader
 from sie_adapter.packing import Packed
 from sie_adapter.residency import Permission, Resident
 from sie_contracts.catalogue import Catalogue
@@ -158,7 +159,7 @@ def loaded_beside_another(engine: Engine, failure: Exception, monkeypatch: pytes
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "other")
     engine.residency._residents["other"] = Resident("other", resolved, FakeEncoder(), 0.0, 0.0)
-    monkeypatch.setattr(engine.loader.__class__, "load", lambda self, resolved: WarmedUp(engine, failure))
+    monkeypatch.setattr(Loader, "load", lambda *_: WarmedUp(engine, failure))
     monkeypatch.setattr(engine.residency, "_needed_bytes", lambda _: 0)
     permission = engine.residency.permission(("other",))
     engine.residency.ensure("m", entry, "default", permission)
