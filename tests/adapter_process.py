@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from cgroups import MemoryGroup
 from cluster import SIE
-from zygote import Forked
+from zygote import Forked, end_with_parent
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import packaged_folder
@@ -151,7 +151,15 @@ def start(
     argv = [sys.executable, "-c", code]
     argv = argv if group is None else group.inside(argv)
     return Adapter(
-        path, subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        path,
+        subprocess.Popen(
+            argv,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=end_with_parent,
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from zygote import Forked
+from zygote import Forked, end_with_parent
 
 from sie_cli import access
 from sie_cli.access import Access, as_operator
@@ -99,7 +99,7 @@ class Cluster:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()

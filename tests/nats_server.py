@@ -11,6 +11,8 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
+from zygote import end_with_parent
+
 from sie_cli.ports import free_port
 
 START_TIMEOUT_S = 10.0
@@ -64,7 +66,11 @@ class NatsServer:
         ports = f'listen: "127.0.0.1:{self.port}"\nhttp: "127.0.0.1:{self.monitor_port}"\n'
         config.write_text(f"{ports}max_payload: {self._max_payload}\n{self._config}")
         self._process = subprocess.Popen(
-            [binary(), "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [binary(), "-c", str(config)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=end_with_parent,
         )
         ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self._process, ready), daemon=True)

@@ -28,6 +28,7 @@ from xml.sax.saxutils import escape
 
 import httpx
 import pytest
+from zygote import end_with_parent
 
 from sie_cli.ports import free_port
 
@@ -94,7 +95,7 @@ def s3_server(folder: Path) -> Iterator[S3]:
         "-s3.port.lance=0",
         *(f"{name}={port}" for name, port in ports.items()),
     ]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent)
     server = S3(f"http://127.0.0.1:{ports['-s3.port']}", process)
     try:
         deadline_s = time.monotonic() + 60

@@ -12,6 +12,7 @@ import httpx
 import yaml
 from monitoring import NAMESPACE, relabelings, spec
 from stack import Stack
+from zygote import end_with_parent
 
 from sie_cli.ports import free_port
 
@@ -73,6 +74,7 @@ class Prometheus:
             ],
             stdout=self._log,
             stderr=self._log,
+            preexec_fn=end_with_parent,
         )
 
     def ask(self, path: str, **parameters: str) -> Any:

@@ -10,7 +10,6 @@ port stays.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -31,7 +30,7 @@ import psutil
 from cluster import MODEL, SIE, until
 from fake_adapter import WIDTH
 from nats_server import binary
-from zygote import Forked, Kind
+from zygote import Forked, Kind, end_with_parent
 
 from sie_cli.ports import free_port
 
@@ -39,7 +38,6 @@ Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
 START_S = 30.0
 STOP_S = 15.0
 _KINDS: Mapping[str, Kind] = {"config": "sie", "gateway": "sie", "sidecar": "sie", "adapter": "engine"}
-_LIBC = ctypes.CDLL(None)
 ADAPTER = Path(__file__).with_name("fixed_cost_adapter.py")
 
 
@@ -95,7 +93,7 @@ class Part:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
     def _read(self, process: Forked | subprocess.Popen[str]) -> None:
@@ -439,14 +437,6 @@ def _forked_as(argv: Sequence[str], environ: Mapping[str, str]) -> Kind | None:
     if script == str(ADAPTER):
         return "fixed_cost_adapter"
     return _KINDS.get(arguments[0]) if script == SIE else None
-
-
-def _end_with_parent() -> None:
-    """In the child: a group of its own, so that no signal of a terminal reaches it, and SIGKILL when the thread that
-    started it ends.
-    """
-    os.setsid()
-    _LIBC.prctl(1, signal.SIGKILL)
 
 
 def listens(path: Path) -> bool:

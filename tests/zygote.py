@@ -57,6 +57,7 @@ IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first 
     "tests": (),
 }
 _SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they end, and the folder of their sockets
+_LIBC = ctypes.CDLL(None)
 _lock = threading.Lock()
 _started_here: list[subprocess.Popen[bytes]] = []  # kept, since they outlive whoever forgets them
 _beside: socket.socket | None = None  # the control connection to the zygote of this `sie serve`
@@ -217,14 +218,15 @@ def _tell(descriptor: int, number: int) -> None:
         os.write(descriptor, b"%d\n" % number)
 
 
-def fork_on_request(*, listener: socket.socket | None = None, control: socket.socket | None = None) -> list[str]:
-    """Serve those who connect until the owner of the zygote is gone, or one connection until its other side is, and
-    end. In each child: return its arguments.
+def fork_on_request(
+    *, listener: socket.socket | None = None, owner: int | None = None, control: socket.socket | None = None
+) -> list[str]:
+    """Serve those who connect until the owner of the zygote (a descriptor of that process) is gone, or one connection
+    until its other side is, and end. In each child: return its arguments.
     """
     controls = set(filter(None, [control]))
     told: dict[int, int] = {}
     asked: dict[int, socket.socket] = {}
-    owner = os.pidfd_open(int(sys.argv[3])) if listener else None
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(woken, False)
@@ -267,9 +269,17 @@ def fork_on_request(*, listener: socket.socket | None = None, control: socket.so
             _tell(status, pid)
 
 
+def end_with_parent() -> None:
+    """In a child, before it is what it is started for: a session of its own, so that no signal of a terminal reaches
+    it, and SIGKILL when the thread that started it ends.
+    """
+    os.setsid()
+    _LIBC.prctl(1, signal.SIGKILL)
+
+
 def _end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    _LIBC.prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was told
         os._exit(1)
 
@@ -317,15 +327,20 @@ def have_children_forked() -> None:
 
 if __name__ == "__main__":
     kind: Kind = sys.argv[1]  # type: ignore[assignment]
+    owner = os.pidfd_open(int(sys.argv[3]))
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0) if select.select([owner], [], [], 0)[0] else None)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)  # imports take longer than a user waits after Ctrl-C
     getproctitle()  # finds the place of the title, which it does not once the environment has moved
     entry = importlib.import_module(ENTRIES[kind])
     for module in IMPORTS[kind]:
         importlib.import_module(module)
     if kind == "tests":
         entry.collect()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
-    sys.argv = fork_on_request(listener=socket.socket(fileno=int(sys.argv[2])))
+    sys.argv = fork_on_request(listener=socket.socket(fileno=int(sys.argv[2])), owner=owner)
     if sys.argv[1:2] == ["serve"]:
         have_children_forked()
     sys.exit(entry.main())

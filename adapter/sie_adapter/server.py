@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sie_adapter.engine import Engine
-from sie_adapter.lanes import Job
+from sie_adapter.lanes import Job, timed
 from sie_adapter.residency import Permission
 from sie_contracts import ipc
 from sie_contracts.entries import ModelEntry, parse_entry
@@ -162,9 +162,7 @@ class Server:
         """A batch that is written beside the lanes. This thread waits for it."""
         answer(ipc.BatchStarted(request.batch))
         job = Job(request, answer, is_started=True)
-        began_ns = time.time_ns()
-        reply = self._engine.execute(request, permission=permission, is_gone=is_gone)
-        ended_ns = time.time_ns()
+        reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
         answer(reply)
         self._engine.lanes.tell(job, reply, began_ns, ended_ns)
 

@@ -99,7 +99,7 @@ def trace_chunks(
     span = call.span
     if span is None or not span.is_recording:
         return
-    published_ns = tracing.ns_before(time.perf_counter() - published_s)
+    published_ns = span.ns_before(time.perf_counter() - published_s)
     span.part("publish", published_ns, publish_ms)
     for result, wait_ms in zip(results, waits_ms, strict=True):
         own: dict[str, str | int] = {"sie.chunk": result.chunk, "sie.worker": result.worker}
@@ -116,7 +116,7 @@ def end_trace(call: Call, endpoint: str, status: int) -> None:
         if call.finished is not None and call.finished.told:
             span.set({f"sie.timing.{name}": call.finished.told[name] for name in _TIMED})
             if written_ms := call.finished.written_ms:
-                span.part("reply", tracing.ns_before(written_ms / 1000), written_ms, stage="postprocess")
+                span.part("reply", span.ns_before(written_ms / 1000), written_ms, stage="postprocess")
             if call.finished.last is not None:
                 span.set({"sie.timing.chunk": call.finished.last.chunk})
     tracing.end_request(span, endpoint, status, call.code)

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -41,15 +42,20 @@ _logger = logging.getLogger("sie.tracing")
 
 
 class Span:
-    """One span. A span that is not sampled has a context and nothing else."""
+    """One span. A span that is not sampled has a context and nothing else.
 
-    __slots__ = ("_ended", "_span", "_tracer", "is_recording", "name")
+    A wall clock that is set while the span lasts changes neither its length nor that of its parts: the wall clock is
+    read once, at the beginning, and what passes since then is measured by the monotonic clock.
+    """
+
+    __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, name: str) -> None:
         self.name = name
         self._tracer = tracer
         self._span = span
         self._ended = False
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self.is_recording = span.is_recording()
 
     @property
@@ -78,6 +84,10 @@ class Span:
         self._span.set_attribute("error.type", code)
         self._span.set_status(trace.StatusCode.ERROR)
 
+    def ns_before(self, seconds: float) -> int:
+        """The time so many seconds ago in nanoseconds since 1970, by the clock of this span."""
+        return time.perf_counter_ns() + self._offset_ns - round(seconds * 1e9)
+
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
@@ -99,7 +109,7 @@ class Span:
         """End the span, now by default. A second end has no effect."""
         if not self._ended:
             self._ended = True
-            self._span.end(end_ns)
+            self._span.end(self.ns_before(0) if end_ns is None else end_ns)
 
     def link(self) -> trace.Link:
         return trace.Link(self._span.get_span_context())

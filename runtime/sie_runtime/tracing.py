@@ -90,9 +90,8 @@ def begin_request(
     if tracer is not None:
         told = method if method in _METHODS else "_OTHER"
         own = {"http.request.method": told, "sie.request_id": request_id}
-        span = tracer.begin(
-            told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own
-        )
+        start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
+        span = tracer.begin(told, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
     set_current(context)  # also an empty one: a pipelined request begins in the task of the request before it
     return context, span
@@ -144,8 +143,3 @@ def set_current(context: Context) -> None:
 def current_trace_id() -> str | None:
     """The sampled trace that this task works for, 32 hex digits; else None."""
     return _current.get()
-
-
-def ns_before(seconds: float) -> int:
-    """The time so many seconds ago in nanoseconds since 1970, as spans need it."""
-    return time.time_ns() - round(seconds * 1e9)

@@ -8,7 +8,6 @@ the device did, of each work item `inference` and `postprocess`.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,7 @@ def settled(flight: InFlight, stages: Stages, outcomes: Sequence[Outcome], batch
         return
     if span.is_recording:
         told = msgspec.structs.asdict(stages)
-        at_ns = time.time_ns() - round(stages.worker_ms * 1e6)
+        at_ns = span.ns_before(stages.worker_ms / 1000)
         for name, stage in _PARTS:
             if told[f"{name}_ms"] > 0:
                 at_ns = span.part(name, at_ns, told[f"{name}_ms"], stage=stage)

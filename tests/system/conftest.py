@@ -43,6 +43,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             _clusters.end()
 
 
+def pytest_sessionfinish() -> None:
+    """After Ctrl-C no test is torn down, and what a group shares would go on."""
+    _clusters.end()
+
+
 @pytest.fixture(scope="session")
 def every_family(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     """A model of each of `local_models.KINDS`, under its name."""

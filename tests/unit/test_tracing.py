@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -461,6 +462,27 @@ def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
     assert again.span is not None
     assert run.span is not None
     assert [link.context for link in again.span._span.links] == [run.span._span.get_span_context()]  # type: ignore[attr-defined]
+
+
+def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set back by an hour: a span would end before it began."""
+    own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    tracer = tracing.start(settings_of(**own), "gateway")
+    assert tracer is not None
+    received_s, real_ns = time.perf_counter() - 0.25, time.time_ns
+    context, span = tracing.begin_request(tracer, {}, "POST", "r", received_s)
+    assert span is not None
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() - 3_600_000_000_000)
+    span.part("reply", span.ns_before(0.1), 100)
+    tracing.end_request(span, "encode", 200)
+    took_ms = (time.perf_counter() - received_s) * 1000
+    tracer.close()
+    told = {seen.name: seen for seen in collector.spans if seen.trace == tracing.trace_id_of(context.traceparent)}
+    root, part = told["POST encode"], told["reply"]
+    assert 250 <= root.ms <= took_ms
+    assert root.start_ns < part.start_ns < part.end_ns < root.end_ns
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:
