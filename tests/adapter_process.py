@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from cgroups import MemoryGroup
 from cluster import SIE
-from zygote import Forked, end_with_parent
+from zygote import Forked, end_with_parent, reads_at_start
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import packaged_folder
@@ -141,7 +141,7 @@ def start(
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
     environ = {**known, **settings, **environ}
-    if not before and not spare and group is None and not any(name.startswith("MALLOC_") for name in environ):
+    if not before and not spare and group is None and not reads_at_start(environ):
         return Adapter(path, Forked("engine", [SIE, "adapter", "--no-spare"], environ))
     code = (
         f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\nfrom "

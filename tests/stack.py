@@ -30,7 +30,7 @@ import psutil
 from cluster import MODEL, SIE, until
 from fake_adapter import WIDTH
 from nats_server import binary
-from zygote import Forked, Kind, end_with_parent
+from zygote import Forked, Kind, end_with_parent, reads_at_start
 
 from sie_cli.ports import free_port
 
@@ -429,9 +429,11 @@ class Stack:
 
 def _forked_as(argv: Sequence[str], environ: Mapping[str, str]) -> Kind | None:
     """Which zygote forks this command. None: the command is started, as it is outside tests, where a start is measured,
-    and where it is of another checkout.
+    where it is of another checkout, and with a setting that only a start reads.
     """
     if "PYTEST_VERSION" not in os.environ or environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
+        return None
+    if reads_at_start(environ):
         return None
     script, *arguments = argv[argv[0] == sys.executable :]
     if script == str(ADAPTER):

@@ -158,6 +158,11 @@ class Awaited:
 _started = supervisor.started
 
 
+def reads_at_start(environ: Mapping[str, str]) -> bool:
+    """Whether there is a setting of the C library, which it reads when a process starts and not when one is forked."""
+    return any(name.startswith("MALLOC_") for name in environ)
+
+
 def share() -> None:
     """Have this process and those that it starts share their zygotes, which end with this one."""
     if _SHARED not in os.environ:

@@ -3,7 +3,8 @@
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
                                           └─ before it: drop models while memory would be above the threshold
     after a batch, and at a Ping that permits it ──► drop models while memory is above the threshold
-    out of memory ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
+    out of memory in a batch ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
+    out of memory in a load ──► once more, alone ──► drop one model, and again
     before any model goes: what can be made again (`tower_outputs`)
 
 The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
@@ -28,6 +29,7 @@ import msgspec
 
 from sie_adapter.device import Memory
 from sie_adapter.remedies import Remedy
+from sie_adapter.turns import Turns
 from sie_contracts.catalogue import Catalogue, Resolved, fingerprint
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
@@ -185,6 +187,7 @@ class Residency:
         self._ended = ended
         self._count = count
         self._lock = threading.Lock()
+        self._turns = Turns()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
         self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
@@ -320,28 +323,38 @@ class Residency:
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        ran_out = False
-        while True:
-            try:
-                resident = self._loaded(model, resolved)
-                if ran_out:
-                    self._count(model, "recoveries_succeeded")
-                return resident
-            except ModelLoadFailed as error:
-                if error.extras.get("error_class") != "OOM":
-                    raise
-                failure = SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
-            if not ran_out:
-                self._count(model, "recoveries_attempted")
-            ran_out = True
-            self._collect()
-            self._count(model, "cache_clears")
-            if self._shed(permission):
-                continue
-            if not self._drop_next(permission, f"there was too little memory to load {model}"):
-                self._count(model, "terminal_failures")
-                raise failure
-            self._count(model, "evictions_triggered")
+        """While it is loaded, a model takes more than it holds afterwards: of a file that is mapped, the copy too. What
+        ran out of memory beside other loads is tried again alone before it costs any model its place. Loads that take
+        places from each other would never end.
+        """
+        with self._turns.beside_others() as others:
+            found = self._loaded_or_oom(model, resolved)
+        if isinstance(found, Resident):
+            return found
+        self._count(model, "recoveries_attempted")
+        is_changed = others.met
+        with self._turns.alone():
+            while not isinstance(found, Resident):
+                self._collect()
+                self._count(model, "cache_clears")
+                if not is_changed and not self._shed(permission):
+                    if not self._drop_next(permission, f"there was too little memory to load {model}"):
+                        self._count(model, "terminal_failures")
+                        raise found
+                    self._count(model, "evictions_triggered")
+                is_changed = False
+                found = self._loaded_or_oom(model, resolved)
+        self._count(model, "recoveries_succeeded")
+        return found
+
+    def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
+        """Raises ModelLoadFailed of any class but OOM."""
+        try:
+            return self._loaded(model, resolved)
+        except ModelLoadFailed as error:
+            if error.extras.get("error_class") != "OOM":
+                raise
+            return SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
         started_s = self._clock()

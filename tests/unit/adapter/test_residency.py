@@ -268,6 +268,38 @@ def test_a_load_that_runs_out_of_memory_is_tried_again_with_one_idle_model_less(
     assert world.loaded() == ["c", "d"]
 
 
+def test_loads_that_run_out_of_memory_beside_each_other_are_tried_alone_and_cost_no_model_its_place() -> None:
+    world, both, loading = World(), threading.Barrier(2), set[str]()
+    world.ensure("idle")
+    most_at_once = []
+
+    def fail_beside_another(model: str) -> None:
+        loading.add(model)
+        try:
+            if world.loads.count(model) == 1:
+                both.wait(5)
+                raise load_failed("OOM", "too little memory for two at once")
+            most_at_once.append(len(loading))
+        finally:
+            loading.remove(model)
+
+    world.during_load = fail_beside_another
+    dropped: dict[str, tuple[str, ...]] = {}
+
+    def ask(model: str) -> None:
+        dropped[model] = world.ensure(model, may_drop=("idle",))
+
+    threads = [threading.Thread(target=ask, args=(model,)) for model in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert dropped == {"a": (), "b": ()}
+    assert most_at_once == [1, 1]
+    assert sorted(world.loaded()) == ["a", "b", "idle"]
+    assert sorted(world.loads) == ["a", "a", "b", "b", "idle"]
+
+
 def test_what_the_allocator_keeps_is_given_back_before_anything_is_unloaded() -> None:
     world = World(sizes={"a": 300})
     world.ensure("a")
