@@ -1,13 +1,10 @@
 """Shared fixtures."""
 
-import functools
 import gc
 import logging
-import os
-import ssl
 from typing import Any
 
-import certifi
+import public_certificates  # noqa: F401
 import pytest
 from _pytest.logging import catching_logs
 from hypothesis import settings
@@ -16,19 +13,6 @@ from hypothesis import settings
 settings.register_profile("usual", deadline=None, max_examples=40)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile("usual")
-
-# Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public
-# server.
-_PUBLIC = [{"cafile": path} for path in (certifi.where(), os.environ.get("SSL_CERT_FILE")) if path]
-_create = ssl.create_default_context
-_create_once = functools.cache(_create)
-
-
-def _context(*args: Any, **options: Any) -> ssl.SSLContext:
-    return _create_once(**options) if not args and options in _PUBLIC else _create(*args, **options)
-
-
-ssl.create_default_context = _context
 
 
 def _attach(self: catching_logs[Any]) -> Any:

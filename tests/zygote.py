@@ -36,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import httpx
 from setproctitle import getproctitle, setproctitle
 
 from sie_cli import supervisor
@@ -47,7 +48,11 @@ ENTRIES: dict[Kind, str] = {
     "fixed_cost_adapter": "fixed_cost_adapter",
     "tests": "worker",
 }
-_PROCESSES = ("sie_gateway.process", "sie_config.process", "sie_sidecar.process", "sie_sidecar.recording")
+# the last ones are imported when a connection to the broker is opened, and by the first HTTP client and server
+_PROCESSES = (
+    *("sie_gateway.process", "sie_config.process", "sie_sidecar.process", "sie_sidecar.recording"),
+    *("sie_broker.nats", "anyio._backends._asyncio", "uvloop", "uvicorn.lifespan.on", "public_certificates"),
+)
 # what `sie adapter` has imported when it forks the process that serves: it starts no thread
 _ENGINE = ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server")
 IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first use
@@ -161,6 +166,16 @@ _started = supervisor.started
 def reads_at_start(environ: Mapping[str, str]) -> bool:
     """Whether there is a setting of the C library, which it reads when a process starts and not when one is forked."""
     return any(name.startswith("MALLOC_") for name in environ)
+
+
+def _prepare(kind: Kind) -> None:
+    """Make what each process would make at its first use."""
+    if kind in ("sie", "engine"):
+        httpx.AsyncClient(trust_env=False)  # the public certificates
+    if kind in ("engine", "tests"):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("bert")  # a thousand regular expressions, at the first load of any model
 
 
 def share() -> None:
@@ -341,6 +356,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     if kind == "tests":
         entry.collect()
+    _prepare(kind)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
