@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
+import psutil
 from setproctitle import getproctitle, setproctitle
 
 from sie_cli import supervisor
@@ -65,6 +66,7 @@ _SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they en
 _LIBC = ctypes.CDLL(None)
 _lock = threading.Lock()
 _started_here: list[subprocess.Popen[bytes]] = []  # kept, since they outlive whoever forgets them
+_given: Path | None = None  # in a zygote: where the environments are told that it gave
 _beside: socket.socket | None = None  # the control connection to the zygote of this `sie serve`
 
 
@@ -178,6 +180,18 @@ def _prepare(kind: Kind) -> None:
         get_checkpoint_conversion_mapping("bert")  # a thousand regular expressions, at the first load of any model
 
 
+def environ_of(pid: int) -> dict[str, str]:
+    """What a process was given as its environment. The kernel tells that of the zygote for one that is forked."""
+    given = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
+    if given.exists():
+        return dict(json.loads(given.read_text("utf-8")))
+    return psutil.Process(pid).environ()
+
+
+def _given_to(folder: Path, pid: int) -> Path:
+    return folder / f"{pid}.environ"
+
+
 def share() -> None:
     """Have this process and those that it starts share their zygotes, which end with this one."""
     if _SHARED not in os.environ:
@@ -229,6 +243,8 @@ def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | N
 def _reap(told: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if _given is not None:
+                _given_to(_given, ended[0]).unlink(missing_ok=True)
             _tell(status := told.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
             os.close(status)
 
@@ -318,6 +334,8 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     os.environ.update(job["environ"])  # type: ignore[call-overload]
     argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
     setproctitle(" ".join([sys.executable, *argv]))
+    if _given is not None:
+        _given_to(_given, os.getpid()).write_text(json.dumps(job["environ"]), "utf-8")
     return argv
 
 
@@ -361,7 +379,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
-    sys.argv = fork_on_request(listener=socket.socket(fileno=int(sys.argv[2])), owner=owner)
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    _given = Path(listener.getsockname()).parent
+    sys.argv = fork_on_request(listener=listener, owner=owner)
     if sys.argv[1:2] == ["serve"]:
         have_children_forked()
     sys.exit(entry.main())

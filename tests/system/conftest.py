@@ -117,8 +117,7 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
             data.mkdir()
             for each in (Path(folder), data):
                 each.chmod(0o755)
-            # started: of a process that is forked, the kernel tells no environment
-            with running(data, *arguments, environ=environ, forked=False) as cluster:
+            with running(data, *arguments, environ=environ) as cluster:
                 yield cluster
 
     return _clusters.get("guarded", start)

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import shared
 from cluster import MODEL, SIE, Cluster
+from zygote import environ_of
 
 pytestmark = [
     shared.GUARDED,
@@ -50,7 +51,7 @@ def known_secrets(cluster: Cluster) -> set[str]:
     """Every password and token of this start."""
     found = {shared.USER, *shared.CANARIES.values()}
     for process in processes(cluster):
-        environ = process.environ()
+        environ = environ_of(process.pid)
         found |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
     told = cluster.access()
     return found | {told.operator_password, told.admin_token, told.broker_monitor_url.rpartition("/")[2]}

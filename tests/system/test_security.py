@@ -29,6 +29,7 @@ import pytest
 import shared
 from cluster import MODEL, SIE, Cluster, until
 from websockets.sync.client import connect
+from zygote import environ_of
 
 from sie_runtime.http import HEAD_S
 
@@ -128,7 +129,7 @@ def test_no_process_but_those_that_need_it_has_the_admin_token(cluster: Cluster)
     """X11, X14: neither in an environment of a worker or the broker, nor in any command line."""
     for role in ("sidecar", "adapter", "nats-server"):
         for pid in cluster.pids(role):
-            values = psutil.Process(pid).environ().values()
+            values = environ_of(pid).values()
             assert ADMIN not in values, role
             assert USER not in values, role
     for role in ("gateway", "config", "sidecar", "adapter", "nats-server"):
