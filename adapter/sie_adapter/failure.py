@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from sie_contracts.errors import InternalFailure
+
 # What torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack say on a CPU:
 # all of it in a bare RuntimeError, so the text is all there is. oneDNN gives no reason for a primitive that it could
 # not make, but one of a model that has run before lacks nothing but memory. On CUDA the libraries and the driver
@@ -19,6 +21,11 @@ _ALLOCATION = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+
+def cancelled() -> InternalFailure:
+    """What a batch is refused with that was interrupted."""
+    return InternalFailure("nobody waits for the answer any more", reason="cancelled")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

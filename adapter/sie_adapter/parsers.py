@@ -1,7 +1,8 @@
 """The processes that parse documents: started at the load of their model, ended with it.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or why the document is unusable
-                                   └── the process died or took too long: that document fails, another one is started
+                                   ├── the process died or took too long: that document fails, another one is started
+                                   └── nobody waits any more: the process is killed, another one is started
 
 Processes, because a parser is native code that reads what a client sent, and obeys no time limit of Python: what it
 breaks is one document. Each thread has a process of its own, which only it speaks to.
@@ -17,12 +18,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import msgspec
 
 from sie_adapter import parser_frames
+from sie_adapter.failure import cancelled
 from sie_adapter.parser_frames import Parsed, ParseJob
 from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.documents import Document
@@ -33,6 +35,7 @@ from sie_contracts.media import fault
 DEADLINE_S = 60.0  # of one document, from the moment that a process is given it
 MEMORY_BYTES = 4 << 30  # address space of a process
 START_S = 120.0  # its imports take seconds, on a busy machine many
+LOOK_S = 0.2  # between two questions whether somebody still waits
 _DIED_S = 1.0  # until a process whose socket ended has ended too
 _logger = logging.getLogger("sie.adapter.documents")
 
@@ -72,11 +75,24 @@ class Parsers:
         """Of the processes that run."""
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
-    def parse(self, documents: Sequence[Document]) -> list[Parsed | SIEError]:
+    def parse(
+        self, documents: Sequence[Document], is_gone: Callable[[], bool] = lambda: False
+    ) -> list[Parsed | SIEError]:
         """Each of them, or why it is unusable: InvalidInput, reason invalid_media, whose message begins with the cause,
         or another error where it is not the document.
+
+        `is_gone` is asked whether nobody waits any more. Then no document of the call is parsed any further, and this
+        raises InternalFailure, reason cancelled.
         """
-        return list(self._threads.map(self._parse, documents))
+        call = _Call()
+        left = asked = [self._threads.submit(self._parse, document, call) for document in documents]
+        while left := list(wait(left, LOOK_S).not_done):
+            if is_gone():
+                for each in asked:
+                    each.cancel()
+                call.end()
+                raise cancelled()
+        return [each.result() for each in asked]
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -84,9 +100,9 @@ class Parsers:
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def _parse(self, document: Document) -> Parsed | SIEError:
+    def _parse(self, document: Document, call: _Call) -> Parsed | SIEError:
         try:
-            return self._answered(document)
+            return self._answered(document, call)
         except SIEError as error:
             return error
         except NotStarted as error:
@@ -113,10 +129,11 @@ class Parsers:
         if process is not None:
             process.end()
 
-    def _answered(self, document: Document) -> Parsed:
+    def _answered(self, document: Document, call: _Call) -> Parsed:
         process = self._started()
         try:
-            answer = process.run(document, self._deadline_s)
+            with call.running(process):
+                answer = process.run(document, self._deadline_s)
         except _Late as error:
             self._dismiss()
             _logger.warning("the parsing process %d took longer than %g s; it is ended", process.pid, self._deadline_s)
@@ -124,6 +141,8 @@ class Parsers:
         except _Lost as error:
             status = process.status()
             self._dismiss()
+            if call.is_over:
+                raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
             if status == -signal.SIGKILL:  # by nobody here: the kernel wanted memory, and the file may be a good one
@@ -134,6 +153,35 @@ class Parsers:
             _logger.debug("a document is unusable, %s (%s)", answer.cause, answer.raised or "by its content")
             raise fault(answer.cause, answer.what)
         return answer
+
+
+class _Call:
+    """The documents of one caller, and the processes that have one of them now."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._lock = threading.Lock()
+        self._processes: set[_Process] = set()
+
+    @contextlib.contextmanager
+    def running(self, process: _Process) -> Iterator[None]:
+        """Raises InternalFailure, reason cancelled."""
+        with self._lock:
+            if self.is_over:
+                raise cancelled()
+            self._processes.add(process)
+        try:
+            yield
+        finally:
+            with self._lock:  # what is killed after this may have another caller's document
+                self._processes.discard(process)
+
+    def end(self) -> None:
+        """Kill what its processes do."""
+        with self._lock:
+            self.is_over = True
+            for process in self._processes:
+                process.kill()
 
 
 class _Lost(Exception):
@@ -212,6 +260,10 @@ class _Process:
 
     def _expire(self) -> None:
         self._late = True
+        self.kill()
+
+    def kill(self) -> None:
+        """Which ends any wait for its answer."""
         self._process.kill()
 
     def status(self) -> int:

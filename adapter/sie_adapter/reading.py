@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from sie_adapter.device import give_memory_back
-from sie_adapter.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.failure import cancelled, is_device_fatal, is_out_of_memory
 from sie_adapter.greedy import Finish, Rules, best, not_finite
 from sie_adapter.slots import Begun, Fits, NoRoom, Slots, unbounded
 from sie_adapter.spoilt import unspoilt
-from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
+from sie_contracts.errors import ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -194,7 +194,7 @@ class _Loop:
     def _leave(self) -> None:
         for call in {row.call for row in (*self._rows, *self.waiting)}:
             if not call.done.is_set() and call.is_gone():
-                call.fail(InternalFailure("nobody waits for the answer any more", reason="cancelled"))
+                call.fail(cancelled())
         self._drop([slot for slot, row in enumerate(self._rows) if row.call.done.is_set()])
         self.waiting = deque(row for row in self.waiting if not row.call.done.is_set())
 

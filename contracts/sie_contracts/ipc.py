@@ -119,10 +119,10 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
     multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
     pixels; None: an input may have none. `image_tokens`: the ids that stand for them; None: such a row has none, and an
-    input may have several images. `writes`: the answer is written token by token, beside the batches of other models: a
-    batch may take minutes, holds no lane of the device, and its rows join those that are being written. `empty`: stands
-    for an input without a text and images. `sounds`: how the sound of an input becomes features; None: an input may
-    have none. `documents`: the same of a document, of a layout raw: its file goes to the adapter as it is.
+    input may have several images. `writes`: the answer is made beside the batches of other models, token by token or by
+    processes of the model's own: a batch may take minutes, holds no lane of the device, and ends when nobody waits.
+    `empty`: stands for an input without a text and images. `sounds`: how the sound of an input becomes features; None:
+    an input may have none. `documents`: the same of a document, of a layout raw: its file goes to the adapter as it is.
     """
 
     layout: Layout = "text"

@@ -30,8 +30,9 @@ _WEIGHTS = np.arange(1, MODELS + 1) ** -1.1
 ARRIVING = dict(
     zip(NAMES, np.minimum(0.56 * WORKERS * RATE * _WEIGHTS / _WEIGHTS.sum(), 0.6 * RATE).tolist(), strict=True)
 )
-# three times what is meant, of processor time
-FIRST_S, STEADY_S = 3 * 0.5, 3 * 0.002
+# Of passes over all models, which take 2 ms where the first table takes 0.5 s and a look 3 ms: three times that. How
+# fast a processor is, and what it shares with others, changes all three.
+FIRST, STEADY = 3 * 250, 3 * 1.5
 
 
 def beat(number: int, models: Mapping[str, int], rng: random.Random) -> Heartbeat:
@@ -74,7 +75,7 @@ def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
         beats = [beat(number, models, rng) for number, models in enumerate(hosted(table))]
         now_s += 0.5
         table = planner.step(table, beats, [], {}, now_s) or table
-    costs_s = []
+    costs_s, passes_s = [], []
     for look in range(40):
         for number in range(look * 100 % WORKERS, look * 100 % WORKERS + 100):
             beats[number] = beat(
@@ -84,13 +85,16 @@ def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
         now_s += 0.5
         before_s = time.thread_time()
         found = planner.step(table, beats, [], backlog, now_s)
-        costs_s.append(time.thread_time() - before_s)
+        after_s = time.thread_time()
+        costs_s.append(after_s - before_s)
+        assert len({name: max(0.0, cost) for name, cost in ARRIVING.items()}) == MODELS
+        passes_s.append(time.thread_time() - after_s)
         assert found is None or found.hosts == table.hosts, "nothing moves in a steady lane"
         table = found or table
-    steady_s = min(costs_s)  # what others take of the processor only adds
-    print(f"first table {first_s * 1000:.0f} ms, steady look {steady_s * 1000:.2f} ms")
-    assert first_s < FIRST_S
-    assert steady_s < STEADY_S
+    first, steady = first_s / np.median(passes_s), np.median(costs_s) / np.median(passes_s)
+    print(f"first table {first_s * 1000:.0f} ms, {first:.0f} passes, steady look {steady:.2f} passes")
+    assert first < FIRST
+    assert steady < STEADY
 
 
 async def test_the_event_loop_takes_its_turns_while_the_first_table_is_made() -> None:

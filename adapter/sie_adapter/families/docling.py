@@ -2,13 +2,15 @@
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
+A document may take a minute of a core and nothing of the device, so a batch of them holds no lane.
+
 This module imports nothing of the package: only those processes do.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,14 +29,14 @@ from sie_contracts.load_errors import load_failed
 
 
 class DoclingModel:
-    """The processes of one model, one for each core. `extract` may run on several threads at once.
+    """The processes of one model, one for each core. What `reading` gives may run on several threads at once.
 
     A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. An error instead if the input has no
     document, or one that is refused (InvalidInput, reason invalid_media, whose message begins with the cause). Texts
     are not read.
     """
 
-    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits())}
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
     precision, attention = "float32", "none"
     memory_bytes = 0
 
@@ -54,13 +56,27 @@ class DoclingModel:
         """Of the processes that run."""
         return self._parsers.pids
 
+    def reading(self, read: object, is_gone: Callable[[], bool]) -> Reading:
+        """What answers one batch, for somebody who may leave."""
+        return Reading(self._parsers, is_gone)
+
+
+class Reading:
+    """The processes of a model, and who waits for them."""
+
+    rows = DoclingModel.rows
+
+    def __init__(self, parsers: Parsers, is_gone: Callable[[], bool]) -> None:
+        self._parsers = parsers
+        self._is_gone = is_gone
+
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[Document | None]
     ) -> list[Result]:
-        """What each document holds, or why it is unusable."""
+        """What each document holds, or why it is unusable. Raises InternalFailure, reason cancelled."""
         refused = [_refusal(each, asked) for each, asked in zip(documents, options, strict=True)]
         wanted = [each for each, error in zip(documents, refused, strict=True) if each is not None and error is None]
-        parsed = iter(self._parsers.parse(wanted))
+        parsed = iter(self._parsers.parse(wanted, self._is_gone))
         return [error if error is not None else _result(next(parsed)) for error in refused]
 
 

@@ -17,7 +17,7 @@ from sie_adapter.device import Compute
 from sie_adapter.families.donut import Donut
 from sie_adapter.families.florence2 import Florence2
 from sie_adapter.families.transcriber import MODEL_TYPES, Transcriber
-from sie_adapter.families.written import PagePrompt, Read, Reader, Reading
+from sie_adapter.families.written import IsGone, PagePrompt, Read, Reader, Reading
 from sie_adapter.packing import Shown
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import Recipe
@@ -75,8 +75,8 @@ class DocumentReader:
         self.vocabulary, self.max_tokens = self._kind.vocabulary, self._kind.max_tokens
         self.memory_bytes = self._kind.memory_bytes
 
-    def reading(self, read: Read[PagePrompt]) -> Reading[PagePrompt, Shown]:
-        """What answers one batch. `read` has the rows written."""
+    def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> Reading[PagePrompt, Shown]:
+        """What answers one batch. `read` has the rows written, and asks `is_gone` itself."""
         return Reading(self._kind, self.rows, read, "images")
 
 

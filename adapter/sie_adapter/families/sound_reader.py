@@ -25,6 +25,7 @@ from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.families.transcript import FRAMES_PER_STEP, TASKS, Segment, Told, segments
 from sie_adapter.families.written import (
+    IsGone,
     Read,
     Reading,
     attended,
@@ -153,8 +154,8 @@ class SoundReader:
         self._config = model.generation_config
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
-    def reading(self, read: Read[Window]) -> Reading[Window, Heard]:
-        """What answers one batch. `read` has the rows written."""
+    def reading(self, read: Read[Window], is_gone: IsGone) -> Reading[Window, Heard]:
+        """What answers one batch. `read` has the rows written, and asks `is_gone` itself."""
         return Reading(self, self.rows, read, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> Window:

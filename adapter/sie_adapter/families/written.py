@@ -30,6 +30,7 @@ from sie_contracts.load_errors import load_failed
 P = TypeVar("P", bound=Prompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it
 Read = Callable[[Writer[P], Sequence[P]], list[Written]]
+IsGone = Callable[[], bool]  # whether nobody waits any more
 
 
 class Reader(Writer[P], Protocol[P, F_contra]):

@@ -41,7 +41,7 @@ class Reader:
         self._model = model
         self._read: Callable[..., list[Written]] | None = None
 
-    def reading(self, read: Callable[..., list[Written]]) -> Reader:
+    def reading(self, read: Callable[..., list[Written]], is_gone: Callable[[], bool]) -> Reader:
         self._read = read
         return self
 

@@ -22,7 +22,7 @@ from sie_adapter.parsers import Parsers
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.documents import Document
 from sie_contracts.entries import ModelEntry, Weights
-from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.errors import InternalFailure, InvalidInput, ModelLoadFailed
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
 
@@ -57,7 +57,8 @@ def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: Do
         ExtractOptions((), parameters={"ocr": True}),
         ExtractOptions((), parameters={"ocr": False}),
     ]
-    first, none, bad, ocr, third = model.extract([""] * 5, options, documents)
+    reading = model.reading(None, lambda: False)
+    first, none, bad, ocr, third = reading.extract([""] * 5, options, documents)
     assert first == {
         "data": {
             "text": "first",
@@ -74,6 +75,17 @@ def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: Do
     assert told == [("unsupported_modality", "document"), ("invalid_media", "document"), ("unknown_option", "ocr")]
     assert isinstance(bad, InvalidInput)
     assert bad.message == "document: undecodable: the document is damaged"
+
+
+def test_a_document_that_nobody_waits_for_is_parsed_no_further(model: DoclingModel) -> None:
+    (pid,) = model.pids
+    reading = model.reading(None, lambda: True)
+    with pytest.raises(InternalFailure) as raised:
+        reading.extract([""] * 2, [ASKED] * 2, [Document(b"sleep 60"), Document(b"never")])
+    assert raised.value.reason == "cancelled"
+    (found,) = model.reading(None, lambda: False).extract([""], [ASKED], [Document(b"next")])
+    assert isinstance(found, dict)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_processes_of_a_model_that_is_unloaded_end(model: DoclingModel) -> None:

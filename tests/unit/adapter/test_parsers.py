@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from sie_adapter import parser_frames
 from sie_adapter.parser_frames import Parsed
 from sie_adapter.parsers import NotStarted, Parsers
 from sie_contracts.documents import Document
-from sie_contracts.errors import InvalidInput, ResourceExhausted, SIEError
+from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 
 DEADLINE_S = 60.0
 MEMORY_BYTES = 1 << 30
@@ -71,6 +72,20 @@ def test_a_document_that_takes_too_long_costs_its_process() -> None:
     assert own.pids == ()
     assert not Path(f"/proc/{before[0]}").exists()
     own.close()
+
+
+def test_who_leaves_ends_what_is_parsed_for_him_and_for_nobody_else(parsers: Parsers, tmp_path: Path) -> None:
+    """One call has both processes: one of each of two documents. Only those of the one who leaves are killed."""
+    with ThreadPoolExecutor() as callers:
+        stays = callers.submit(parsed, parsers, f"meet {tmp_path}")
+        leaves = callers.submit(parsers.parse, [Document(b"sleep 60"), Document(b"later")], stays.running)
+        with pytest.raises(InternalFailure) as raised:
+            leaves.result(DEADLINE_S / 2)
+        assert raised.value.reason == "cancelled"
+        (tmp_path / "the other one").touch()
+        (found,) = stays.result(DEADLINE_S / 2)
+    assert isinstance(found, Parsed)
+    assert told(parsers, "next") == "next"
 
 
 def test_documents_are_parsed_side_by_side_and_answered_in_their_order(parsers: Parsers, tmp_path: Path) -> None:
