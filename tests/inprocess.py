@@ -20,6 +20,8 @@ import httpx
 import msgspec
 from fake_adapter import FakeAdapter, toy_entry
 from prometheus_client.parser import text_string_to_metric_families
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed
 
 from sie_broker import CoreMessage, Entry
 from sie_broker.memory import MemoryBroker, MemoryServer
@@ -68,6 +70,15 @@ async def until_told(question: Callable[[], Awaitable[Any]], what: str, timeout_
                 await asyncio.sleep(HTTP_POLL_S)
     except TimeoutError:
         raise AssertionError(f"not within {timeout_s} s: {what}") from None
+
+
+async def closing_code(socket: ClientConnection) -> int | None:
+    """That with which the server closes a websocket, when it has; None: it gave none."""
+    try:
+        while True:
+            await socket.recv()
+    except ConnectionClosed as closed:
+        return closed.rcvd.code if closed.rcvd else None
 
 
 class Source:

@@ -24,6 +24,7 @@ import httpx
 import pytest
 from cluster import MODEL, until
 from dockerfiles import ROOT, VERSION, budgets
+from kubelet import engine
 
 NEEDED = ("debootstrap", "buildah", "podman", "runc", "/bin/busybox")
 ABSENT = [name for name in NEEDED if shutil.which(name) is None]
@@ -40,6 +41,7 @@ PODMAN = ("podman", *STORAGE, "--cgroup-manager", "cgroupfs", "--runtime", "runc
 BUILDAH = ("buildah", *STORAGE)
 BASE = "docker.io/library/python:3.11-slim"
 NATS = "docker.io/library/nats:2.12-alpine"
+RUN_ARGS = (*engine.ulimits(), *shlex.split(os.environ.get("RUN_ARGS", "")))
 IMAGES = ("gateway", "config", "sidecar", "adapter-cpu")
 SERVICES = ("nats", "config", "gateway", "sidecar", "adapter")
 PROJECT = "sie-images-test"
@@ -110,7 +112,7 @@ def test_an_image_holds_what_it_says_and_no_more_than_its_budget(image: str) -> 
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in found["Labels"].items()}
     assert (labels["version"], labels["title"], labels["licenses"]) == (VERSION, f"sie-{image}", "Apache-2.0")
     assert labels["revision"] == run("git", "rev-parse", "HEAD").strip()
-    inside = ("run", "--rm", "--network", "host", *shlex.split(os.environ.get("RUN_ARGS", "")), "--read-only")
+    inside = ("run", "--rm", "--network", "host", *RUN_ARGS, "--read-only")
     assert podman(*inside, "--entrypoint", "sie", name, "--version") == f"sie, version {labels['version']}\n"
     held = json.loads(podman(*inside, "--entrypoint", "python", name, "-c", _HELD))
     packages = {package.lower().replace("_", "-") for package, _ in held["packages"]}
@@ -147,7 +149,7 @@ def compose(*arguments: str) -> str:
     program = STORE / "podman"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(PODMAN)} "$@"\n')
     program.chmod(0o755)
-    options = ["--podman-path", str(program), f"--podman-run-args={os.environ.get('RUN_ARGS', '')}", "-p", PROJECT]
+    options = ["--podman-path", str(program), f"--podman-run-args={shlex.join(RUN_ARGS)}", "-p", PROJECT]
     return run("env", f"SIE_NATS_IMAGE={NATS}", Path(sys.executable).with_name("podman-compose"), *options, *arguments)
 
 

@@ -26,6 +26,7 @@ DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
 TRUST = "tests/unit/test_trust.py"
 STATUS = "tests/unit/test_status.py"
+KUBERNETES = "tests/unit/test_kubernetes.py"
 TRACING = "tests/unit/test_tracing.py"
 BATCHING, GATEWAY, WORKER = (
     f"tests/unit/test_settings_effects_{name}.py" for name in ("batching", "gateway", "worker")
@@ -83,10 +84,10 @@ EFFECTS = {
     "SIE_GATEWAY_WORKERS": (
         f"{STATUS}::test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats"
     ),
-    "SIE_GATEWAY_KUBERNETES": f"{STATUS}::test_pods_appear_and_disappear_with_the_events_of_the_api",
-    "SIE_GATEWAY_K8S_NAMESPACE": f"{STATUS}::test_namespace_service_and_port_say_where_workers_are_looked_for",
-    "SIE_GATEWAY_K8S_SERVICE": f"{STATUS}::test_namespace_service_and_port_say_where_workers_are_looked_for",
-    "SIE_GATEWAY_K8S_PORT": f"{STATUS}::test_namespace_service_and_port_say_where_workers_are_looked_for",
+    "SIE_GATEWAY_KUBERNETES": f"{KUBERNETES}::test_pods_appear_and_disappear_with_the_events_of_the_api",
+    "SIE_GATEWAY_K8S_NAMESPACE": f"{KUBERNETES}::test_namespace_service_and_port_say_where_workers_are_looked_for",
+    "SIE_GATEWAY_K8S_SERVICE": f"{KUBERNETES}::test_namespace_service_and_port_say_where_workers_are_looked_for",
+    "SIE_GATEWAY_K8S_PORT": f"{KUBERNETES}::test_namespace_service_and_port_say_where_workers_are_looked_for",
     "SIE_GATEWAY_CONFIGURED_GPUS": (
         f"{GATEWAY}::test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker"
     ),

@@ -1,41 +1,33 @@
 """What is shown of the installation: `/health`, the page, the websockets of gateway and worker, and where the view
-comes from.
+comes from. The mechanism of the websockets is in test_websocket.py, discovery in test_kubernetes.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import socket
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from inprocess import GatewayProcess, InProcess, SidecarProcess, free_port, settings_of, until
-from uvicorn import Config
+from inprocess import GatewayProcess, InProcess, SidecarProcess, closing_code, free_port, until
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 
 import sie_contracts
 from sie_contracts import heartbeats, messages, topology
 from sie_contracts.device_reports import RanBatch
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
-from sie_contracts.settings import SettingError
 from sie_gateway import status as statuses
 from sie_gateway import workers
 from sie_gateway.peers import Peers
 from sie_gateway.status import CONSOLE, Seen, failures, of_heartbeat, of_socket, summaries
-from sie_gateway.workers import Endpoints, Workers, WorkerStatus
-from sie_runtime.http import HttpServer, Receive, Scope, Send
-from sie_runtime.process import Stop
-from sie_runtime.websocket import Frames, Seats, WebSocketProtocol
+from sie_runtime.websocket import Seats
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 TOKEN = "read-token"
@@ -71,150 +63,6 @@ async def refusal(
             pass
     answer = refused.value.response
     return answer.status_code, json.loads(answer.body or b"{}"), answer.headers["content-type"]
-
-
-# the mechanism
-
-
-@contextlib.asynccontextmanager
-async def served(frames: Frames) -> AsyncIterator[int]:
-    """A server that shows these frames to everybody; its port."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await frames.show(scope, receive, send)
-
-    server = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
-    await server.start()
-    try:
-        yield server.port
-    finally:
-        await asyncio.wait_for(server.stop(), 10)
-
-
-async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() -> None:
-    made = 0
-
-    def make() -> str:
-        nonlocal made
-        made += 1
-        return str(made)
-
-    loop = asyncio.get_running_loop()
-    interval_s = 0.3
-    async with served(Frames(make, interval_s)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
-        at_s = []
-        for _ in range(4):
-            await looking.recv()
-            at_s.append(loop.time())
-        # others who look meanwhile get a frame that is there; what they send is thrown away
-        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as other:
-            await other.send("x" * 4000)
-            assert int(await other.recv()) <= made
-    assert all(later - earlier >= 0.8 * interval_s for earlier, later in itertools.pairwise(at_s))
-    assert made <= 6
-
-
-async def deaf(port: int) -> socket.socket:
-    """A client that shakes hands and never reads."""
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.setblocking(False)
-    head = (
-        "GET / HTTP/1.1",
-        "Host: localhost",
-        "Upgrade: websocket",
-        "Connection: Upgrade",
-        "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-        "",
-        "",
-    )
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(slow, ("127.0.0.1", port))
-    await loop.sock_sendall(slow, "\r\n".join(head).encode())
-    return slow
-
-
-async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
-    """O20: what waits for it stays below the buffers of one connection, whatever the number of frames."""
-    made = 0
-    text = "x" * (256 << 10)
-
-    def make() -> str:
-        nonlocal made
-        made += 1
-        return f"{made} {text}"
-
-    frames = Frames(make, 0.001, patience_s=0.5)
-    async with served(frames) as port:
-        slow = await deaf(port)
-        await until(lambda: frames.looking == 1, "the socket is accepted")
-        await until(lambda: frames.looking == 0, "the slow peer is cut off")
-        assert made < 200, "frames that nobody reads are not made"  # 50 MiB: above what any kernel buffers here
-        with contextlib.suppress(ConnectionError):
-            while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(slow, 1 << 20), 10):
-                pass
-        slow.close()
-        # others never notice
-        async with connect(f"ws://127.0.0.1:{port}/", proxy=None, max_size=None, close_timeout=0.1) as quick:
-            assert str(await quick.recv()).endswith(text)
-
-
-async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
-    """P1: close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
-    close.
-    """
-    made = 0
-
-    def make() -> str:
-        nonlocal made
-        made += 1
-        return f"{made:0{256 << 10}}"
-
-    big, small = Frames(make, 0.001, patience_s=60), Frames(lambda: str(time.monotonic()), 0.05)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await (small if scope["path"] == "/small" else big).show(scope, receive, send)
-
-    server = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
-    await server.start()
-    slow = await deaf(server.port)
-    before = -1
-    while before != made or not made:  # until its buffers are full
-        before = made
-        await asyncio.sleep(0.1)
-    quick = await connect(f"ws://127.0.0.1:{server.port}/small", proxy=None)
-    await quick.recv()
-    reader = asyncio.create_task(_until_closed(quick))
-    await asyncio.wait_for(server.stop(), 4)
-    assert await asyncio.wait_for(reader, 10) == 1001
-    assert not big.looking
-    assert not small.looking
-    slow.close()
-
-
-async def _until_closed(socket: ClientConnection) -> int | None:
-    try:
-        while True:
-            await socket.recv()
-    except ConnectionClosed as closed:
-        return closed.rcvd.code if closed.rcvd else None
-
-
-async def test_frames_that_end_close_the_socket_so_that_clients_try_again() -> None:
-    there: str | None = "first"
-    async with served(Frames(lambda: there, 0.02)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
-        assert await looking.recv() == "first"
-        there = None
-        assert await _until_closed(looking) == 1013
-
-
-def test_without_a_protocol_there_are_no_websockets() -> None:
-    """The config service speaks none."""
-    config = Config(lambda: None, ws="none")
-    config.load()
-    assert config.ws_protocol_class is None
 
 
 # the gateway's frames
@@ -382,7 +230,7 @@ async def test_a_gateway_that_ends_closes_its_websockets_with_1001(cluster: InPr
     async with looking(gateway, "/ws/cluster-status") as socket:
         await frame(socket)
         ending = asyncio.create_task(gateway.end())
-        assert await asyncio.wait_for(_until_closed(socket), 10) == 1001
+        assert await asyncio.wait_for(closing_code(socket), 10) == 1001
         assert await asyncio.wait_for(ending, 10) == 0
 
 
@@ -610,7 +458,7 @@ async def test_a_worker_that_is_away_is_told_of_and_ends_what_is_shown_of_it(
     async with looking(gateway, "/ws/status") as socket:
         await frame(socket)
         await sidecar.end()
-        assert await asyncio.wait_for(_until_closed(socket), 10) == 1013
+        assert await asyncio.wait_for(closing_code(socket), 10) == 1013
 
 
 # where the view comes from
@@ -730,172 +578,6 @@ async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
             pass  # the request awaits
     assert 0 < rate <= 5 / 0.5
     assert await gateway.metric("sie_gateway_qps") > 0
-
-
-# discovery
-
-
-class Api:
-    """The part of the Kubernetes API that discovery uses: a list of EndpointSlices and a watch that
-    tells of changes.
-    """
-
-    def __init__(self) -> None:
-        self.slices: list[dict[str, Any]] = []
-        self.version = 1
-        self.asked: list[tuple[str, str, str]] = []  # path, query, credentials
-        self.status = 200
-        self.changed = asyncio.Event()
-
-    def change(self, *endpoints: dict[str, Any], kind: str = "IPv4") -> None:
-        self.slices = [{"addressType": kind, "endpoints": list(endpoints), "ports": []}]
-        self.version += 1
-        self.changed.set()
-
-    async def answer(self, scope: Scope, send: Send) -> None:
-        headers = dict(scope["headers"])
-        query = scope["query_string"].decode()
-        self.asked.append((scope["path"], query, headers.get(b"authorization", b"").decode()))
-        head = {
-            "type": "http.response.start",
-            "status": self.status,
-            "headers": [(b"content-type", b"application/json")],
-        }
-        body = {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self.version)}, "items": self.slices}
-        if "watch=1" in query and self.status == 200:
-            await send(head)
-            if f"resourceVersion={self.version}&" in query:
-                self.changed.clear()
-                await self.changed.wait()
-            await send({"type": "http.response.body", "body": b'{"type":"MODIFIED"}\n'})
-            return
-        await send(head)
-        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
-
-
-def endpoint(*addresses: str, **conditions: bool) -> dict[str, Any]:
-    return {"addresses": list(addresses), "conditions": conditions}
-
-
-@pytest.fixture
-def account(tmp_path: Path) -> Path:
-    folder = tmp_path / "account"
-    folder.mkdir()
-    (folder / "token").write_text("pod-token\n")
-    return folder
-
-
-@contextlib.asynccontextmanager
-async def kubernetes() -> AsyncIterator[tuple[Api, str]]:
-    api = Api()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await api.answer(scope, send)
-
-    server = HttpServer(app, "127.0.0.1", 0, setting="--port")
-    await server.start()
-    try:
-        yield api, f"http://127.0.0.1:{server.port}"
-    finally:
-        api.changed.set()
-        await server.stop()
-
-
-@contextlib.asynccontextmanager
-async def following(endpoints: Endpoints) -> AsyncIterator[Callable[[], tuple[str, ...]]]:
-    found: list[tuple[str, ...]] = [()]
-    task = asyncio.create_task(endpoints.run(found.append))
-    try:
-        yield lambda: found[-1]
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_pods_appear_and_disappear_with_the_events_of_the_api(
-    account: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIE_GATEWAY_KUBERNETES: unready pods are shown, those that terminate are not; the credentials are read anew each
-    time.
-    """
-    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
-    async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as found:
-        await until(lambda: len(api.asked) >= 2, "the first list and a watch")
-        api.change(
-            endpoint("10.0.0.2", ready=True),
-            endpoint("10.0.0.1", ready=False),
-            endpoint("10.0.0.9", terminating=True),
-            endpoint(),
-        )
-        await until(lambda: found() == ("http://10.0.0.1:8080", "http://10.0.0.2:8080"), "both pods")
-        (account / "token").write_text("renewed")
-        api.change(endpoint("fd00::1"), kind="IPv6")
-        await until(lambda: found() == ("http://[fd00::1]:8080",), "the other pod")
-        assert {asked[2] for asked in api.asked} == {"Bearer pod-token", "Bearer renewed"}
-        api.status = 500
-        api.changed.set()
-        before = len(api.asked)
-        await until(lambda: len(api.asked) > before + 2, "more attempts")
-        assert found() == ("http://[fd00::1]:8080",), "what cannot be asked stays as it was"
-        api.status = 200
-        api.change()
-        await until(lambda: found() == (), "no pod")
-
-
-@pytest.mark.parametrize(
-    ("variable", "path", "selector", "port"),
-    [
-        ({}, "/namespaces/default/", "service-name%3Dsie-worker", 8080),
-        ({"SIE_GATEWAY_K8S_NAMESPACE": "search"}, "/namespaces/search/", "service-name%3Dsie-worker", 8080),
-        ({"SIE_GATEWAY_K8S_SERVICE": "other"}, "/namespaces/default/", "service-name%3Dother", 8080),
-        ({"SIE_GATEWAY_K8S_PORT": "9095"}, "/namespaces/default/", "service-name%3Dsie-worker", 9095),
-    ],
-)
-async def test_namespace_service_and_port_say_where_workers_are_looked_for(
-    account: Path, variable: dict[str, str], path: str, selector: str, port: int
-) -> None:
-    """SIE_GATEWAY_K8S_NAMESPACE, SIE_GATEWAY_K8S_SERVICE, SIE_GATEWAY_K8S_PORT."""
-    async with kubernetes() as (api, url):
-        api.change(endpoint("10.0.0.1"))
-        async with following(Endpoints(settings_of(**variable), api=url, account=account)) as found:
-            await until(lambda: found() == (f"http://10.0.0.1:{port}",), "the pod")
-        assert path in api.asked[0][0]
-        assert api.asked[0][0].endswith("/endpointslices")
-        assert selector in api.asked[0][1]
-
-
-async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod(
-    cluster: InProcess, account: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIE_GATEWAY_KUBERNETES: without it the API is never called; with it, outside a pod, the start
-    fails and names it.
-    """
-    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
-    with pytest.raises(SettingError, match=r"^SIE_GATEWAY_KUBERNETES: no service account"):
-        await cluster.gateway(SIE_GATEWAY_KUBERNETES="true")
-    async with kubernetes() as (api, url):
-        sidecar = await cluster.sidecar(ready=False)
-        own = {"SIE_GATEWAY_HEALTH_MODE": "ws", "SIE_GATEWAY_K8S_PORT": str(sidecar.settings.worker_metrics_port)}
-        api.change(endpoint("127.0.0.1"))
-        for wanted in ("false", "true"):
-            found = Workers(settings_of(SIE_GATEWAY_KUBERNETES="false", **own))
-            if wanted == "true":
-                found._endpoints = Endpoints(settings_of(**own), api=url, account=account)
-            stop = Stop()
-            running = asyncio.create_task(found.run(stop))
-            if wanted == "true":
-                await until(
-                    lambda found=found: [status for _, status in found.statuses() if status is not None], "its status"
-                )
-                assert isinstance(found.statuses()[0][1], WorkerStatus)
-                api.change()
-                await until(lambda found=found: not found.statuses(), "no worker")
-            else:
-                await asyncio.sleep(0)
-                assert api.asked == []
-            stop.request()
-            await asyncio.wait_for(running, 10)
-        assert api.asked
 
 
 async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(

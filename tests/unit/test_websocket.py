@@ -1,0 +1,150 @@
+"""Frames over a websocket, on a server with nothing else: how often they come, who is cut off, how a server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import AsyncIterator
+
+from inprocess import closing_code, until
+from uvicorn import Config
+from websockets.asyncio.client import connect
+
+from sie_runtime.http import HttpServer, Receive, Scope, Send
+from sie_runtime.websocket import Frames, WebSocketProtocol
+
+
+@contextlib.asynccontextmanager
+async def served(frames: Frames) -> AsyncIterator[int]:
+    """A server that shows these frames to everybody; its port."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await frames.show(scope, receive, send)
+
+    server = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
+    await server.start()
+    try:
+        yield server.port
+    finally:
+        await asyncio.wait_for(server.stop(), 10)
+
+
+async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() -> None:
+    made = 0
+
+    def make() -> str:
+        nonlocal made
+        made += 1
+        return str(made)
+
+    loop = asyncio.get_running_loop()
+    interval_s = 0.3
+    async with served(Frames(make, interval_s)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+        at_s = []
+        for _ in range(4):
+            await looking.recv()
+            at_s.append(loop.time())
+        # others who look meanwhile get a frame that is there; what they send is thrown away
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as other:
+            await other.send("x" * 4000)
+            assert int(await other.recv()) <= made
+    assert all(later - earlier >= 0.8 * interval_s for earlier, later in itertools.pairwise(at_s))
+    assert made <= 6
+
+
+async def deaf(port: int) -> socket.socket:
+    """A client that shakes hands and never reads."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    head = (
+        "GET / HTTP/1.1",
+        "Host: localhost",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        "",
+        "",
+    )
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, ("127.0.0.1", port))
+    await loop.sock_sendall(slow, "\r\n".join(head).encode())
+    return slow
+
+
+async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
+    """O20: what waits for it stays below the buffers of one connection, whatever the number of frames."""
+    made = 0
+    text = "x" * (256 << 10)
+
+    def make() -> str:
+        nonlocal made
+        made += 1
+        return f"{made} {text}"
+
+    frames = Frames(make, 0.001, patience_s=0.5)
+    async with served(frames) as port:
+        slow = await deaf(port)
+        await until(lambda: frames.looking == 1, "the socket is accepted")
+        await until(lambda: frames.looking == 0, "the slow peer is cut off")
+        assert made < 200, "frames that nobody reads are not made"  # 50 MiB: above what any kernel buffers here
+        with contextlib.suppress(ConnectionError):
+            while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(slow, 1 << 20), 10):
+                pass
+        slow.close()
+        # others never notice
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None, max_size=None, close_timeout=0.1) as quick:
+            assert str(await quick.recv()).endswith(text)
+
+
+async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
+    """P1: close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
+    close.
+    """
+    made = 0
+
+    def make() -> str:
+        nonlocal made
+        made += 1
+        return f"{made:0{256 << 10}}"
+
+    big, small = Frames(make, 0.001, patience_s=60), Frames(lambda: str(time.monotonic()), 0.05)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (small if scope["path"] == "/small" else big).show(scope, receive, send)
+
+    server = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
+    await server.start()
+    slow = await deaf(server.port)
+    before = -1
+    while before != made or not made:  # until its buffers are full
+        before = made
+        await asyncio.sleep(0.1)
+    quick = await connect(f"ws://127.0.0.1:{server.port}/small", proxy=None)
+    await quick.recv()
+    reader = asyncio.create_task(closing_code(quick))
+    await asyncio.wait_for(server.stop(), 4)
+    assert await asyncio.wait_for(reader, 10) == 1001
+    assert not big.looking
+    assert not small.looking
+    slow.close()
+
+
+async def test_frames_that_end_close_the_socket_so_that_clients_try_again() -> None:
+    there: str | None = "first"
+    async with served(Frames(lambda: there, 0.02)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+        assert await looking.recv() == "first"
+        there = None
+        assert await closing_code(looking) == 1013
+
+
+def test_without_a_protocol_there_are_no_websockets() -> None:
+    """The config service speaks none."""
+    config = Config(lambda: None, ws="none")
+    config.load()
+    assert config.ws_protocol_class is None
