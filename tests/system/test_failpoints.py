@@ -266,8 +266,8 @@ def cancelled(field: Field, name: str, place: Place) -> None:
         asked.append(field.ask(f"{name} {number}", budget_s=SHORT_S))
         until(lambda: field.leased() > number, BACK_S, "the work is in hand")  # noqa: B023  used at once
     field.reached(name, place.action, part)
-    for each in asked:
-        assert each.result().error[0] == "GATEWAY_TIMEOUT"
+    for each in asked:  # at the end of a budget the gateway may know of no worker any more
+        assert each.result().error[0] in ("GATEWAY_TIMEOUT", "PROVISIONING")
     field.right(name)
     field.settled()
 
