@@ -116,7 +116,7 @@ class Alone:
         entry = parse_entry({"id": READER, **entry_of(folder)})
         weights: Any = self.engine.residency.ensure(READER, entry).weights
         self.precision = weights.precision
-        self._reading = weights.reading(self.engine.readings.read)
+        self._reading = weights.reading(self.engine.readings.read, lambda: False)
         self._options = ExtractOptions((), parameters={"max_new_tokens": tokens})
         self._tokens = tokens
         made = [images.prepare(file, weights.rows["extract"].images) for file in files]

@@ -162,6 +162,23 @@ def named(extra: str) -> set[str]:
 
 
 @functools.cache
+def installed_with(extra: str) -> frozenset[str]:
+    """The distributions that pip installs for an extra here, with all that they need."""
+    found: set[tuple[str, str]] = set()
+    waiting = [("sie-cluster", extra)]
+    while waiting:
+        name, of = waiting.pop()
+        if (name, of) in found:
+            continue
+        found.add((name, of))
+        for text in importlib.metadata.requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": of}):
+                waiting += [(canonicalize_name(requirement.name), each) for each in ("", *requirement.extras)]
+    return frozenset(name for name, _ in found)
+
+
+@functools.cache
 def _owners() -> dict[str, list[str]]:
     return {
         top: [*map(canonicalize_name, owners)] for top, owners in importlib.metadata.packages_distributions().items()

@@ -194,7 +194,7 @@ class Engine:
                 remedied = functools.partial(self.remedies.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
-                    weights = weights.reading(functools.partial(self.readings.read, is_gone=is_gone), is_gone)
+                    weights = weights.reading(self.readings.read, is_gone)
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message, self.device, make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)

@@ -29,7 +29,7 @@ import msgspec
 
 from sie_adapter.device import Memory
 from sie_adapter.remedies import Remedy
-from sie_adapter.turns import Turns
+from sie_adapter.shared_lock import SharedLock
 from sie_contracts.catalogue import Catalogue, Resolved, fingerprint
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
@@ -187,7 +187,7 @@ class Residency:
         self._ended = ended
         self._count = count
         self._lock = threading.Lock()
-        self._turns = Turns()
+        self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
         self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
@@ -327,13 +327,13 @@ class Residency:
         ran out of memory beside other loads is tried again alone before it costs any model its place. Loads that take
         places from each other would never end.
         """
-        with self._turns.beside_others() as others:
+        with self._loading.shared() as share:
             found = self._loaded_or_oom(model, resolved)
         if isinstance(found, Resident):
             return found
         self._count(model, "recoveries_attempted")
-        is_changed = others.met
-        with self._turns.alone():
+        is_changed = not share.was_alone
+        with self._loading.exclusive():
             while not isinstance(found, Resident):
                 self._collect()
                 self._count(model, "cache_clears")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import extras
 import pytest
+from dockerfiles import ROOT
 
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
@@ -26,3 +27,11 @@ def test_an_extra_names_all_that_its_modules_import(extra: str) -> None:
 @pytest.mark.parametrize("extra", extras.FOR)
 def test_an_extra_names_nothing_that_nobody_uses(extra: str) -> None:
     assert extras.own(extra) - extras.used(extra).keys() - extras.USED_BY_OTHERS.keys() == set()
+
+
+def test_what_is_installed_beside_serve_is_nothing_that_serve_installs() -> None:
+    """Two pips that write the same files at once break both."""
+    (line,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("LARGE :="))
+    large = set(line.partition(":=")[2].split())
+    assert large <= extras.installed_with("dev")
+    assert large & extras.installed_with("serve") == set()

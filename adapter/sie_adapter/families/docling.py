@@ -10,7 +10,7 @@ This module imports nothing of the package: only those processes do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models
 
 from sie_adapter.device import Compute, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
+from sie_adapter.families.written import IsGone
 from sie_adapter.parser_frames import Parsed
 from sie_adapter.parsers import NotStarted, Parsers
 from sie_contracts.documents import Document, DocumentLimits
@@ -56,7 +57,7 @@ class DoclingModel:
         """Of the processes that run."""
         return self._parsers.pids
 
-    def reading(self, read: object, is_gone: Callable[[], bool]) -> Reading:
+    def reading(self, read: object, is_gone: IsGone) -> Reading:
         """What answers one batch, for somebody who may leave."""
         return Reading(self._parsers, is_gone)
 
@@ -66,7 +67,7 @@ class Reading:
 
     rows = DoclingModel.rows
 
-    def __init__(self, parsers: Parsers, is_gone: Callable[[], bool]) -> None:
+    def __init__(self, parsers: Parsers, is_gone: IsGone) -> None:
         self._parsers = parsers
         self._is_gone = is_gone
 

@@ -76,8 +76,8 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> Reading[PagePrompt, Shown]:
-        """What answers one batch. `read` has the rows written, and asks `is_gone` itself."""
-        return Reading(self._kind, self.rows, read, "images")
+        """What answers one batch. `read` has the rows written."""
+        return Reading(self._kind, self.rows, read, is_gone, "images")
 
 
 def _kind(folder: Path, entry: ModelEntry) -> _Kind:

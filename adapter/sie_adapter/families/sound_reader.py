@@ -155,8 +155,8 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[Window], is_gone: IsGone) -> Reading[Window, Heard]:
-        """What answers one batch. `read` has the rows written, and asks `is_gone` itself."""
-        return Reading(self, self.rows, read, "audio")
+        """What answers one batch. `read` has the rows written."""
+        return Reading(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> Window:
         """The first window. Raises InvalidInput for what cannot be asked."""

@@ -29,8 +29,8 @@ from sie_contracts.load_errors import load_failed
 
 P = TypeVar("P", bound=Prompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it
-Read = Callable[[Writer[P], Sequence[P]], list[Written]]
 IsGone = Callable[[], bool]  # whether nobody waits any more
+Read = Callable[[Writer[P], Sequence[P], IsGone], list[Written]]
 
 
 class Reader(Writer[P], Protocol[P, F_contra]):
@@ -46,9 +46,12 @@ class Reader(Writer[P], Protocol[P, F_contra]):
 class Reading(Generic[P, F_contra]):
     """A reader and who waits for what it writes. `field`: of an input, that has its files."""
 
-    def __init__(self, kind: Reader[P, F_contra], rows: Mapping[str, Rows], read: Read[P], field: str) -> None:
+    def __init__(
+        self, kind: Reader[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
+    ) -> None:
         self._kind = kind
         self._read = read
+        self._is_gone = is_gone
         self._field = field
         self.rows = rows
 
@@ -76,7 +79,7 @@ class Reading(Generic[P, F_contra]):
         return self._kind.prompt(files[0], options)
 
     def _results(self, prompts: Sequence[P]) -> list[Result]:
-        written = self._read(self._kind, prompts)
+        written = self._read(self._kind, prompts, self._is_gone)
         return [self._result(*each) for each in zip(prompts, written, strict=True)]
 
     def _result(self, prompt: P, written: Written) -> dict[str, Any]:

@@ -39,15 +39,15 @@ class Reader:
     def __init__(self, model: Sums) -> None:
         self.rows = {"extract": Rows("raw", writes=True)}
         self._model = model
-        self._read: Callable[..., list[Written]] | None = None
+        self._read: Callable[[Sequence[str]], list[Written]] | None = None
 
     def reading(self, read: Callable[..., list[Written]], is_gone: Callable[[], bool]) -> Reader:
-        self._read = read
+        self._read = lambda texts: read(self._model, [PROMPT for _ in texts], is_gone)
         return self
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[dict[str, Any]]:
         assert self._read is not None
-        return [{"data": {"ids": each.ids}} for each in self._read(self._model, [PROMPT for _ in texts])]
+        return [{"data": {"ids": each.ids}} for each in self._read(texts)]
 
 
 class Gate:

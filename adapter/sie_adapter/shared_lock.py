@@ -1,0 +1,55 @@
+"""A lock that many hold together, or one alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class Share:
+    """Of one holder. `was_alone`: nobody else held the lock at any time while it did; known when it has let go."""
+
+    was_alone = True
+
+
+class SharedLock:
+    """May be used from any thread. Who waits for it alone goes before those that come later."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shares = 0
+        self._taken = 0  # shares that were ever taken
+        self._is_exclusive = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[Share]:
+        """Held together with others."""
+        share = Share()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_exclusive)
+            others = self._shares
+            self._shares += 1
+            self._taken += 1
+            taken = self._taken
+        try:
+            yield share
+        finally:
+            with self._changed:
+                share.was_alone = not others and self._taken == taken
+                self._shares -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Held alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_exclusive)
+            self._is_exclusive = True
+            self._changed.wait_for(lambda: not self._shares)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_exclusive = False
+                self._changed.notify_all()
