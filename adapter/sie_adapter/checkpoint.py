@@ -181,7 +181,8 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
     """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is
-    another model.
+    another model. So do the weights of a batch normalisation, which torch takes in 16 bit only if its statistics, which
+    are buffers, have 16 bit too.
     """
     kept = {
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),
@@ -189,8 +190,10 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     }
     if float32_head:
         kept.add("pooler")
-    for name, parameter in (model.base_model if float32_head else model).named_parameters():
-        if kept.isdisjoint(name.split(".")):
+    cast = model.base_model if float32_head else model
+    kept |= {name for name, module in cast.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    for name, parameter in cast.named_parameters():
+        if kept.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -231,6 +231,7 @@ async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_i
     async with asyncio.timeout(30):
         while not await served.shadows("cold"):
             assert (await served.gateway.encode("a text", model="search")).status_code == 200
+    await until(lambda: len(served.adapter.loads) > 1, "the copy's load to begin")
     assert served.adapter.loads == ["toy/one", "toy/two"]
     assert await asyncio.wait_for(served.gateway.end(), 10) == 0
 

@@ -118,6 +118,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
+        model.text_model.head = nn.Identity()  # its own pass would read a text whose states may have 16 bits
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
         self.filler: int = config.pad_token_id

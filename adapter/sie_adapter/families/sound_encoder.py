@@ -63,7 +63,7 @@ class _Clap:
         self._of_sound = model.audio_projection.float()
         self._fused: bool = model.config.audio_config.enable_fusion
         encoder = self._sounds.audio_encoder
-        encoder.batch_norm = _Float32(encoder.batch_norm.float(), compute.dtype)
+        encoder.batch_norm = _Float32(encoder.batch_norm, compute.dtype)
         self.width: int = model.config.projection_dim
 
     def text(self, hidden: Tensor, packed: Packed) -> Tensor:
