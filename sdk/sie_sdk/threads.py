@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -40,9 +41,37 @@ class Driver:
         self._session = session
         self._has_answered = False
         self._http = httpx.Client(limits=transport.limits(session))
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._is_closed = False
 
     def close(self) -> None:
-        self._http.close()
+        """Does not wait for what other threads have in flight. The last of them closes the connections: httpx would
+        forget one that is being made.
+        """
+        with self._lock:
+            self._is_closed = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        with self._lock:
+            is_unused = self._is_closed and not self._in_flight
+        if is_unused:
+            self._http.close()
+
+    @contextlib.contextmanager
+    def _connections(self) -> Iterator[httpx.Client]:
+        """To be used for one request. Raises RuntimeError once the client is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the client has been closed")
+            self._in_flight += 1
+        try:
+            yield self._http
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+            self._close_if_unused()
 
     def run(
         self,
@@ -125,13 +154,14 @@ class Driver:
     def _exchange(self, request: Send) -> Answer:
         started_s = time.monotonic()
         try:
-            response = self._http.request(
-                request.method,
-                self.url + request.path,
-                headers=dict(request.headers),
-                content=request.body or None,
-                timeout=transport.timeout(request),
-            )
+            with self._connections() as http:
+                response = http.request(
+                    request.method,
+                    self.url + request.path,
+                    headers=dict(request.headers),
+                    content=request.body or None,
+                    timeout=transport.timeout(request),
+                )
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
         self._has_answered = True

@@ -107,11 +107,15 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
     request is answered rightly.
     """
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
+        for worker in stack.workers:
+            worker.adapter.pause()  # so that what is in hand stays there
+        await load.busy(CLIENTS, WITHIN_S)
         await asyncio.to_thread(until, stack.held, WITHIN_S, "work in hand")
         killed_s = time.monotonic()
         for worker in stack.workers:
             worker.sidecar.kill()
         for worker in stack.workers:
+            worker.adapter.resume()
             worker.sidecar.start()
         await load.successes_after(killed_s, 5 * CLIENTS, WITHIN_S)
         await load.successes_after(killed_s + ACK_WAIT_S + 1, CLIENTS, WITHIN_S)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import itertools
 import json
 import socket
 import threading
@@ -37,6 +39,8 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.seen: list[tuple[str, str, Any]] = []
         self.running = self.most_running = 0
+        self.changed = threading.Condition()
+        self.connected = self.connections = 0  # so far, and now
         self.special: Callable[[str, str, Any, int], tuple[int, Any] | None] = lambda *_: None
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
@@ -57,6 +61,21 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self._count(1)
+
+    def finish(self) -> None:
+        super().finish()
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        server = self.server
+        with server.changed:
+            server.connections += change
+            server.connected += max(change, 0)
+            server.changed.notify_all()
 
     def answer(self) -> None:
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -174,6 +193,34 @@ def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
     assert time.monotonic() - started_s < HANGING / 2, "what is still under way is not waited for"
     released.set()
     assert len(server.seen) <= 5, "one that was being taken at that moment may still go"
+
+
+def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part fails while the connection of another one is being made. `with` ends; that part is sent all the same."""
+    connect, closed = socket.create_connection, threading.Event()
+    numbers = itertools.count()
+
+    def slow(*arguments: Any, **named: Any) -> socket.socket:
+        if next(numbers):
+            closed.wait(HANGING)
+        return connect(*arguments, **named)
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        return None if closed.is_set() else (400, failure("INVALID_INPUT"))
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    server.special = special
+    with (
+        pytest.raises(sie_sdk.InvalidInputError),
+        SIEClient(server.url, part_tokens=TEN_A_PART, concurrency=2) as client,
+    ):
+        client.encode("m", TEXTS)
+    closed.set()
+    with server.changed:
+        assert server.changed.wait_for(lambda: server.connected == 2 and not server.connections, HANGING)
+    gc.collect()  # of a connection that nobody closed Python warns now, which is an error
 
 
 def test_a_wait_ends_when_another_part_fails(server: Server, using: Callable[..., Any]) -> None:

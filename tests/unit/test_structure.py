@@ -17,6 +17,7 @@ SET_ELSEWHERE = {
     "sie_adapter.backbone model.config.use_cache": "the configuration of a model of transformers",
     "sie_adapter.checkpoint model.config.use_cache": "the configuration of a model of transformers",
     "sie_adapter.families.dual_encoder model.text_model.embeddings": "replaced in a model of transformers",
+    "sie_adapter.families.dual_encoder model.text_model.head": "taken out of a model of transformers",
     "sie_adapter.families.colpali language.config.is_causal": "the configuration of a model of transformers",
     "sie_adapter.device libc.mallinfo2.restype": "how ctypes learns what a function returns",
     "sie_adapter.families.grounding_dino self._given.maps": "a value of each thread, as threading.local has them",
