@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
+import re
 
 from sie_contracts.errors import InternalFailure
 
 # What torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack say on a CPU:
-# all of it in a bare RuntimeError, so the text is all there is. oneDNN gives no reason for a primitive that it could
-# not make, but one of a model that has run before lacks nothing but memory. On CUDA the libraries and the driver
-# allocate too, for a handle or for the code of a kernel: the context survives that.
+# all of it in a bare RuntimeError, so the text is all there is. On CUDA the libraries and the driver allocate too, for
+# a handle or for the code of a kernel: the context survives that.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
-    "could not create a primitive",
     "could not create a memory",
     "bad_alloc",
     "can't start new thread",
@@ -21,6 +20,11 @@ _ALLOCATION = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+
+# oneDNN gives no reason. A primitive whose descriptor it could make lacks nothing but memory for its code. One without
+# a descriptor is an operation that oneDNN does not have, such as a product of two precisions.
+_NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 def cancelled() -> InternalFailure:
@@ -36,7 +40,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):  # the kernel had none, not even to list a folder
         return error.errno == errno.ENOMEM
-    return type(error) in (RuntimeError, torch.AcceleratorError) and any(text in str(error) for text in _ALLOCATION)
+    if type(error) not in (RuntimeError, torch.AcceleratorError):
+        return False
+    return is_primitive_refused(error) or any(text in str(error) for text in _ALLOCATION)
+
+
+def is_primitive_refused(error: BaseException) -> bool:
+    """Whether oneDNN found no memory for the code of a primitive."""
+    return _NO_PRIMITIVE.search(str(error)) is not None
 
 
 # CUDA refuses to start a kernel, that of a package built for another card for instance: nothing ran, and the context is

@@ -13,10 +13,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from sie_adapter.failure import is_primitive_refused
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-
-_REFUSAL = "could not create a primitive"
 
 
 class _State(threading.local):
@@ -38,7 +38,7 @@ def unspoilt(work: Callable[Given, Result], *arguments: Given.args, **named: Giv
     try:
         return work(*arguments, **named)
     except RuntimeError as error:
-        _state.is_spoilt = _REFUSAL in str(error)
+        _state.is_spoilt = is_primitive_refused(error)
         raise
 
 

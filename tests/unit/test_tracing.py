@@ -23,6 +23,7 @@ from otlp import Collector, HttpCollector, Seen
 
 from sie_cli.ports import free_port
 from sie_contracts.settings import SettingError, load
+from sie_contracts.trace_context import NONE
 from sie_gateway.call import Call
 from sie_gateway.finished import Finished
 from sie_runtime import tracing
@@ -37,6 +38,13 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # the SDK's own: milliseconds between two exports
     with Collector() as collector:
         yield collector
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_current() -> Iterator[None]:
+    """A request has a context of its own; a test that begins one has that of all tests of its process."""
+    yield
+    tracing.set_current(NONE)
 
 
 def settings_of(**environ: str) -> tracing.Tracing:

@@ -215,6 +215,12 @@ def test_errors_of_the_device_are_told_apart_by_type() -> None:
     assert is_out_of_memory(RuntimeError("can't start new thread"))
     assert not is_out_of_memory(OSError(errno.ENOENT, "No such file or directory", "/weights"))
     assert not is_out_of_memory(RuntimeError("out of memory, says a library"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))
+    with pytest.raises(RuntimeError, match="primitive") as mixed:  # of two precisions
+        torch.ops.mkldnn._linear_pointwise(
+            torch.ones(1, 16, dtype=torch.bfloat16), torch.ones(16, 16), None, "none", [], ""
+        )
+    assert not is_out_of_memory(mixed.value)
     assert not is_out_of_memory(fatal)
 
 
