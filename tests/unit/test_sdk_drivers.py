@@ -199,15 +199,17 @@ def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One part fails while the connection of another one is being made. `with` ends; that part is sent all the same."""
-    connect, closed = socket.create_connection, threading.Event()
-    numbers = itertools.count()
+    connect, numbers = socket.create_connection, itertools.count()
+    connecting, closed = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **named: Any) -> socket.socket:
         if next(numbers):
-            closed.wait(HANGING)
+            connecting.set()
+            assert closed.wait(HANGING)
         return connect(*arguments, **named)
 
     def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        assert connecting.wait(HANGING)
         return None if closed.is_set() else (400, failure("INVALID_INPUT"))
 
     monkeypatch.setattr(socket, "create_connection", slow)
