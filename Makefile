@@ -87,7 +87,8 @@ release: $(VENV)/.dev
 	$(BIN)/python tools/release.py $(ARGS)
 
 # From another registry or mirror: BASE, PIP_INDEX_URL, TORCH_INDEX (docs/kubernetes.md). Without the two exported variables buildah
-# keeps neither layers nor health checks.
+# keeps neither layers nor health checks. Revision and source are no build arguments: buildah 1.28 takes a layer for one that it has
+# where only their values differ, so an image of a change that touches no code would have the labels of the image before.
 BUILDER ?= $(notdir $(firstword $(shell command -v docker podman buildah)))
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse HEAD 2>/dev/null)
@@ -100,7 +101,8 @@ images: image-gateway image-config image-sidecar image-adapter-cpu
 
 image-%:
 	$(BUILDER) build -f $(firstword $(wildcard docker/$*.Dockerfile) docker/Dockerfile) -t $(REGISTRY:%=%/)sie-$*:$(VERSION) --build-arg COMPONENT=$* \
-	    --build-arg VERSION=$(VERSION) --build-arg REVISION=$(REVISION) --build-arg SOURCE='$(SOURCE)' $(FROM_OUTSIDE) $(ARGS) .
+	    --build-arg VERSION=$(VERSION) --label org.opencontainers.image.revision=$(REVISION) --label org.opencontainers.image.source='$(SOURCE)' \
+	    $(FROM_OUTSIDE) $(ARGS) .
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/overhead.py

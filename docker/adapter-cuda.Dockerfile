@@ -53,11 +53,7 @@ COPY --from=dependencies /opt/sie /opt/sie
 COPY --from=code /opt/code /opt/sie
 ARG BASE
 ARG VERSION=0.1.0
-ARG REVISION
-ARG SOURCE
 LABEL org.opencontainers.image.title="sie-adapter-cuda" \
       org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${BASE}"

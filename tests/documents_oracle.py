@@ -158,7 +158,7 @@ def by_the_product(given: dict[str, bytes], folder: Path) -> tuple[list[Any], li
     )
     found = [
         each.data if isinstance(each, Ok) else [each.error.reason, each.error.message]
-        for each in run_raw(model, message).outcomes
+        for each in run_raw(model.reading(None, lambda: False), message).outcomes
     ]
     return found, list(model.pids)
 

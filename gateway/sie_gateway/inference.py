@@ -153,7 +153,6 @@ class Inference:
             await send(await self._answer(call, route, read))
         finally:
             self._enter(-1)
-            self._pace.ended(time.perf_counter())
 
     def _resolve(self, call: Call, route: InferenceRoute) -> None:
         if call.model is not None:
@@ -211,7 +210,7 @@ class Inference:
         raise QueueFull(
             f"{self.in_progress} requests are in progress, the limit of this gateway",
             extras={"queue_depth": self.in_progress},
-            retry_after_s=self._pace.retry_s(time.perf_counter(), self.in_progress),
+            retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
 
     def understand(self, call: Call, asked: Asked) -> Understood:
@@ -284,6 +283,7 @@ class Inference:
 
     def _enter(self, change: int) -> None:
         self.in_progress += change
+        self._pace.changed(time.perf_counter(), self.in_progress)
         if self.in_progress:
             self.idle.clear()
         else:

@@ -211,26 +211,38 @@ class Turns:
 
 
 class Pace:
-    """How fast a gateway answers, for the turns of those whom it could not even hear."""
+    """How fast a gateway answers, for the turns of those whom it could not even hear.
 
-    __slots__ = ("_ended_s", "_next_s")
+    Requests in progress are summed up over time, in request-seconds: those of the last answers, divided by their
+    number, are how long a request takes (Little's law). So time in which nobody asks makes nothing slower.
+    """
+
+    __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
 
     def __init__(self) -> None:
-        self._ended_s: deque[float] = deque(maxlen=RECENT_ANSWERS)
+        self._running = 0
+        self._since_s = 0.0
+        self._sum_s = 0.0  # until then
+        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # the sum at the end of each request
         self._next_s = 0.0  # until when turns are given
 
-    def ended(self, now_s: float) -> None:
-        """A request is over."""
-        self._ended_s.append(now_s)
+    def changed(self, now_s: float, running: int) -> None:
+        """So many requests are in progress from now on: one more, or one less."""
+        self._sum_s, self._since_s = self._sum_at(now_s), now_s
+        if running < self._running:
+            self._ended.append(self._sum_s)
+        self._running = running
 
-    def retry_s(self, now_s: float, running: int) -> int:
-        """The Retry-After of one more client while `running` requests are in progress: when as many are over as came
-        before it.
-        """
-        if len(self._ended_s) < 2:
+    def _sum_at(self, now_s: float) -> float:
+        return self._sum_s + self._running * (now_s - self._since_s)
+
+    def retry_s(self, now_s: float) -> int:
+        """The Retry-After of one more client: when as many of those in progress are over as came before it."""
+        if len(self._ended) < 2 or not self._running:
             return 1
-        each_s = (now_s - self._ended_s[0]) / (len(self._ended_s) - 1)  # grows while nothing ends
-        min_s = now_s + running / 2 * each_s  # by then half of what runs is over
+        took_s = (self._sum_at(now_s) - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
+        min_s = now_s + took_s / 2  # by then half of what runs is over
+        each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * _uniform(0.8, 1.0))
         return max(1, int(wait_s + _uniform(0, 1)))

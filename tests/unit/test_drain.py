@@ -313,18 +313,35 @@ def test_turns_are_bounded_and_a_wait_too_long_has_none() -> None:
     assert len(turns) == 0
 
 
+def full_gateway(running: int) -> Pace:
+    """One of so many requests ends each tenth of a second, and another one takes its place."""
+    pace = Pace()
+    for number in range(running):
+        pace.changed(0.0, number + 1)
+    for number in range(1, 21):
+        pace.changed(number / 10, running - 1)
+        pace.changed(number / 10, running)
+    return pace
+
+
 def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
     random.seed(3)
-    pace = Pace()
-    assert pace.retry_s(0.0, 512) == 1
-    for number in range(20):
-        pace.ended(number / 10)
-    few, many = Pace(), Pace()
-    for each in (few, many):
-        for number in range(20):
-            each.ended(number / 10)
-    assert few.retry_s(2.0, 40) in (2, 3)
-    assert many.retry_s(2.0, 400) > 15
-    told = [pace.retry_s(2.0, 40) for _ in range(200)]
+    assert Pace().retry_s(0.0) == 1
+    assert full_gateway(40).retry_s(2.0) in (2, 3)
+    assert full_gateway(400).retry_s(2.0) > 15
+    pace = full_gateway(40)
+    told = [pace.retry_s(2.0) for _ in range(200)]
     assert sorted(told)[100] >= 8
     assert max(told) <= 30
+
+
+def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:
+    """A request of 10 ms each 10 s, and then as many slow uploads as it takes."""
+    pace = Pace()
+    for number in range(20):
+        pace.changed(10.0 * number, 1)
+        pace.changed(10.0 * number + 0.01, 0)
+    for number in range(48):
+        pace.changed(200.0, number + 1)
+    assert pace.retry_s(200.5) <= 2
+    assert pace.retry_s(260.0) > 30, "nothing ended for a minute"
