@@ -184,10 +184,8 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     another model. So do the weights of a batch normalisation, which torch takes in 16 bit only if its statistics, which
     are buffers, have 16 bit too.
     """
-    kept = {
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    }
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # also of a model inside of this one
+    kept = {each for module in model.modules() for name in names for each in getattr(module, name, None) or ()}
     if float32_head:
         kept.add("pooler")
     cast = model.base_model if float32_head else model

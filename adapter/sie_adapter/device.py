@@ -67,6 +67,7 @@ def require(name: str) -> None:
 def resolve_device(name: str) -> torch.device:
     """`auto` takes CUDA, then MPS, then CPU. Raises SettingError for a named device that is absent."""
     require(name)
+    torch.backends.cudnn.allow_tf32 = False  # a model that is to compute in float32 does: TF32 has 10 bits of mantissa
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")

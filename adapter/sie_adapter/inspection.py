@@ -33,6 +33,9 @@ from sie_contracts.load_errors import load_failed
 from sie_store.selection import FILES, PICKLED
 
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
+_PARTS = ("text_config", "vlm_config")  # of a configuration, which may have a dtype of their own
+# how their model_type begins. Source: the model card of EmbeddingGemma; the language model of ColPali is a Gemma
+_OVERFLOWING = ("gemma", "colpali")
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
@@ -83,6 +86,18 @@ def _describe(folder: Path, report: Inspection) -> None:
         report.assumed.extend(described.assumed)
     else:
         _transformer(folder, report)
+    if reason := _needs_bfloat16(raw):
+        report.entry.setdefault("load", {})["precision"] = "bfloat16"
+        report.found.append(f"precision bfloat16: {reason}")
+
+
+def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
+    """Why float16, which a GPU would compute in otherwise, is not for this config.json; empty if it may be."""
+    if str(raw.get("model_type")).startswith(_OVERFLOWING):
+        return "states of Gemma are too large for float16"
+    parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
+    stored = {part.get("dtype") or part.get("torch_dtype") for part in parts}
+    return "its weights are published so, says config.json" if "bfloat16" in stored else ""
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -329,8 +344,6 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
 def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dict[str, Any]:
     raw = read_json(modules.folder / "config.json")
     load: dict[str, Any] = {}
-    if (raw.get("dtype") or raw.get("torch_dtype")) == "bfloat16":
-        load["precision"] = "bfloat16"
     if raw.get("is_causal") is False:
         load["causal"] = False
         report.found.append("attention in both directions: is_causal of config.json")

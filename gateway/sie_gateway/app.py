@@ -185,8 +185,8 @@ class ClientVersions:
 class Edge:
     """Pure ASGI. Gives every call its id, lets it in or not, and counts it.
 
-    Inference is answered here: FastAPI's layers around a route took half of the gateway's time for it. FastAPI answers
-    all the rest.
+    Routes are answered here: FastAPI's layers around a route took half of the gateway's time for a request. FastAPI
+    answers what has no handler: the OpenAPI document and its page.
     """
 
     def __init__(self, app: FastAPI, gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None) -> None:

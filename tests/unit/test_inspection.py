@@ -333,6 +333,30 @@ def test_models_of_images_become_entries_that_load(
     assert resident.weights.rows
 
 
+@pytest.mark.parametrize(
+    ("build_folder", "part", "precision"),
+    [
+        (dual_checkpoints.clip, "", None),
+        (qwen_checkpoints.qwen3_vl, "text_config", "bfloat16"),
+        (qwen_checkpoints.qwen3_vl, "", None),
+        (dual_checkpoints.colpali, "", "bfloat16"),
+    ],
+)
+def test_what_float16_does_not_hold_is_not_computed_in_it(
+    build_folder: Callable[[Path], object], part: str, precision: str | None, tmp_path: Path
+) -> None:
+    """Where the language model was published in bfloat16, or is a Gemma."""
+    folder = tmp_path / "model"
+    build_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if part:
+        config[part]["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config))
+    report = inspect(folder, "me/seen", {"path": str(folder)})
+    assert entry_of(report).load.precision == precision
+    assert any("precision bfloat16" in line for line in report.found) == (precision is not None)
+
+
 def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:
     from parity import sound_checkpoints
 

@@ -48,7 +48,8 @@ class BatchingSettings:
         "SIE_RUST_PIPELINE_DEPTH",
         "sidecar",
         whole(1, 8),
-        "Batches at the adapter for each lane of the device: one runs, the others are ready. The name is historical.",
+        "One less than this many batches are ready at the adapter, beside one that runs on each lane of the device. The "
+        "name is historical.",
     )
     batcher_coalesce_ms: int = row(
         5,

@@ -72,6 +72,7 @@ def test_a_gpu_that_is_absent_is_one_line_that_says_what_is_missing(
 
 def test_the_cpu_is_always_there_and_auto_finds_something() -> None:
     assert resolve_device("cpu").type == "cpu"
+    assert not torch.backends.cudnn.allow_tf32, "float32 means float32 on a GPU too"
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
 
 
