@@ -52,9 +52,9 @@ def expected() -> Expected:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """One of each, on disks of their own, with a bound on processes."""
+    """One of each, on disks of their own, with a bound on processes. In float32: a batch in bfloat16 takes half."""
     check_images()
-    found = rendered(FILE)
+    found = rendered(FILE, settings={"SIE_DEFAULT_COMPUTE_PRECISION": "float32"})
     disks = {
         (name, volume["name"]): DISK_BYTES
         for name, workload in workloads(found).items()
