@@ -260,7 +260,7 @@ def _attend_by_definition(
     hidden = _hidden(0, length, 0, key.shape[2], pattern, query.device)
     for sequence in range(query.shape[0]):
         for head in range(query.shape[1]):
-            scores = (query[sequence, head] @ key[sequence, head // shared].T).float() * scale
+            scores = query[sequence, head].float() @ key[sequence, head // shared].float().T * scale
             if hidden is not None:
                 scores = scores.masked_fill(hidden, -math.inf)
             shares = _shares(scores, may_be_blind=key.shape[2] < length)
