@@ -91,6 +91,11 @@ class Memory:
     def held(self) -> int:
         return int(self._either("memory.current", "memory.usage_in_bytes").read_text())
 
+    def unreclaimable(self) -> int:
+        """Bytes of its processes that lie in no file: what the kernel cannot take back."""
+        found = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return int(found["anon"] if "anon" in found else found["total_rss"])
+
     def kills(self) -> int:
         """How many of its processes the kernel killed because memory had ended."""
         text = self._either("memory.events", "memory.oom_control").read_text()

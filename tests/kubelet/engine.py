@@ -13,6 +13,7 @@ import resource
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def podman(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def run(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command(), *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+    """In the folder for temporary files: where memory ends, conmon writes a file `oom` where podman was called."""
+    argv, folder = [*command(), *arguments], tempfile.gettempdir()
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def inspect(container: str) -> dict[str, Any]:
