@@ -51,11 +51,7 @@ class Driver:
         """
         with self._lock:
             self._is_closed = True
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        with self._lock:
-            is_unused = self._is_closed and not self._in_flight
+            is_unused = not self._in_flight
         if is_unused:
             self._http.close()
 
@@ -71,7 +67,9 @@ class Driver:
         finally:
             with self._lock:
                 self._in_flight -= 1
-            self._close_if_unused()
+                is_last = self._is_closed and not self._in_flight
+            if is_last:
+                self._http.close()
 
     def run(
         self,
