@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sie_contracts.errors import InvalidInput, NotReady, SIEError
 from sie_contracts.images import Recipe
 from sie_contracts.ipc import Rows
+from sie_contracts.messages import WorkItem
 from sie_contracts.sounds import SoundRecipe
 from sie_sidecar import layouts, tokenise
 from sie_sidecar.fetching import Fetching
@@ -143,11 +144,10 @@ class Prepare:
         layout = hosted.ready.rows.get(operation)
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
-        prepared = await asyncio.gather(*(self._files(flight, layout) for flight in group))
-        work = [
-            Work(flight.item.inputs, flight.item.query, flight.item.options, images, sounds)
-            for flight, (images, sounds) in zip(group, prepared, strict=True)
-        ]
+        if any(_has_files(flight.item) for flight in group):
+            work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
+        else:  # without tasks, which would take 0.13 ms of a short text
+            work = [Work(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, each) for each in work)
         made = await self._tokenizers.run(
             effort, functools.partial(layouts.make, hosted.tokenizer, layout, work), together
@@ -161,27 +161,26 @@ class Prepare:
             )
             flight.unfit = each.unfit
 
-    async def _files(
-        self, flight: InFlight, layout: Rows
-    ) -> tuple[Mapping[int, Seen | InvalidInput], Mapping[int, Heard | InvalidInput]]:
-        """The images and the sounds of the inputs, as far as the model takes them."""
-        return await asyncio.gather(self._seen(flight, layout.images), self._heard(flight, layout.sounds))
+    async def _work(self, item: WorkItem, layout: Rows) -> Work:
+        """With its images and sounds, as far as the model takes them."""
+        images, sounds = await asyncio.gather(self._seen(item, layout.images), self._heard(item, layout.sounds))
+        return Work(item.inputs, item.query, item.options, images, sounds)
 
-    async def _seen(self, flight: InFlight, recipe: Recipe | None) -> Mapping[int, Seen | InvalidInput]:
+    async def _seen(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, Seen | InvalidInput]:
         """The pixels of the inputs that have images, by their index, and of the query, or why they have none."""
         if recipe is None:
             return {}
-        shown = {index: given.images for index, given in enumerate(flight.item.inputs) if given.images}
-        if flight.item.query is not None and flight.item.query.images:
-            shown[OF_QUERY] = flight.item.query.images
+        shown = {index: given.images for index, given in enumerate(item.inputs) if given.images}
+        if item.query is not None and item.query.images:
+            shown[OF_QUERY] = item.query.images
         found = await asyncio.gather(*(self._pixels(images, recipe) for images in shown.values()))
         return dict(zip(shown, found, strict=True))
 
-    async def _heard(self, flight: InFlight, recipe: SoundRecipe | None) -> Mapping[int, Heard | InvalidInput]:
+    async def _heard(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, Heard | InvalidInput]:
         """The features of the inputs that have a sound, by their index, or why they have none."""
         if recipe is None:
             return {}
-        given = {index: each.audio for index, each in enumerate(flight.item.inputs) if each.audio}
+        given = {index: each.audio for index, each in enumerate(item.inputs) if each.audio}
         found = await asyncio.gather(*(self._features(audio, recipe) for audio in given.values()))
         return dict(zip(given, found, strict=True))
 
@@ -223,3 +222,8 @@ class Prepare:
             self._settle.answer(flight, outcomes)
 
         await asyncio.gather(*map(answer, group))
+
+
+def _has_files(item: WorkItem) -> bool:
+    query = (item.query,) if item.query is not None else ()
+    return any(given.images or given.audio for given in (*item.inputs, *query))
