@@ -362,7 +362,7 @@ class Admission:
         if place.version == self._fleet.version and now_s < place.until_s:
             return
         place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
-        place.hosts = self._fleet.hosts(place.lane, place.residency)
+        place.hosted_by(self._fleet.hosts(place.lane, place.residency))
         place.gateways = self.peers.count()
         place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
         place.bound = bound(

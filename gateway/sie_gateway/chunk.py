@@ -60,8 +60,7 @@ class Files(NamedTuple):
 _NO_FILES, _IMAGE = Files(), ImageCost()
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """The bounds of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
 
     `any_size`: an input above `payload_bytes` goes through the payload store.
@@ -116,7 +115,7 @@ def plan(
         max_tokens=max_tokens,
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
-        limits=replace(limits, payload_bytes=payload_bytes),
+        limits=limits._replace(payload_bytes=payload_bytes),
         # a model with a row per label reads its hypothesis in each row; any other model reads what is shared with
         # each input
         rows=len(run.labels) if families.row(entry.family).has_row_per_label else 1,

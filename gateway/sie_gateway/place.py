@@ -100,7 +100,9 @@ class Place:
         self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
         self.crossover_tokens = 0  # of the model, 0 while not known
         self.bound = Bound()
-        self.hosts: list[Heartbeat] = []
+        self.hosts: list[Heartbeat] = []  # as `hosted_by` was told
+        self._lanes = 1  # batches that they run at a time
+        self._pipeline = 1
         self.version = -1
         self.until_s = self.used_s = 0.0
         self.gateways = 1  # that live
@@ -114,6 +116,12 @@ class Place:
         self._others: dict[str, _Other] = {}  # by gateway
 
     # what happens
+
+    def hosted_by(self, hosts: list[Heartbeat]) -> None:
+        """These workers have the model loaded."""
+        self.hosts = hosts
+        self._lanes = max(1, sum(map(_lanes, hosts)))
+        self._pipeline = max((1, *(host.pipeline for host in hosts)))
 
     def tokens(self, costs: Sequence[int]) -> list[int]:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
@@ -160,7 +168,6 @@ class Place:
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
         device_s = result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf
         tokens = entered.ticket.costs[result.chunk]
-        pipeline = max((host.pipeline for host in self.hosts), default=1)
         self.drain.left(
             now_s,
             name,
@@ -168,8 +175,8 @@ class Place:
             queued_s,
             is_crowded=is_crowded,
             device_s=device_s,
-            lanes=self._lanes(),
-            pipeline=max(1, pipeline),
+            lanes=self._lanes,
+            pipeline=self._pipeline,
             chunks=result.batch.chunks,
         )
 
@@ -200,7 +207,7 @@ class Place:
 
     def _last_taken_s(self) -> float:
         """When the last was queued of those that are in the batches that run, if they are full."""
-        left, last_s = self._full_tokens(0.0) * self._lanes(), -math.inf
+        left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
             for chunk, (queued_s, _) in entered.queued_s.items():
                 if left <= 0 or queued_s > self.drain.last_s:
@@ -244,9 +251,10 @@ class Place:
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
         everything, share = self.everywhere(now_s, ahead)
-        batch = self.drain.batch(now_s)
-        gone = min(self._gone, self._at_workers(batch, share)) if batch is not None else 0.0
-        everything += gone / share
+        gone = 0.0
+        if self._gone and (batch := self.drain.batch(now_s)) is not None:
+            gone = min(self._gone, self._at_workers(batch, share))
+            everything += gone / share
         return self.drain.wait(
             now_s,
             everything + promised,
@@ -282,18 +290,14 @@ class Place:
         in_queue = queued * (own + others) / own if own else others
         return in_queue + (ahead - queued) / share, share
 
-    def _lanes(self) -> int:
-        """Batches that the hosts run at a time."""
-        return max(1, sum(_lanes(host) for host in self.hosts))
-
     def _at_workers(self, batch: Known, share: float) -> float:
         """Tokens of this gateway that may be in the batches that run: as many as are usual, or more where batches are
         still growing.
         """
-        usual = batch.tokens * self._lanes()
+        usual = batch.tokens * self._lanes
         if batch.is_full or batch.left_work:
             return usual
-        return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes()))
+        return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
         """The cost of a full batch: by tokens, or by messages such as those in the queue."""
@@ -326,7 +330,7 @@ class Place:
         if wait.stalled_s + believed * wait.likely_s <= budget_s:
             if not promised or is_turn:
                 return None
-            busy = (self._lanes() + BUSY_BATCHES) * wait.rate * wait.batch_s if wait.formed_s == math.inf else 0.0
+            busy = (self._lanes + BUSY_BATCHES) * wait.rate * wait.batch_s if wait.formed_s == math.inf else 0.0
             if everything + self.turns.due(now_s, wait.batch_s) <= busy:
                 return None
             due = self.turns.due(now_s, min(budget_s, wait.formed_s))
@@ -359,7 +363,7 @@ class Place:
         evidence = self.wait(now_s, everything, 0.0).evidence
         if not self.entered or not self.hosts or not evidence or batch is None:
             return []
-        usual = batch.tokens * self._lanes()
+        usual = batch.tokens * self._lanes
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         found: list[tuple[Entered, float]] = []
@@ -375,7 +379,7 @@ class Place:
                 waiting.setdefault(entered.ticket.key, []).append(entered)
             elif inside >= at_workers and not entered.is_decided:
                 found.append((entered, inside))
-            elif inside >= usual and not entered.is_decided and evidence < MIN_SAMPLES * self._lanes():
+            elif inside >= usual and not entered.is_decided and evidence < MIN_SAMPLES * self._lanes:
                 growing.append((entered, inside + held))
             inside += held
         found += self._behind(waiting)
@@ -396,7 +400,7 @@ class Place:
         """
         if not self.batches.is_growth_known:
             return -math.inf
-        return self.drain.last_s + self.batches.seconds(tokens / self._lanes() * (self.scale or 1.0) / entered.scale)
+        return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal, float]]:
         """`late`, each with its turn, one after the other, behind all that stays and all that was promised before; and

@@ -284,7 +284,10 @@ def _taken(permits: Permits, collector: Collector, entry: ModelEntry) -> Callabl
 
 
 def _has_images(items: Sequence[Item], query: Item | None) -> bool:
-    return any(item.images for item in items) or (query is not None and bool(query.images))
+    for item in items:
+        if item.images:
+            return True
+    return query is not None and bool(query.images)
 
 
 class _Takers:

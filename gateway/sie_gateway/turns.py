@@ -228,19 +228,18 @@ class Pace:
 
     def changed(self, now_s: float, running: int) -> None:
         """So many requests are in progress from now on: one more, or one less."""
-        self._sum_s, self._since_s = self._sum_at(now_s), now_s
+        self._sum_s += self._running * (now_s - self._since_s)
+        self._since_s = now_s
         if running < self._running:
             self._ended.append(self._sum_s)
         self._running = running
-
-    def _sum_at(self, now_s: float) -> float:
-        return self._sum_s + self._running * (now_s - self._since_s)
 
     def retry_s(self, now_s: float) -> int:
         """The Retry-After of one more client: when as many of those in progress are over as came before it."""
         if len(self._ended) < 2 or not self._running:
             return 1
-        took_s = (self._sum_at(now_s) - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
+        sum_s = self._sum_s + self._running * (now_s - self._since_s)
+        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
         min_s = now_s + took_s / 2  # by then half of what runs is over
         each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s

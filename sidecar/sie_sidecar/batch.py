@@ -112,7 +112,7 @@ class Batch(Generic[T]):
     @property
     def writes(self) -> bool:
         """Whether its answers are written beside the lanes."""
-        return any(job.writes for job in self.jobs)
+        return bool(self.jobs) and self.jobs[0].writes  # they wait in a line of their own
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class InFlight:
     sealed_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
+    settled: bool = False  # its outcome is on its way, or nobody waits for one
     job: Job[InFlight] | None = None  # while it is waiting for the device
     given_up: SIEError | None = None  # why it becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # of its inputs that are poison
@@ -67,16 +68,11 @@ class InFlight:
     counted: int = 0  # its share of the cost that waits for the device
     span: Span | None = None  # where it is traced
 
-    @property
-    def settled(self) -> bool:
-        """Whether its outcome is on its way, or nobody waits for one."""
-        return self.stage == "settled"
-
     def move(self, stage: Stage, job: Job[InFlight] | None = None) -> None:
         """Enter a stage, with its `job` if that is `waiting`; settled is the last one."""
         self.job = job
         if not self.settled:
-            self.stage = stage
+            self.stage, self.settled = stage, stage == "settled"
 
     @property
     def is_outdated(self) -> bool:

@@ -225,5 +225,7 @@ class Prepare:
 
 
 def _has_files(item: WorkItem) -> bool:
-    query = (item.query,) if item.query is not None else ()
-    return any(given.images or given.audio for given in (*item.inputs, *query))
+    for given in item.inputs:
+        if given.images or given.audio:
+            return True
+    return item.query is not None and bool(item.query.images or item.query.audio)

@@ -70,7 +70,7 @@ class Row:
     def media_bytes(self) -> int:
         """Of the pixels of its images, the features of its sound and the file of its document."""
         beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
-        return sum(len(image.pixels) for image in self.images) + beside
+        return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 
 
 class Work(NamedTuple):

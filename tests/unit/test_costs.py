@@ -43,7 +43,8 @@ def test_layers_that_attend_to_a_window_take_time_by_tokens() -> None:
 
 def place(crossover: int) -> Place:
     found = Place(LANE, "interactive", "m", Window(Shares(), 4096))
-    found.crossover_tokens, found.hosts = crossover, [HOST]
+    found.crossover_tokens = crossover
+    found.hosted_by([HOST])
     return found
 
 
