@@ -108,17 +108,20 @@ class DeviceQueue:
         key = BatchKey(
             flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
         )
-        own = runnable(flight)[0]
-        cost = sum(row.cost for row in own)
+        cost = squares = media_bytes = 0
+        for row in runnable(flight)[0]:
+            cost += row.cost
+            squares += row.cost**2
+            media_bytes += row.media_bytes
         self._inventory.count(flight, cost)
         alone = flight.lease.delivery.delivered > 1
         crossover = ready.loaded.crossover_tokens if ready is not None else 0
-        time_cost = costs.text_cost(cost, sum(row.cost**2 for row in own), crossover)
+        time_cost = costs.text_cost(cost, squares, crossover)
         budget_s = item.budget_ms / 1000
-        bulk, size = item.priority == "bulk", sum(row.media_bytes for row in own)
+        bulk = item.priority == "bulk"
         rows = ready.rows.get(item.operation) if ready is not None else None
         writes = rows is not None and rows.writes
-        return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, size, writes)
+        return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes)
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
         """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of
