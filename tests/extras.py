@@ -36,6 +36,7 @@ FOR = {
     "gliner2": ("sie_adapter.families.gliner2",),
     "gliclass": ("sie_adapter.families.gliclass",),
     "glirel": ("sie_adapter.families.glirel",),
+    "openvino": ("sie_adapter.graph",),
     "documents": ("sie_adapter.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
@@ -55,6 +56,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.families.gliclass",
         "sie_adapter.families.glirel",
         "sie_adapter.docling_parser",
+        "sie_adapter.graph",
     ),
     "cli": (*_HUB, *_COMPONENTS),
 }

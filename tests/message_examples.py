@@ -25,6 +25,7 @@ from sie_contracts.heartbeats import (
     LaneTraffic,
     ModelStatus,
     QueuedWork,
+    ServedEngine,
     ServedPrecision,
     Turn,
 )
@@ -294,6 +295,9 @@ EXAMPLES: dict[str, Any] = {
             ModelStatus("org/model", "loaded", precision=ServedPrecision("float32", "bfloat16", "no instructions")),
         ),
     ),
+    "heartbeat-1-engine": _heartbeat(
+        models=(ModelStatus("org/model", "loaded", engine=ServedEngine("openvino", "the rules")),),
+    ),
     "heartbeat-1-images": _heartbeat(
         models=(ModelStatus("org/model", "loaded", image_tokens=2054, image_vectors=1030),),
     ),
@@ -481,6 +485,11 @@ EXAMPLES: dict[str, Any] = {
             requested_precision="bfloat16",
             precision_reason="no instructions",
         ),
+        b"{}",
+        512,
+    ),
+    "ipc3-Ready-engine": ipc.Ready(
+        LoadedModel("org/model", "abc", "f00d", "float32", "sdpa", engine="openvino", engine_reason="the rules"),
         b"{}",
         512,
     ),

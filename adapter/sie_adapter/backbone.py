@@ -19,8 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sie_adapter import attention
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
-from sie_adapter.device import Compute, to_device, uses_varlen_kernel
+from sie_adapter.device import Compute, to_device, usable_cores, uses_varlen_kernel
+from sie_adapter.engines import Choice
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.graph import Graph, NoGraph
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Features, Int64, Items, Packed, Positions, filled_up, pack
 from sie_contracts import costs
@@ -58,19 +60,27 @@ class Backbone:
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
+        self._graph: Graph | None = None
+        self._trial: tuple[Packed, Tensor] | None = None
+        self._kernel: Kernel | None = None
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.width: int = model.config.hidden_size
         self.crossover_tokens = _crossover_tokens(model.config)
         limit = getattr(model.config, "max_position_embeddings", None)
         self.positions: int | None = limit - self._numbering.first if limit else None
+        self.engine = compute.engine
         with torch.inference_mode():
-            if compute.device.type == "cpu":
-                block_linears(model)
-            self._kernel = self._choose_kernel()
-        self.attention: str = compute.backend
-        if self._kernel is None:
-            self.run_padded()
+            if self.engine.engine == "openvino":
+                self._compile()
+        self.attention: str = "sdpa" if self._graph is not None else compute.backend
+        if self._graph is None:
+            with torch.inference_mode():
+                if compute.device.type == "cpu":
+                    block_linears(model)
+                self._kernel = self._choose_kernel()
+            if self._kernel is None:
+                self.run_padded()
 
     def run_padded(self) -> None:
         """Run on the model's own attention from now on, as one does whose packed states are wrong. Not
@@ -86,6 +96,8 @@ class Backbone:
 
     def forward(self, packed: Packed) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        if self._graph is not None:
+            return self._graph.run(packed)
         return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
 
     def _forward_packed(self, packed: Packed, kernel: Kernel, trial: Trial | None = None) -> Tensor:
@@ -154,10 +166,28 @@ class Backbone:
             "deepstack_visual_embeds": [each.to(embeddings.dtype) for each in features.deeper],
         }
 
+    def _compile(self) -> None:
+        """Run as a graph from now on, without the weights of torch, if its states equal those of the stock path. Raises
+        ModelLoadFailed if they do not, and the entry demands it.
+        """
+        sample = self.sample(self._lengths)
+        reference = self.forward_padded(sample)
+        try:
+            graph = Graph(self._model, self._compute.dtype, usable_cores())
+            self._compare(graph.run(sample), reference, "states of the graph")
+        except (NoGraph, AttentionUnsupported) as error:
+            if self.engine.demanded:
+                raise load_failed("INCOMPATIBLE", f"load.engine is {self.engine.engine}: {error}") from error
+            self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
+            _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
+            return
+        self._graph, self._trial = graph, (sample, reference)
+        self._model.to("meta")
+
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
-        self._trial: tuple[Packed, Tensor] | None = (sample, reference)
+        self._trial = sample, reference
         self._model.set_attn_implementation(attention.IMPLEMENTATION)
         for kernel in self._candidates():
             try:
@@ -193,10 +223,13 @@ class Backbone:
         if trial.calls != layers:
             raise AttentionUnsupported(f"{trial.calls} of {layers} layers use the attention interface")
         self._edge = trial.edge()
-        states = self._forward_packed(self.sample(self._lengths), kernel)
+        self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "packed states")
+
+    def _compare(self, states: Tensor, reference: Tensor, what: str) -> None:
+        """Raises AttentionUnsupported unless they are equal, token by token."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         if not cosine >= _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16):
-            raise AttentionUnsupported(f"packed and padded states have cosine {cosine:.6f}")
+            raise AttentionUnsupported(f"{what} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[Packed, Tensor]:
         """The sequences of the trial and their states by the stock path, once: they are not kept."""
@@ -229,6 +262,8 @@ class Backbone:
     @property
     def memory_bytes(self) -> int:
         """Weights and buffers, each storage once."""
+        if self._graph is not None:
+            return self._graph.memory_bytes
         tensors = [*self._model.parameters(), *self._model.buffers()]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())

@@ -293,5 +293,6 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # onnxruntime, which gliner imports, else sends and stores events from its import on
+    # onnxruntime, which gliner imports, and openvino else send and store events from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]

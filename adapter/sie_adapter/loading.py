@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 
-from sie_adapter import certificate
+from sie_adapter import certificate, engines
 from sie_adapter import device as devices
 from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
+from sie_adapter.engines import TORCH, Choice
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
@@ -30,7 +32,7 @@ from sie_adapter.tower_outputs import TowerOutputs
 from sie_adapter.weight_files import check_weights, safetensors_of
 from sie_contracts.catalogue import Resolved, fingerprint
 from sie_contracts.entries import ModelEntry, Precision
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.families import FAMILIES
 from sie_contracts.load_errors import load_failed
 from sie_contracts.settings import Settings
@@ -139,14 +141,34 @@ class Loader:
             family = _family(resolved)
             located = self.sources.locate(resolved.entry)
             compute = self.compute(resolved.load.precision)
+            engines.check(resolved.load.engine, resolved.entry.family, self.device.type)
             self._check_weights(located.folder, resolved.entry)
-            model = family(located.folder, resolved.entry, resolved.load, compute)
+            model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
-            model.certificate = self._certified(model, located.folder, resolved, compute)
             self._note_precision(model, resolved, compute)
             # families that cut long texts themselves have none
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
+
+    def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
+        """The model on the engine of the rules; on torch where the certificate of another one does not hold."""
+        model = family(folder, resolved.entry, resolved.load, compute)
+        choice = model.backbone.engine if hasattr(model, "backbone") else TORCH
+        try:
+            return self._with_certificate(model, choice, folder, resolved, compute)
+        except ModelLoadFailed as error:
+            if choice.engine == TORCH.engine or choice.demanded:
+                raise
+            _logger.warning("%s runs on torch: %s", resolved.residency, error.message)
+            choice = Choice(TORCH.engine, f"not {choice.engine}: {error.message}")
+        del model  # before its weights are read again
+        model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
+        return self._with_certificate(model, choice, folder, resolved, compute)
+
+    def _with_certificate(self, model: Any, choice: Choice, folder: Path, resolved: Resolved, compute: Compute) -> Any:
+        model.engine_choice = choice
+        model.certificate = self._certified(model, folder, resolved, compute)
+        return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
         """Once for the same files: a swap does not read them twice. What a family of somebody else's reads is its own
@@ -181,7 +203,7 @@ class Loader:
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]
         files = _facts(read)
         facts = (
-            fingerprint(entry, resolved.load, compute.precision),
+            fingerprint(entry, resolved.load, compute.precision, model.engine_choice.engine),
             str(entry.weights.digests),
             model.attention,
             *files,

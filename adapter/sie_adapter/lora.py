@@ -92,12 +92,12 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 class Loras:
     """The LoRAs of one model. Every method may be called from any thread.
 
-    `run` is a pass of the model over a sample, the same each time; a LoRA that does not change what it gives is
-    refused.
+    `adapted` gives the model that they apply to. `run` is a pass of it over a sample, the same each time; a LoRA that
+    does not change what it gives is refused.
     """
 
-    def __init__(self, model: nn.Module, compute: Compute, run: Callable[[], Tensor]) -> None:
-        self._model, self._compute, self._run = model, compute, run
+    def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
+        self._adapted, self._compute, self._run = adapted, compute, run
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # with the digest of its files
         self.leases: dict[str, Any] = {}  # on the files of those that are loaded, so that they stay on the disk
@@ -157,7 +157,7 @@ class Loras:
                 name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors"
             )
         _check_config(name, config)
-        layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
+        layers = {path: module for path, module in self._adapted().named_modules() if hasattr(module, "in_features")}
         halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in load_file(file).items():
             path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -173,7 +173,7 @@ class Loras:
         """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there
         is none.
         """
-        prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
+        prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
         for candidate in (path, path.removeprefix(prefix), bare, bare.removeprefix("language_model.")):
             if candidate in layers:
@@ -208,7 +208,7 @@ class Loras:
         with self._lock:
             for path in pairs:
                 parent_path, _, child = path.rpartition(".")
-                parent = self._model.get_submodule(parent_path)
+                parent = self._adapted().get_submodule(parent_path)
                 layer = getattr(parent, child)
                 if not isinstance(layer, LoraLinear):
                     setattr(parent, child, LoraLinear(layer, path))
@@ -239,6 +239,11 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
             f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
         )
         raise lora_rejected(name, cause)
+
+
+def is_acting() -> bool:
+    """Whether the passes of this thread run with a LoRA."""
+    return _ACTIVE.pairs is not None
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sie_adapter.device import Memory
+from sie_adapter.engines import Choice
 from sie_adapter.remedies import Remedy
 from sie_adapter.shared_lock import SharedLock
 from sie_contracts.catalogue import Catalogue, Resolved, fingerprint
@@ -48,6 +49,7 @@ class Weights(Protocol):
     requested_precision: str
     precision_reason: str
     crossover_tokens: int
+    engine_choice: Choice
     max_tokens: int
     rows: Mapping[str, Rows]
     certificate: Mapping[str, Any]
@@ -71,7 +73,8 @@ class Resident:
     def fingerprint(self) -> str:
         """Of the entry that is served now; every batch asks for it."""
         if self._fingerprinted is not self.resolved:
-            self._fingerprint = fingerprint(self.resolved.entry, self.resolved.load, self.weights.precision)
+            entry, load = self.resolved.entry, self.resolved.load
+            self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
             self._fingerprinted = self.resolved
         return self._fingerprint
 
@@ -91,6 +94,8 @@ class Resident:
             weights.requested_precision,
             weights.precision_reason,
             weights.crossover_tokens,
+            weights.engine_choice.engine,
+            weights.engine_choice.reason,
         )
 
 
@@ -362,10 +367,12 @@ class Residency:
         peak_bytes = self._warm_up(resolved, weights)
         now_s = self._clock()
         _logger.info(
-            "loaded %s in %.2f s: %s, attention %s, %.0f MiB and %.0f MiB to warm up",
+            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB and %.0f MiB to warm up",
             model,
             now_s - started_s,
             weights.precision,
+            weights.engine_choice.engine,
+            weights.engine_choice.reason,
             weights.attention,
             weights.memory_bytes / 2**20,
             peak_bytes / 2**20,

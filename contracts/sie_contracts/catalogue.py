@@ -311,9 +311,9 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
     return hashlib.sha256(loaded.encode() + msgspec.json.encode(run, order="sorted")).hexdigest()[:16]
 
 
-def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
-    """A digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, normalisation
-    and truncation.
+def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
+    """A digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, engine,
+    normalisation and truncation.
     """
     facts: dict[str, object] = {
         "id": entry.id,
@@ -323,10 +323,12 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        "load": load,
+        "load": msgspec.structs.replace(load, engine=None),  # which one runs counts, not who asked for it
         "precision": precision,
     }
-    # `pair` and `head` are left out where they have no value, so that fingerprints of existing indexes do not change
+    # what has no value is left out, and so is torch, so that fingerprints of existing indexes do not change
+    if engine != "torch":
+        facts["engine"] = engine
     if entry.pair:
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():

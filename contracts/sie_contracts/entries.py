@@ -17,6 +17,7 @@ from sie_contracts.errors import ValidationFailed
 from sie_contracts.names import in_words
 
 Precision = Literal["float32", "float16", "bfloat16"]
+Engine = Literal["openvino", "torch"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
@@ -57,7 +58,8 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `causal` overrides the attention direction of the model's configuration. `append_eos`: the tokenizer adds its end
     token to every text. `min_pixels` and `max_pixels` bound images of models that take any size, in place of the bounds
     of preprocessor_config.json. `accept_unproven` loads an entry whose numbers could not be compared with its public
-    oracle (`unproven`).
+    oracle (`unproven`). `engine`: what computes the hidden states, in place of the adapter's own choice; one that does
+    not serve the model is refused.
     """
 
     precision: Precision | None = None
@@ -67,6 +69,7 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     min_pixels: int | None = None
     max_pixels: int | None = None
     accept_unproven: bool = False
+    engine: Engine | None = None
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

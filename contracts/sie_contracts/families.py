@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
+TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +50,25 @@ class Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "text-encoder": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             parameters=frozenset({"score_mode", "score_weights"}),
             gives_vectors=True,
             takes_lora=True,
         ),
         "cross-encoder": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             transformers_class="AutoModelForSequenceClassification",
             takes_lora=True,
             reads_first_token=True,
             separates_pairs=True,
         ),
         "decoder-reranker": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             transformers_class="AutoModelForCausalLM",
             reads_answer=True,
         ),
         "zero-shot-classifier": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             parameters=frozenset({"threshold", "multi_label", "hypothesis_template"}),
             transformers_class="AutoModelForSequenceClassification",
             needs_labels=True,
@@ -77,13 +77,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             separates_pairs=True,
         ),
         "text-classifier": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             parameters=frozenset({"threshold", "raw_scores"}),
             transformers_class="AutoModelForSequenceClassification",
             reads_first_token=True,
         ),
         "token-classifier": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             parameters=frozenset({"threshold"}),
             transformers_class="AutoModelForTokenClassification",
         ),
@@ -114,7 +114,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             reads_answer=True,
         ),
         "pruner": Family(
-            implementation=_TEXT_ENCODER,
+            implementation=TEXT_ENCODER,
             parameters=frozenset({"prune_threshold", "highlight_threshold"}),
             transformers_class="AutoModelForSequenceClassification",
             needs_instruction=True,

@@ -30,6 +30,13 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What computes the hidden states of a loaded model. `reason`: why it is this one."""
+
+    served: str
+    reason: str = ""
+
+
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model on one worker. `load_s`: duration of its last load. `oldest_s`: age of the oldest work in flight for
     it. `cost_rate`: tokens a second that the worker took in for it lately. `fetched`: progress while its weights are
@@ -53,6 +60,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     crossover_tokens: int = 0
     image_tokens: int = 0
     image_vectors: int = 0
+    engine: ServedEngine | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):

@@ -242,7 +242,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `requested_precision`: what its entry asks for, else the default. `precision_reason`: why `precision` differs; empty
     if it does not. `crossover_tokens`: the text length at which attention takes as long as everything else (see
-    `costs`); 0: time is proportional to tokens, or the length is not known.
+    `costs`); 0: time is proportional to tokens, or the length is not known. `engine` computes its hidden states, for
+    `engine_reason`.
     """
 
     model: str
@@ -257,6 +258,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     requested_precision: str = ""
     precision_reason: str = ""
     crossover_tokens: int = 0
+    engine: str = "torch"
+    engine_reason: str = ""
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -28,6 +28,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     fingerprint = next((status.fingerprint for _, status in reports if status.fingerprint), None)
     certificate = next((status.certificate for _, status in reports if status.certificate), None)
     loaded = sorted(beat.worker for beat, status in reports if status.state == "loaded")
+    engine = _engine(resolved.load.engine, reports)
     info: dict[str, Any] = {
         "name": resolved.canonical,
         "id": resolved.canonical,
@@ -70,7 +71,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
             }
             for worker, each in fleet.downloads(resolved.residency)
         ],
-        "backend": "torch",
+        "engine": engine,
+        "backend": ", ".join(engine["served"]) or "torch",
         "capabilities": _capabilities(entry),
         "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
     }
@@ -90,6 +92,16 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
         "requested": requested,
         "served": sorted({each.served for each in told}),
         "reason": "; ".join(reasons) or None,
+    }
+
+
+def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
+    """What the entry or profile asks for, if it does; what the workers run it on, and why."""
+    told = [status.engine for _, status in reports if status.engine is not None]
+    return {
+        "requested": own,
+        "served": sorted({each.served for each in told}),
+        "reason": "; ".join(sorted({each.reason for each in told if each.reason})) or None,
     }
 
 

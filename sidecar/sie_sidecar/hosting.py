@@ -281,7 +281,7 @@ class Hosting(Models):
 
     def _ready(self, hosted: Hosted, ready: ipc.Ready, load_s: float) -> None:
         self.loaded(hosted, ready, load_s)
-        how = f"{ready.loaded.precision}, {ready.loaded.attention}"
+        how = f"{ready.loaded.engine}, {ready.loaded.precision}, {ready.loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
         self._on_loaded(hosted)
 

@@ -18,7 +18,7 @@ from typing import Literal
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.heartbeats import Fetched, ModelStatus, ServedPrecision
+from sie_contracts.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
 from sie_contracts.images import max_blocks
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -154,6 +154,7 @@ class Hosted:
             cost_rate=round(self.cost_rate(now_s), 1),
             fetched=fetched if self.state == "loading" else None,
             precision=_precision(loaded) if loaded else None,
+            engine=ServedEngine(loaded.engine, loaded.engine_reason) if loaded else None,
             crossover_tokens=loaded.crossover_tokens if loaded else 0,
             image_tokens=image_tokens,
             image_vectors=image_vectors,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def serve(folders: Folders) -> Iterator[Serve]:
     engine = ParityEngine()
 
     @functools.cache
-    def served(name: str, precision: Precision, max_tokens: int = 0, **options: bool) -> Served:
+    def served(name: str, precision: Precision, max_tokens: int = 0, **options: Any) -> Served:
         architecture = ARCHITECTURES[name]
         limit = max_tokens or architecture.max_tokens
         loaded = engine.load(folders(name), precision, width=architecture.width, max_tokens=limit, **options)

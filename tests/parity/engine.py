@@ -17,6 +17,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.residency import Resident
+from sie_contracts.entries import Engine as EngineName
 from sie_contracts.entries import Precision, parse_entry
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.messages import Ok, RunOptions
@@ -96,13 +97,14 @@ class ParityEngine:
         max_tokens: int,
         padded: bool = False,
         causal: bool | None = None,
+        engine: EngineName = "torch",
     ) -> Served:
         """Load a folder. `padded` forces the path of models that cannot run packed; `causal` overrides its
         configuration.
 
         Raises ModelLoadFailed.
         """
-        forced = ("-padded" if padded else "") + ("" if causal is None else f"-causal-{causal}")
+        forced = ("-padded" if padded else "") + ("" if causal is None else f"-causal-{causal}") + f"-{engine}"
         model = f"parity/{folder.name}-{max_tokens}-{precision}{forced}"
         entry = parse_entry(
             {
@@ -111,7 +113,7 @@ class ParityEngine:
                 "family": "text-encoder",
                 "outputs": {"dense": width},
                 "max_tokens": max_tokens,
-                "load": {"precision": precision, "causal": causal},
+                "load": {"precision": precision, "causal": causal, "engine": engine},
             }
         )
         resident = self._engine.residency.ensure(model, entry)

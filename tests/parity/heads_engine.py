@@ -111,10 +111,11 @@ class HeadsEngine:
         max_tokens: int,
         precision: str = "float32",
         padded: bool = False,
+        engine: str = "torch",
         **entry: Any,
     ) -> HeadsModel:
         """Load a folder; `entry` has more of the catalogue entry, `padded` forces that path. Raises ModelLoadFailed."""
-        name = f"heads/{folder.name}-{precision}-{len(self._engine.residency.describe())}"
+        name = f"heads/{folder.name}-{precision}-{engine}-{len(self._engine.residency.describe())}"
         parsed = parse_entry(
             {
                 "id": name,
@@ -122,7 +123,7 @@ class HeadsEngine:
                 "family": "text-encoder",
                 "outputs": outputs,
                 "max_tokens": max_tokens,
-                "load": {"precision": precision},
+                "load": {"precision": precision, "engine": engine},
                 **entry,
             }
         )

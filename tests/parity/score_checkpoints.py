@@ -139,7 +139,7 @@ class ScoringEngine:
 
     def load(self, folder: Path, family: str, precision: str = "float32", **entry: Any) -> Scoring:
         """Load a folder. `entry`: further keys of its catalogue entry. Raises ModelLoadFailed."""
-        load = {"precision": precision, **entry.pop("load", {})}
+        load = {"precision": precision, "engine": "torch", **entry.pop("load", {})}
         classes = {"classifications": 0}
         named = {"zero-shot-classifier": classes, "text-classifier": classes, "token-classifier": {"entities": 0}}
         outputs = named.get(family, {"score": 0})

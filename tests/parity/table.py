@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from oracle import cosines
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
-_COLUMNS = [(path, precision) for path in ("packed", "padded") for precision in _PRECISIONS] + [("stock", "bfloat16")]
+_COLUMNS = [(path, precision) for path in ("packed", "padded", "graph") for precision in _PRECISIONS] + [
+    ("stock", "bfloat16")
+]
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "gliner", "gliner2", "gliclass", "peft")
 
 # The first word of a kind: what its numbers are compared with.

@@ -284,7 +284,7 @@ def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path) -
     served = serve(engine, shutil.copytree(folder, root / "blocked"))
     lora = trained(folder, root / "blocked-lora", every_layer("bert"))
     name = served.load(lora)
-    layers = [module for module in served.weights.backbone._model.modules() if isinstance(module, BlockedLinear)]
+    layers = [module for module in served.weights.loras._adapted().modules() if isinstance(module, BlockedLinear)]
     assert len(layers) >= 18
     assert np.abs(served.answers(name) - expected(folder, lora)).max() <= 3e-5
 

@@ -691,7 +691,8 @@ def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
         "test/classes": ["classify"],
     }
     assert {(each.backend, str(each.owned_by), *each.stats.additional_properties) for each in found.values()} == {
-        ("torch", "infinity", "queue_absolute")
+        ("torch", "infinity", "queue_absolute"),
+        ("openvino", "infinity", "queue_absolute"),  # those that are loaded, on a CPU
     }
     assert sum(each.score for each in classes) == pytest.approx(1, abs=1e-4)
 

@@ -14,6 +14,7 @@ from direct import ENTRY, Direct, is_right, reasons
 from inprocess import InProcess, Source, until
 
 from sie_adapter.device import Memory
+from sie_adapter.engines import TORCH
 from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.entries import RunDefaults
 from sie_contracts.errors import ModelLoading
@@ -91,7 +92,7 @@ async def test_what_is_at_the_device_keeps_the_fingerprint_of_the_copy_that_runs
 
 
 def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
-    weights = SimpleNamespace(precision="float32", attention="toy", memory_bytes=1)
+    weights = SimpleNamespace(precision="float32", attention="toy", memory_bytes=1, engine_choice=TORCH)
     residency = Residency(lambda resolved: weights, DeviceMemory(lambda more: Memory(0, 1), lambda: None, 90.0))
     resident = residency.ensure(ENTRY.id, ENTRY)
     before = resident.fingerprint

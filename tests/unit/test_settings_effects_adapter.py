@@ -28,6 +28,7 @@ from unit.adapter import toys
 
 from sie_adapter.device import AttentionFacts, Memory, resolve_attention
 from sie_adapter.engine import Engine
+from sie_adapter.engines import TORCH
 from sie_adapter.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
@@ -320,6 +321,7 @@ class Toy:
     memory_bytes = 0
     attention = precision = requested_precision = "toy"
     crossover_tokens = 0
+    engine_choice = TORCH
     precision_reason = ""
     certificate: ClassVar[dict[str, str]] = {}
 

@@ -6,22 +6,28 @@ folder + entry ──text_model──► Backbone + Parts ──► TextEncoder:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from sie_adapter import engines
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, read_modules
-from sie_adapter.device import Compute
+from sie_adapter.device import Compute, is_limited
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
+from sie_adapter.families.torch_twin import TorchTwin
 from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
-from sie_adapter.packing import Int64, Items
+from sie_adapter.lora import Loras, is_acting
+from sie_adapter.packing import Int64, Items, Packed
 from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions, ModelEntry
@@ -56,8 +62,26 @@ class TextEncoder(PackedModel):
         samples = samples_of(entry.family)
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)
-            self._run_on(Backbone(builder.backbone, compute, entry.max_tokens, samples), builder.backbone, compute)
             self._parts = builder.parts()
+            filling = self._parts.filling
+            facts = engines.Facts(
+                compute.device.type,
+                reads_text=True,
+                lora=entry.run.lora or "",
+                is_limited=is_limited(),
+                attention=compute.backend,
+                hides_tokens=filling is not None and not filling.attended,
+            )
+            chosen = replace(compute, engine=engines.choose(load.engine, facts))
+            self._run_on(Backbone(builder.backbone, chosen, entry.max_tokens, samples), builder.backbone, compute)
+            self._twin: TorchTwin | None = None
+            if self.backbone.engine.engine != "torch":
+
+                def again() -> PreTrainedModel:
+                    return Builder(modules, entry, load, compute, tokenizer).backbone
+
+                self._twin = twin = TorchTwin(again, compute, entry.max_tokens, self._take)
+                self.loras = Loras(twin.model, compute, twin.sampled)
         self.heads = self._parts.heads
         self.rows = self._parts.rows
         self.per_row = self._parts.per_row
@@ -74,6 +98,15 @@ class TextEncoder(PackedModel):
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions"
             )
+
+    def _take(self, nbytes: int) -> None:
+        self.memory_bytes += nbytes
+
+    def forward(self, packed: Packed) -> Tensor:
+        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        if self._twin is not None and is_acting():
+            return self._twin.forward(packed)
+        return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Fill queries of late interaction up with mask tokens. `queries`: bool [items]."""

@@ -75,7 +75,11 @@ class Package:
 
 
 def titled(name: str, text: bytes) -> bytes:
-    """A licence file under its name."""
+    """A licence file under its name, in UTF-8: some of older packages are in Latin-1."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        text = text.decode("latin-1").encode()
     return f"==== {name} ====\n\n".encode() + text.strip() + b"\n"
 
 

@@ -29,6 +29,14 @@ class Precision(Struct, kw_only=True):
     reason: str | UnsetType | None = UNSET
 
 
+class Engine(Struct, kw_only=True):
+    """The engine that the entry asks for, the engine that workers use, and the reason for it."""
+
+    requested: str | UnsetType | None = UNSET
+    served: Texts = UNSET
+    reason: str | UnsetType | None = UNSET
+
+
 class ModelInfo(Struct, kw_only=True):
     """One model, or one of its profiles, or an alias."""
 
@@ -80,6 +88,7 @@ class ModelInfo(Struct, kw_only=True):
     alias: Annotated[Map, Meta(description="For an alias: its targets, and its shadow model.")] = UNSET
     downloads: list[Download] | UnsetType = UNSET
     precision: Precision | UnsetType = UNSET
+    engine: Engine | UnsetType = UNSET
     backend: Text = UNSET
     capabilities: list[Literal["embed", "rerank", "classify"]] | UnsetType = UNSET
     stats: Map = UNSET

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sie_adapter import answers
 from sie_adapter.answers import Answers
 from sie_adapter.batch import BatchRun
+from sie_adapter.engines import TORCH
 from sie_adapter.frontier import Frontier
 from sie_adapter.heads import Head, Reduced, Row, States
 from sie_adapter.heads.multivector import MultivectorHead
@@ -80,6 +81,7 @@ class FakeEncoder:
     nobody sees.
     """
 
+    engine_choice = TORCH
     limit: int = 1 << 30
     max_tokens: int = 40
     vocabulary: int = 100

@@ -15,6 +15,7 @@ from unit.adapter.test_batch import FakeEncoder, message
 
 from sie_adapter import engine as engines
 from sie_adapter.engine import Engine
+from sie_adapter.engines import TORCH
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.loading import Loader
@@ -98,6 +99,7 @@ class Reader:
 
     rows: ClassVar = {"encode": Rows("raw")}
     precision = "float32"
+    engine_choice = TORCH
 
     def encode(self, texts: Sequence[str], options: RunOptions) -> list[dict[str, Any]]:
         return [{"dense": [float(len(text)), 0.0]} for text in texts]

@@ -12,6 +12,7 @@ import pytest
 from selection import long_but
 
 from sie_adapter.device import Memory
+from sie_adapter.engines import TORCH, Choice
 from sie_adapter.remedies import Remedy
 from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.catalogue import Resolved
@@ -29,6 +30,7 @@ class FakeWeights:
     precision: str = "float32"
     requested_precision: str = "float32"
     crossover_tokens: int = 0
+    engine_choice: Choice = TORCH
     precision_reason: str = ""
     max_tokens: int = 8
     certificate: dict[str, str] = field(default_factory=dict)

@@ -30,7 +30,7 @@ WORDS = (
     "into",
     "sea",
 )
-_NO_OPTIONS = LoadOptions()
+_NO_OPTIONS = LoadOptions(engine="torch")
 _SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

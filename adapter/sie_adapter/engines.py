@@ -1,0 +1,120 @@
+"""Which engine computes the hidden states of a model. A rule decides when the model is loaded, never a race: the same
+model on the same kind of machine gives the same bits tomorrow.
+
+family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
+
+engine      computes                                                        chosen for
+openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
+torch       the packed path of `backbone`                                    everything
+
+What a rule is decided by is measured in bench/results/engine.md. An engine whose states are not those of the stock path
+is not used, whatever the rules say (`backbone`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sie_contracts.entries import Engine
+from sie_contracts.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.load_errors import load_failed
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
+    the LoRA that its entry gives every request. `is_limited`: this process may not have all memory of the machine.
+    `attention`: the backend that was asked for. `hides_tokens`: some of its tokens are not attended to.
+    """
+
+    device: str
+    reads_text: bool
+    lora: str = ""
+    is_limited: bool = False
+    attention: str = "auto"
+    hides_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`reason`: why this one, and what those before it in RULES lack. `demanded`: by the entry of the model."""
+
+    engine: Engine
+    reason: str
+    demanded: bool = False
+
+
+TORCH = Choice("torch", "the model reads more than texts")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`why`: what the measurement says. `package`: that has to be installed, by the extra of the same name.
+    `obstacle`: why the engine does not serve such a model, empty if it does.
+    """
+
+    why: str
+    package: str
+    obstacle: Callable[[Facts], str]
+
+
+def _openvino(facts: Facts) -> str:
+    if facts.device != "cpu":
+        return f"the device is {facts.device}, not cpu"
+    if not facts.reads_text:
+        return "the model reads more than texts"
+    if facts.hides_tokens:
+        return "its queries are filled up with tokens that are not attended to"
+    if facts.attention == "eager":
+        return "SIE_ATTENTION_BACKEND asks for the attention that is written out"
+    if facts.lora:
+        return "its entry has a LoRA, which runs on torch"
+    if facts.is_limited:
+        return "the memory of this process is limited, and what OpenVINO keeps of shapes it met is not"
+    return ""
+
+
+RULES: Mapping[Engine, Rule] = {
+    "openvino": Rule("on a CPU it is the fastest for one text and for many", "openvino", _openvino),
+    "torch": Rule("it serves every model", "", lambda facts: ""),
+}
+
+
+def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | None = None) -> Choice:
+    """The engine for such a model. `asked`: by its entry (`load.engine`); an impossible one is refused with
+    ModelLoadFailed INCOMPATIBLE or DEPENDENCY. `missing`: whether a package is not installed.
+    """
+    missing = missing or _is_missing
+    if asked is not None:
+        rule = RULES[asked]
+        if lacks := rule.obstacle(facts):
+            raise load_failed("INCOMPATIBLE", f"load.engine is {asked}: {lacks}")
+        if rule.package and missing(rule.package):
+            raise load_failed("DEPENDENCY", f"load.engine is {asked}: {_install(rule.package)}")
+        return Choice(asked, "load.engine of its entry", demanded=True)
+    lacking: list[str] = []
+    for engine, rule in RULES.items():
+        lacks = rule.obstacle(facts)
+        if not lacks and rule.package and missing(rule.package):
+            lacks = _install(rule.package)
+        if not lacks:
+            return Choice(engine, "; ".join([*lacking, rule.why]))
+        lacking.append(f"not {engine}: {lacks}")
+    raise AssertionError("the last rule has no obstacle")
+
+
+def check(asked: Engine | None, family: str, device: str) -> None:
+    """Raises ModelLoadFailed for an engine that a family of models cannot have, before anything is read."""
+    row = FAMILIES.get(family)
+    if asked is not None and (row is None or row.implementation != TEXT_ENCODER):
+        choose(asked, Facts(device, reads_text=False))
+
+
+def _install(package: str) -> str:
+    return f"the package {package} is not installed (extra sie-cluster[{package}])"
+
+
+def _is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None

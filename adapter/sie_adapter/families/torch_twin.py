@@ -1,0 +1,56 @@
+"""The weights of a model on torch, beside the graph that serves it: they are loaded when the first LoRA is, which no
+graph can apply to a single pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sie_adapter.backbone import Backbone
+from sie_adapter.device import Compute
+from sie_adapter.families.packed_model import LORA_SAMPLE
+from sie_adapter.packing import Packed
+
+
+class TorchTwin:
+    """`made` loads the weights again, and `taken` is told how many bytes they take. Every method may be called from any
+    thread.
+    """
+
+    def __init__(
+        self,
+        made: Callable[[], PreTrainedModel],
+        compute: Compute,
+        max_tokens: int,
+        taken: Callable[[int], None],
+    ) -> None:
+        self._made, self._compute, self._max_tokens, self._taken = made, compute, max_tokens, taken
+        self._lock = threading.Lock()
+        self._loaded: tuple[PreTrainedModel, Backbone] | None = None
+
+    def model(self) -> PreTrainedModel:
+        """What LoRAs apply to."""
+        return self._both()[0]
+
+    def forward(self, packed: Packed) -> Tensor:
+        """As `Backbone.forward`."""
+        return self._both()[1].forward(packed)
+
+    def sampled(self) -> Tensor:
+        """States of a sample, the same each time."""
+        backbone = self._both()[1]
+        return backbone.forward(backbone.sample(LORA_SAMPLE))
+
+    def _both(self) -> tuple[PreTrainedModel, Backbone]:
+        with self._lock:
+            if self._loaded is None:
+                with torch.inference_mode():
+                    model = self._made()
+                    self._loaded = model, Backbone(model, self._compute, self._max_tokens)
+                self._taken(self._loaded[1].memory_bytes)
+            return self._loaded

@@ -1,0 +1,239 @@
+"""Which engine runs a model: the table of rules, and what becomes of a graph that is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.checkpoints import ARCHITECTURES, build
+
+from sie_adapter import backbone as backbones
+from sie_adapter import engines
+from sie_adapter.engines import Facts
+from sie_adapter.families.text_encoder import TextEncoder
+from sie_adapter.graph import GROUP_TOKENS, Graph, groups
+from sie_adapter.loading import Loader
+from sie_adapter.packing import Items, Packed, Positions, pack
+from sie_contracts.catalogue import Catalogue, fingerprint
+from sie_contracts.entries import Engine, LoadOptions, parse_entry
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.settings import Settings
+from sie_store.sources import WeightSources
+
+pytest.importorskip("openvino")
+TEXTS = Facts("cpu", reads_text=True)
+CPU = torch.device("cpu")
+
+
+def installed(package: str) -> bool:
+    return False
+
+
+def absent(package: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("facts", "engine", "reason"),
+    [
+        (TEXTS, "openvino", "fastest"),
+        (replace(TEXTS, device="cuda"), "torch", "the device is cuda"),
+        (replace(TEXTS, reads_text=False), "torch", "more than texts"),
+        (replace(TEXTS, lora="org/lora"), "torch", "a LoRA"),
+        (replace(TEXTS, is_limited=True), "torch", "limited"),
+        (replace(TEXTS, hides_tokens=True), "torch", "not attended to"),
+        (replace(TEXTS, attention="eager"), "torch", "SIE_ATTENTION_BACKEND"),
+    ],
+)
+def test_the_first_rule_without_an_obstacle_decides(facts: Facts, engine: Engine, reason: str) -> None:
+    choice = engines.choose(None, facts, installed)
+    assert (choice.engine, choice.demanded) == (engine, False)
+    assert reason in choice.reason
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    choice = engines.choose(None, TEXTS, absent)
+    assert choice.engine == "torch"
+    assert "sie-cluster[openvino]" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "missing", "error_class", "says"),
+    [
+        (replace(TEXTS, device="cuda"), installed, "INCOMPATIBLE", "load.engine is openvino: the device is cuda"),
+        (TEXTS, absent, "DEPENDENCY", "sie-cluster[openvino]"),
+    ],
+)
+def test_an_engine_that_an_entry_demands_in_vain_is_refused(
+    facts: Facts, missing: Any, error_class: str, says: str
+) -> None:
+    with pytest.raises(ModelLoadFailed) as caught:
+        engines.choose("openvino", facts, missing)
+    assert caught.value.extras["error_class"] == error_class
+    assert says in caught.value.message
+
+
+def test_other_families_refuse_it_before_their_files_are_read() -> None:
+    engines.check("torch", "dual-encoder", "cpu")
+    engines.check("openvino", "text-encoder", "cpu")
+    for family in ("dual-encoder", "gliner", "of somebody else"):
+        with pytest.raises(ModelLoadFailed, match="more than texts"):
+            engines.check("openvino", family, "cpu")
+
+
+def packed_of(lengths: list[int], vocabulary: int = 100) -> Packed:
+    counts = np.array(lengths, np.int64)
+    ids = np.random.default_rng(1).integers(5, vocabulary, int(counts.sum()), dtype=np.int32)
+    return pack(Items(counts, ids), np.arange(len(counts)), Positions())
+
+
+def test_groups_are_powers_of_two_and_hold_every_token_once() -> None:
+    packed = packed_of([7] * 13 + [3] + [500] * 5 + [2000, 2000])
+    found = list(groups(packed))
+    assert all(count & (count - 1) == 0 for _, count, _ in found)
+    assert all(count * length <= GROUP_TOKENS or count == 1 for _, count, length in found)
+    assert [start for start, _, _ in found] == np.cumsum([0, *(count * length for _, count, length in found)])[
+        :-1
+    ].tolist()
+    assert sum(count * length for _, count, length in found) == len(packed.ids)
+    assert [count for _, count, length in found if length == 7] == [8, 4, 1]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "bert", ARCHITECTURES["bert"])
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "longrope", ARCHITECTURES["llama longrope"])
+
+
+def loaded(folder: Path, name: str, precision: str = "float32", **load: Any) -> TextEncoder:
+    entry = parse_entry(
+        {
+            "id": f"toy/{folder.name}",
+            "weights": {"path": str(folder)},
+            "family": "text-encoder",
+            "outputs": {"dense": ARCHITECTURES[name].width},
+            "max_tokens": 128,
+            "load": {"precision": precision, **load},
+        }
+    )
+    loader = Loader(CPU, WeightSources(folder, False), Settings())
+    model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
+    assert isinstance(model, TextEncoder)
+    return model
+
+
+def states(model: TextEncoder, packed: Packed) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.forward(packed)
+
+
+def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -> None:
+    graph, stock = loaded(bert, "bert"), loaded(bert, "bert", engine="torch")
+    assert (graph.backbone.engine.engine, stock.backbone.engine.engine) == ("openvino", "torch")
+    packed = packed_of([5, 64, 5, 9, 5, 31, 128])
+    found = states(graph, packed)
+    torch.testing.assert_close(found, states(stock, packed), atol=2e-5, rtol=1e-4)
+    for sequence in range(len(packed.order)):
+        own = slice(int(packed.bounds[sequence]), int(packed.bounds[sequence + 1]))
+        ids = packed.ids[own].astype(np.int32)
+        alone = pack(Items(np.array([len(ids)]), ids), np.arange(1), Positions())
+        torch.testing.assert_close(states(graph, alone), found[own], atol=1e-5, rtol=1e-4)
+
+
+def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
+    first, second = loaded(bert, "bert"), loaded(bert, "bert")
+    packed = packed_of([17, 3, 40, 40, 90])
+    expected = states(first, packed)
+    assert torch.equal(expected, states(second, packed))
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(states(first, packed))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(expected, each) for each in found)
+
+
+def test_the_weights_of_torch_are_freed(bert: Path) -> None:
+    model = loaded(bert, "bert")
+    assert {each.device.type for each in model.backbone._model.parameters()} == {"meta"}
+    assert model.memory_bytes > 0
+
+
+def test_an_architecture_that_does_not_convert_runs_on_torch(longrope: Path) -> None:
+    model: Any = loaded(longrope, "llama longrope")
+    assert model.engine_choice.engine == "torch"
+    assert "not openvino: it does not convert" in model.engine_choice.reason
+    assert {each.device.type for each in model.backbone._model.parameters()} == {"cpu"}
+    with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: it does not convert"):
+        loaded(longrope, "llama longrope", engine="openvino")
+
+
+@pytest.fixture
+def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph gives states that are not those of the model."""
+
+    class Corrupted(Graph):
+        def run(self, packed: Packed) -> torch.Tensor:
+            return super().run(packed).roll(1, dims=1)
+
+    monkeypatch.setattr(backbones, "Graph", Corrupted)
+
+
+@pytest.mark.usefixtures("corrupted")
+def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
+    model: Any = loaded(bert, "bert")
+    assert model.engine_choice.engine == "torch"
+    assert "states of the graph and those of the stock path have cosine" in model.engine_choice.reason
+    packed = packed_of([5, 30])
+    torch.testing.assert_close(states(model, packed), states(loaded(bert, "bert", engine="torch"), packed))
+    with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: states of the graph"):
+        loaded(bert, "bert", engine="openvino")
+
+
+def test_a_lack_of_memory_is_no_choice_of_engine(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Graph:
+        raise MemoryError
+
+    monkeypatch.setattr(backbones, "Graph", full)
+    with pytest.raises(ModelLoadFailed, match="too little memory"):
+        loaded(bert, "bert")
+
+
+def test_the_fingerprint_names_the_engine_that_runs_and_not_who_asked() -> None:
+    entry = parse_entry(
+        {"id": "a/b", "weights": {"path": "x"}, "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8}
+    )
+    asked = LoadOptions(engine="torch")
+    assert fingerprint(entry, LoadOptions(), "float32") == fingerprint(entry, asked, "float32", "torch")
+    assert fingerprint(entry, LoadOptions(), "float32") != fingerprint(entry, LoadOptions(), "float32", "openvino")
+
+
+def test_openvino_tells_its_maker_nothing(tmp_path: Path) -> None:
+    """Its import sends an event, unless the package that does it cannot be imported."""
+    script = (
+        "import sys; from sie_adapter.engine import prepare_process; prepare_process(); import openvino;"
+        " print([name for name in sys.modules if name.startswith('openvino_telemetry') and sys.modules[name]])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
+    assert not list(tmp_path.iterdir())
