@@ -7,7 +7,8 @@ load meets all alike. Loads: `mix`, log-normal lengths with a mean of about 87 t
 `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at
 a time, whose figure is milliseconds.
 
-    engine ...                our packed engine, one lane per core; `eager` with the written-out attention
+    engine ...                ours, one lane per core, on the engine of the rules; `torch`: the packed path whatever
+                              they say, `eager`: with the written-out attention
     sentence-transformers     as its users call it: default (float32), and bfloat16; tokenising included
     onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request over all cores;
                               not tokenising
@@ -43,8 +44,10 @@ MAX_TOKENS = 256
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 VARIANTS: dict[str, tuple[str, str]] = {
     "engine bf16": ("engine", "bfloat16"),
+    "engine bf16 torch": ("torch", "bfloat16"),
     "engine bf16 eager": ("eager", "bfloat16"),
     "engine fp32": ("engine", "float32"),
+    "engine fp32 torch": ("torch", "float32"),
     "floor bf16": ("floor", "bfloat16"),
     "floor fp32": ("floor", "float32"),
     "sentence-transformers default": ("sentence", "float32"),
@@ -52,6 +55,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "onnxruntime fp32": ("onnxruntime", "float32"),
     "onnxruntime int8": ("onnxruntime", "int8"),
     "openvino bf16": ("openvino", "bfloat16"),
+    "openvino fp32": ("openvino", "float32"),
 }
 
 
@@ -106,7 +110,7 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 Run = Callable[[Sequence[np.ndarray], Sequence[str]], "np.ndarray | None"]
 
 
-def engine(precision: str, attention: str = "auto") -> Run:
+def engine(precision: str, attention: str = "auto", name: str | None = None) -> Run:
     import yaml
 
     from sie_adapter.engine import Engine, prepare_process
@@ -118,7 +122,8 @@ def engine(precision: str, attention: str = "auto") -> Run:
 
     prepare_process()
     made = Engine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
-    entry = parse_entry(yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text()))
+    fields = yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text())
+    entry = parse_entry({**fields, "load": {**fields.get("load", {}), "engine": name}})
     made.residency.ensure("mini", entry)
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
@@ -339,7 +344,9 @@ def padding(rounds: int) -> None:
 def made(name: str) -> Run:
     kind, precision = VARIANTS[name]
     if kind == "eager":
-        return engine(precision, "eager")
+        return engine(precision, "eager", "torch")
+    if kind == "torch":
+        return engine(precision, name="torch")
     return {"engine": engine, "floor": floor, "sentence": sentence, "onnxruntime": onnxruntime, "openvino": openvino}[
         kind
     ](precision)

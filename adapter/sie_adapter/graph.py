@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sie_adapter.checkpoint import construction
 from sie_adapter.failure import is_out_of_memory
 from sie_adapter.packing import Int64, Packed
 from sie_contracts.errors import InternalFailure
@@ -62,9 +63,8 @@ class Graph:
         with _in_float32(model):  # of 16-bit weights the front end makes a graph that is wrong
             try:
                 converted = _converted(_States(model, names))
-            except (
-                NoGraph
-            ):  # without a mask a decoder looks for the bounds of texts in its positions, which converts to nothing
+            except NoGraph:
+                # without a mask a decoder looks for the bounds of texts in its positions, which does not convert
                 names = (*names, "attention_mask")
                 converted = _converted(_States(model, names))
         self._names = names
@@ -83,7 +83,7 @@ class Graph:
     def run(self, packed: Packed) -> Tensor:
         """Hidden states, [tokens, width], in packed order. Every token is attended to: the rules see to that."""
         if packed.visible is not None:
-            raise InternalFailure("a graph attends to every token", reason="hidden_tokens")
+            raise InternalFailure("a graph attends to every token")
         parts = {"input_ids": packed.ids, "token_type_ids": packed.types, "attention_mask": np.ones_like(packed.ids)}
         given = [parts[name] for name in self._names]
         states: Tensor | None = None
@@ -160,7 +160,8 @@ def _converted(states: _States) -> Any:
     given = tuple(torch.zeros_like(ids) if name == "token_type_ids" else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        with warnings.catch_warnings(), torch.inference_mode(False):
+        # the map of modules that a trace keeps is one for the process, as are the filters of warnings
+        with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             warnings.simplefilter("ignore")  # of the trace, which the trial of the backbone makes good for
             decoder = TorchScriptPythonDecoder(states, example_input=given)
             end = FrontEndManager().load_by_framework("pytorch")
