@@ -26,7 +26,8 @@ from sie_contracts.load_errors import load_failed
 class Facts:
     """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
     the LoRA that its entry gives every request. `is_limited`: this process may not have all memory of the machine.
-    `attention`: the backend that was asked for. `hides_tokens`: some of its tokens are not attended to.
+    `attention`: the backend that was asked for.
+    `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to a window alone.
     """
 
     device: str
@@ -66,7 +67,7 @@ def _openvino(facts: Facts) -> str:
     if not facts.reads_text:
         return "the model reads more than texts"
     if facts.hides_tokens:
-        return "its queries are filled up with tokens that are not attended to"
+        return "tokens of its queries are not attended to, and its layers have windows"
     if facts.attention == "eager":
         return "SIE_ATTENTION_BACKEND asks for the attention that is written out"
     if facts.lora:

@@ -24,6 +24,7 @@ from sie_adapter.device import Compute, is_limited
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
+from sie_adapter.graph import has_windows
 from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.lora import Loras, is_acting
@@ -70,7 +71,7 @@ class TextEncoder(PackedModel):
                 lora=entry.run.lora or "",
                 is_limited=is_limited(),
                 attention=compute.backend,
-                hides_tokens=filling is not None and not filling.attended,
+                hides_tokens=filling is not None and not filling.attended and has_windows(builder.config),
             )
             chosen = replace(compute, engine=engines.choose(load.engine, facts))
             self._run_on(Backbone(builder.backbone, chosen, entry.max_tokens, samples), builder.backbone, compute)

@@ -19,7 +19,7 @@ from sie_adapter import backbone as backbones
 from sie_adapter import engines
 from sie_adapter.engines import Facts
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.graph import GROUP_TOKENS, Graph, groups
+from sie_adapter.graph import GROUP_TOKENS, Graph, filled_length, groups
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items, Packed, Positions, pack
 from sie_contracts.catalogue import Catalogue, fingerprint
@@ -49,7 +49,7 @@ def absent(package: str) -> bool:
         (replace(TEXTS, reads_text=False), "torch", "more than texts"),
         (replace(TEXTS, lora="org/lora"), "torch", "a LoRA"),
         (replace(TEXTS, is_limited=True), "torch", "limited"),
-        (replace(TEXTS, hides_tokens=True), "torch", "not attended to"),
+        (replace(TEXTS, hides_tokens=True), "torch", "windows"),
         (replace(TEXTS, attention="eager"), "torch", "SIE_ATTENTION_BACKEND"),
     ],
 )
@@ -95,16 +95,28 @@ def packed_of(lengths: list[int], vocabulary: int = 100) -> Packed:
     return pack(Items(counts, ids), np.arange(len(counts)), Positions())
 
 
-def test_groups_are_powers_of_two_and_hold_every_token_once() -> None:
-    packed = packed_of([7] * 13 + [3] + [500] * 5 + [2000, 2000])
-    found = list(groups(packed))
-    assert all(count & (count - 1) == 0 for _, count, _ in found)
-    assert all(count * length <= GROUP_TOKENS or count == 1 for _, count, length in found)
-    assert [start for start, _, _ in found] == np.cumsum([0, *(count * length for _, count, length in found)])[
-        :-1
-    ].tolist()
-    assert sum(count * length for _, count, length in found) == len(packed.ids)
-    assert [count for _, count, length in found if length == 7] == [8, 4, 1]
+def test_groups_are_powers_of_two_and_hold_every_sequence_once() -> None:
+    lengths = packed_of([7] * 13 + [3] + [500, 490, 510, 505, 500] + [2000, 2000]).lengths
+    found = list(groups(lengths))
+    assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found)][:-1]
+    assert found[-1][1] == len(lengths)
+    for start, stop, columns in found:
+        count = stop - start
+        assert count & (count - 1) == 0
+        assert count * columns <= GROUP_TOKENS or count == 1
+        assert lengths[stop - 1] <= columns <= 1.25 * lengths[start]
+    assert [stop - start for start, stop, columns in found if columns == 7] == [8, 4, 1]
+
+
+def test_lengths_have_few_values_and_grow_by_little() -> None:
+    assert all(length <= filled_length(length) <= 1.25 * length for length in range(1, 8193))
+    assert len({filled_length(length) for length in range(1, 513)}) == 16 + 4 + 4 + 28
+    assert [filled_length(length) for length in (1, 8, 16, 17, 33, 65, 87)] == [1, 8, 16, 20, 40, 80, 96]
+
+
+def test_models_with_windows_are_not_filled_up() -> None:
+    lengths = np.array([17, 17, 18, 500])
+    assert list(groups(lengths, is_exact=True)) == [(0, 2, 17), (2, 3, 18), (3, 4, 500)]
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +157,10 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
     packed = packed_of([5, 64, 5, 9, 5, 31, 128])
     found = states(graph, packed)
     torch.testing.assert_close(found, states(stock, packed), atol=2e-5, rtol=1e-4)
+    hidden = pack(
+        Items(np.array([9, 33]), packed.ids[:42].astype(np.int32), visible=np.array([5, 33])), np.arange(2), Positions()
+    )
+    torch.testing.assert_close(states(graph, hidden), states(stock, hidden), atol=2e-5, rtol=1e-4)
     for sequence in range(len(packed.order)):
         own = slice(int(packed.bounds[sequence]), int(packed.bounds[sequence + 1]))
         ids = packed.ids[own].astype(np.int32)
