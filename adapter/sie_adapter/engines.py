@@ -17,6 +17,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import Engine
 from sie_contracts.families import FAMILIES, TEXT_ENCODER
 from sie_contracts.load_errors import load_failed
@@ -53,12 +54,14 @@ TORCH = Choice("torch", "the model reads more than texts")
 @dataclass(frozen=True)
 class Rule:
     """`why`: what the measurement says. `package`: that has to be installed, by the extra of the same name.
-    `obstacle`: why the engine does not serve such a model, empty if it does.
+    `obstacle`: why the engine does not serve such a model, empty if it does. `copies` of the weights are held at most
+    while a model is loaded.
     """
 
     why: str
     package: str
     obstacle: Callable[[Facts], str]
+    copies: int = 1
 
 
 def _openvino(facts: Facts) -> str:
@@ -78,7 +81,7 @@ def _openvino(facts: Facts) -> str:
 
 
 RULES: Mapping[Engine, Rule] = {
-    "openvino": Rule("on a CPU it is the fastest for one text and for many", "openvino", _openvino),
+    "openvino": Rule("on a CPU it is the fastest for one text and for many", "openvino", _openvino, copies=3),
     "torch": Rule("it serves every model", "", lambda facts: ""),
 }
 
@@ -111,6 +114,19 @@ def check(asked: Engine | None, family: str, device: str) -> None:
     row = FAMILIES.get(family)
     if asked is not None and (row is None or row.implementation != TEXT_ENCODER):
         choose(asked, Facts(device, reads_text=False))
+
+
+def copies_of(resolved: Resolved, device: str, attention: str, *, is_limited: bool) -> int:
+    """How many copies of the weights a load holds at most at one time, in the precision in which it reads them. Raises
+    ModelLoadFailed as `choose`.
+    """
+    row = FAMILIES.get(resolved.entry.family)
+    if row is None or row.implementation != TEXT_ENCODER:
+        return 1
+    facts = Facts(
+        device, reads_text=True, lora=resolved.entry.run.lora or "", is_limited=is_limited, attention=attention
+    )
+    return RULES[choose(resolved.load.engine, facts).engine].copies
 
 
 def _install(package: str) -> str:

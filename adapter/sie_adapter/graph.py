@@ -53,7 +53,7 @@ class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
 class Graph:
     """The states of a model's last layer. `run` may be called on several threads at once.
 
-    `memory_bytes`: of its weights, as far as is known.
+    `memory_bytes`: of its weights, which the runtime keeps in float32 beside those in the order of its kernels.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, lanes: int, filler: int) -> None:
@@ -61,7 +61,7 @@ class Graph:
         NoGraph.
         """
         self._dtype, self._filler = dtype, filler
-        self.memory_bytes: int = sum(each.nbytes for each in model.parameters())
+        self.memory_bytes: int = sum(each.numel() * (4 + dtype.itemsize) for each in model.parameters())
         self._names = _names_of(model)
         self._is_exact = has_windows(model.config)
         with _in_float32(model):  # of 16-bit weights the front end makes a graph that is wrong

@@ -118,13 +118,16 @@ class Loader:
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as
-        `load`.
+        """Of the weights while they are loaded, which a CPU does in float32, and several times where a graph is made of
+        them. Fetches their files if need be. Raises as `load`.
         """
         with classed(resolved.entry):
             _family(resolved)  # what will be refused is not downloaded first
             dtype = torch.float32 if self.device.type == "cpu" else self.compute(resolved.load.precision).dtype
-            return weight_bytes(self._located(resolved).folder, dtype.itemsize)
+            copies = engines.copies_of(
+                resolved, self.device.type, self.settings.attention_backend, is_limited=devices.is_limited()
+            )
+            return copies * weight_bytes(self._located(resolved).folder, dtype.itemsize)
 
     def _located(self, resolved: Resolved) -> Located:
         located = self.sources.locate(resolved.entry)

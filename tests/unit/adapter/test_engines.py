@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import ARCHITECTURES, build
+from safetensors.torch import load_file
 
 from sie_adapter import backbone as backbones
 from sie_adapter import engines
@@ -23,7 +24,7 @@ from sie_adapter.graph import GROUP_TOKENS, Graph, filled_length, groups
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items, Packed, Positions, pack
 from sie_contracts.catalogue import Catalogue, fingerprint
-from sie_contracts.entries import Engine, LoadOptions, parse_entry
+from sie_contracts.entries import Engine, LoadOptions, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
@@ -129,17 +130,21 @@ def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("models") / "longrope", ARCHITECTURES["llama longrope"])
 
 
-def loaded(folder: Path, name: str, precision: str = "float32", **load: Any) -> TextEncoder:
-    entry = parse_entry(
+def entry_of(folder: Path, name: str, load: dict[str, Any]) -> ModelEntry:
+    return parse_entry(
         {
             "id": f"toy/{folder.name}",
             "weights": {"path": str(folder)},
             "family": "text-encoder",
             "outputs": {"dense": ARCHITECTURES[name].width},
             "max_tokens": 128,
-            "load": {"precision": precision, **load},
+            "load": load,
         }
     )
+
+
+def loaded(folder: Path, name: str, precision: str = "float32", **load: Any) -> TextEncoder:
+    entry = entry_of(folder, name, {"precision": precision, **load})
     loader = Loader(CPU, WeightSources(folder, False), Settings())
     model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model, TextEncoder)
@@ -218,6 +223,14 @@ def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
     torch.testing.assert_close(states(model, packed), states(loaded(bert, "bert", engine="torch"), packed))
     with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: states of the graph"):
         loaded(bert, "bert", engine="openvino")
+
+
+@pytest.mark.parametrize(("load", "copies"), [({}, 3), ({"engine": "torch"}, 1)])
+def test_the_copies_of_a_conversion_count_before_a_load(bert: Path, load: dict[str, Any], copies: int) -> None:
+    entry = entry_of(bert, "bert", load)
+    loader = Loader(CPU, WeightSources(bert, False), Settings())
+    nbytes = sum(each.numel() * 4 for each in load_file(bert / "model.safetensors").values())
+    assert loader.needed_bytes(Catalogue.resolve_profile(entry, "default", entry.id)) == copies * nbytes
 
 
 def test_a_lack_of_memory_is_no_choice_of_engine(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
