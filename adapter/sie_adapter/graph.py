@@ -2,8 +2,8 @@
 
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
 
-Its weights lie in the blocked order of the kernels, and nothing of a pass is Python: one text of 8 tokens takes a third
-of what the packed path of torch takes. A batch runs in groups of texts of nearly equal length
+Its weights lie in the blocked order of the kernels, and nothing of a pass is Python: one text of 8 tokens takes little
+more than half of what the packed path of torch takes. A batch runs in groups of texts of nearly equal length
 (bench/results/engine.md).
 """
 

@@ -45,7 +45,7 @@ def absent(package: str) -> bool:
 @pytest.mark.parametrize(
     ("facts", "engine", "reason"),
     [
-        (TEXTS, "openvino", "fastest"),
+        (TEXTS, "openvino", "fastest for one text"),
         (replace(TEXTS, device="cuda"), "torch", "the device is cuda"),
         (replace(TEXTS, reads_text=False), "torch", "more than texts"),
         (replace(TEXTS, lora="org/lora"), "torch", "a LoRA"),
