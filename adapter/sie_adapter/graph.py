@@ -64,7 +64,7 @@ class Graph:
         self.memory_bytes: int = sum(each.numel() * (4 + dtype.itemsize) for each in model.parameters())
         self._names = _names_of(model)
         self._is_exact = has_windows(model.config)
-        with _in_float32(model):  # of 16-bit weights the front end makes a graph that is wrong
+        with _traceable(model):
             converted = _converted(_States(model, self._names))
         runtime = _runtime()
         converted.reshape({place: runtime.PartialShape([-1, -1]) for place in range(len(self._names))})
@@ -165,12 +165,17 @@ def _runtime() -> Any:
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+def _traceable(model: PreTrainedModel) -> Iterator[None]:
+    """In float32: of 16-bit weights the front end makes a graph that is wrong. With a loss function of its own: a trace
+    reads every attribute, and transformers warns of a model that has none.
+    """
     before = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
     model.float()
+    model.loss_function = None
     try:
         yield
     finally:
+        del model._loss_function
         for name, each in (*model.named_parameters(), *model.named_buffers()):
             each.data = each.data.to(before[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -171,6 +172,17 @@ def test_both_engines_give_the_same_states_alone_and_beside_others(bert: Path) -
         ids = packed.ids[own].astype(np.int32)
         alone = pack(Items(np.array([len(ids)]), ids), np.arange(1), Positions())
         torch.testing.assert_close(states(graph, alone), found[own], atol=1e-5, rtol=1e-4)
+
+
+def test_a_conversion_logs_no_warning(bert: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # of transformers: once for a process
+    transformers = logging.getLogger("transformers")
+    transformers.addHandler(caplog.handler)
+    try:
+        assert loaded(bert, "bert").backbone.engine.engine == "openvino"
+    finally:
+        transformers.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
