@@ -24,13 +24,14 @@ from sie_adapter.engines import Choice
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.graph import Graph, NoGraph
 from sie_adapter.linear import block_linears
-from sie_adapter.packing import Features, Int64, Items, Packed, Positions, filled_up, pack
+from sie_adapter.packing import Features, Int64, Items, Packed, Positions, filled_up, pack, padded
 from sie_contracts import costs
 from sie_contracts.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
 
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)  # past the local window of ModernBERT
+_LORA_LENGTHS = (8, 24)
 _TRIAL_COSINE = {torch.float32: 0.9999}  # per token; 16 bit: _TRIAL_COSINE_16
 _TRIAL_COSINE_16 = 0.99
 _PADDED_WASTE = 1.25  # padded tokens for each real one, at most
@@ -70,17 +71,12 @@ class Backbone:
         limit = getattr(model.config, "max_position_embeddings", None)
         self.positions: int | None = limit - self._numbering.first if limit else None
         self.engine = compute.engine
+        self.attention: str = compute.backend
         with torch.inference_mode():
             if self.engine.engine == "openvino":
                 self._compile()
-        self.attention: str = "sdpa" if self._graph is not None else compute.backend
-        if self._graph is None:
-            with torch.inference_mode():
-                if compute.device.type == "cpu":
-                    block_linears(model)
-                self._kernel = self._choose_kernel()
-            if self._kernel is None:
-                self.run_padded()
+            if self._graph is None:
+                self._settle_on_torch()
 
     def run_padded(self) -> None:
         """Run on the model's own attention from now on, as one does whose packed states are wrong. Not
@@ -126,28 +122,21 @@ class Backbone:
         )
 
     def _forward_padded_part(self, packed: Packed, start: int, stop: int) -> Tensor:
-        lengths = packed.lengths[start:stop]
         device = self._compute.device
-        real = np.arange(lengths.max())[None, :] < lengths[:, None]
-        packed.filled(real.size - int(lengths.sum()))
-        tokens = slice(packed.bounds[start], packed.bounds[stop])
-        ids = np.full(real.shape, self._pad, np.int64)
-        ids[real] = packed.ids[tokens]
-        seen = real if packed.visible is None else np.arange(lengths.max())[None, :] < packed.visible[start:stop, None]
-        types = {}
-        if packed.types is not None and self._has_types:
-            padded = np.zeros(real.shape, np.int64)
-            padded[real] = packed.types[tokens]
-            types["token_type_ids"] = to_device(padded, device)
+        part = padded(packed, start, stop, int(packed.lengths[stop - 1]), self._pad)
+        more = {}
+        if part.types is not None and self._has_types:
+            more["token_type_ids"] = to_device(part.types, device)
         if packed.axes is not None:
-            places = np.zeros((len(packed.axes), *real.shape), np.int64)
-            places[:, real] = packed.axes[:, tokens]
-            types["position_ids"] = to_device(places, device)
-        mask = to_device(seen, device).long()
-        inputs = self._inputs(to_device(ids, device), ids, _of_part(packed.features, packed.ids, tokens))
-        hidden = self._model(**inputs, attention_mask=mask, **types)[0]
+            places = np.zeros((len(packed.axes), *part.real.shape), np.int64)
+            places[:, part.real] = packed.axes[:, part.tokens]
+            more["position_ids"] = to_device(places, device)
+        mask = to_device(part.seen, device).long()
+        features = _of_part(packed.features, packed.ids, part.tokens)
+        inputs = self._inputs(to_device(part.ids, device), part.ids, features)
+        hidden = self._model(**inputs, attention_mask=mask, **more)[0]
         # places, not a mask: counting that would wait for the device
-        return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]
+        return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: Features | None) -> dict[str, Any]:
         """What the model reads: ids [.., tokens], or their embeddings with features in the places of their token."""
@@ -182,7 +171,15 @@ class Backbone:
             _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
             return
         self._graph, self._trial = graph, (sample, reference)
+        self.attention = "sdpa"
         self._model.to("meta")
+
+    def _settle_on_torch(self) -> None:
+        if self._compute.device.type == "cpu":
+            block_linears(self._model)
+        self._kernel = self._choose_kernel()
+        if self._kernel is None:
+            self.run_padded()
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
@@ -258,6 +255,10 @@ class Backbone:
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
         return self.pack(Items(counts, ids), np.arange(len(counts)))
+
+    def sampled(self) -> Tensor:
+        """States of two short sequences, the same each time but for the LoRA that acts."""
+        return self.forward(self.sample(_LORA_LENGTHS))
 
     @property
     def memory_bytes(self) -> int:

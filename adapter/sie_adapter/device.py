@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie_adapter.engines import TORCH, Choice
+from sie_adapter.engines import NO_TEXTS, TORCH, Choice, Facts
 from sie_adapter.tower_outputs import TowerOutputs
 from sie_contracts.settings import SettingError
 from sie_runtime import control_group
@@ -138,8 +138,8 @@ class Compute:
     """Everything that the weights and passes of one model run with on this device.
 
     `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
-    one, else empty. `outputs`: what towers made of images. `engine`: by the rules; a model that it does not serve falls
-    back to torch, unless it is `demanded`.
+    one, else empty. `outputs`: what towers made of images. `model`: what the rules of engines look at. `engine`: by
+    these rules; a model that it does not serve falls back to torch, unless it is `demanded`.
     """
 
     device: torch.device
@@ -150,6 +150,7 @@ class Compute:
     requested: str = ""
     precision_reason: str = ""
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
+    model: Facts = NO_TEXTS
     engine: Choice = TORCH
 
     @property

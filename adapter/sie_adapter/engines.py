@@ -17,8 +17,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sie_contracts.catalogue import Resolved
-from sie_contracts.entries import Engine
+from sie_contracts.entries import Engine, ModelEntry
 from sie_contracts.families import FAMILIES, TEXT_ENCODER
 from sie_contracts.load_errors import load_failed
 
@@ -26,17 +25,27 @@ from sie_contracts.load_errors import load_failed
 @dataclass(frozen=True)
 class Facts:
     """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
-    the LoRA that its entry gives every request. `is_limited`: this process may not have all memory of the machine.
-    `attention`: the backend that was asked for.
-    `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to a window alone.
+    the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`: the
+    backend in force. `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to a window
+    alone.
     """
 
     device: str
     reads_text: bool
     lora: str = ""
     is_limited: bool = False
-    attention: str = "auto"
+    attention: str = "sdpa"
     hides_tokens: bool = False
+
+    @classmethod
+    def of(cls, entry: ModelEntry, device: str, attention: str, *, is_limited: bool) -> Facts:
+        """All that is known before the files of the model are read."""
+        family = FAMILIES.get(entry.family)
+        reads_text = family is not None and family.implementation == TEXT_ENCODER
+        return cls(device, reads_text, entry.run.lora or "", is_limited, attention)
+
+
+NO_TEXTS = Facts("cpu", reads_text=False)
 
 
 @dataclass(frozen=True)
@@ -107,26 +116,6 @@ def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | 
             return Choice(engine, "; ".join([*lacking, rule.why]))
         lacking.append(f"not {engine}: {lacks}")
     raise AssertionError("the last rule has no obstacle")
-
-
-def check(asked: Engine | None, family: str, device: str) -> None:
-    """Raises ModelLoadFailed for an engine that a family of models cannot have, before anything is read."""
-    row = FAMILIES.get(family)
-    if asked is not None and (row is None or row.implementation != TEXT_ENCODER):
-        choose(asked, Facts(device, reads_text=False))
-
-
-def copies_of(resolved: Resolved, device: str, attention: str, *, is_limited: bool) -> int:
-    """How many copies of the weights a load holds at most at one time, in the precision in which it reads them. Raises
-    ModelLoadFailed as `choose`.
-    """
-    row = FAMILIES.get(resolved.entry.family)
-    if row is None or row.implementation != TEXT_ENCODER:
-        return 1
-    facts = Facts(
-        device, reads_text=True, lora=resolved.entry.run.lora or "", is_limited=is_limited, attention=attention
-    )
-    return RULES[choose(resolved.load.engine, facts).engine].copies
 
 
 def _install(package: str) -> str:

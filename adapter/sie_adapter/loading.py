@@ -9,6 +9,7 @@ family's name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import logging
@@ -24,7 +25,7 @@ from sie_adapter import certificate, engines
 from sie_adapter import device as devices
 from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
-from sie_adapter.engines import TORCH, Choice
+from sie_adapter.engines import TORCH, Choice, Facts
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
@@ -117,16 +118,24 @@ class Loader:
         attention = devices.resolve_attention(self.settings.attention_backend, facts)
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
+    def _compute_of(self, resolved: Resolved) -> Compute:
+        """What the model runs with, by what is known before its files are read. Raises ModelLoadFailed for an engine
+        that it cannot have.
+        """
+        compute = self.compute(resolved.load.precision)
+        facts = Facts.of(resolved.entry, self.device.type, compute.backend, is_limited=devices.is_limited())
+        choice = engines.choose(resolved.load.engine, facts)
+        return dataclasses.replace(compute, model=facts, engine=choice)
+
     def needed_bytes(self, resolved: Resolved) -> int:
         """Of the weights while they are loaded, which a CPU does in float32, and several times where a graph is made of
         them. Fetches their files if need be. Raises as `load`.
         """
         with classed(resolved.entry):
             _family(resolved)  # what will be refused is not downloaded first
-            dtype = torch.float32 if self.device.type == "cpu" else self.compute(resolved.load.precision).dtype
-            copies = engines.copies_of(
-                resolved, self.device.type, self.settings.attention_backend, is_limited=devices.is_limited()
-            )
+            compute = self._compute_of(resolved)
+            dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
+            copies = engines.RULES[compute.engine.engine].copies
             return copies * weight_bytes(self._located(resolved).folder, dtype.itemsize)
 
     def _located(self, resolved: Resolved) -> Located:
@@ -142,9 +151,8 @@ class Loader:
         """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
         with classed(resolved.entry):
             family = _family(resolved)
+            compute = self._compute_of(resolved)
             located = self.sources.locate(resolved.entry)
-            compute = self.compute(resolved.load.precision)
-            engines.check(resolved.load.engine, resolved.entry.family, self.device.type)
             self._check_weights(located.folder, resolved.entry)
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
@@ -156,7 +164,7 @@ class Loader:
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
         """The model on the engine of the rules; on torch where the certificate of another one does not hold."""
         model = family(folder, resolved.entry, resolved.load, compute)
-        choice = model.backbone.engine if hasattr(model, "backbone") else TORCH
+        choice = model.backbone.engine if hasattr(model, "backbone") else compute.engine
         try:
             return self._with_certificate(model, choice, folder, resolved, compute)
         except ModelLoadFailed as error:

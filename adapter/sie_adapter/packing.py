@@ -23,9 +23,9 @@ from sie_contracts.images import Recipe, Size, cost
 from sie_contracts.ipc import IMAGE_KEY_BYTES
 from sie_contracts.sounds import Shape, SoundRecipe
 
-# Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of
-# a short text.
-_STEPS = ((64, 1), (256, 16), (1024, 32), (1 << 62, 64))
+Steps = Sequence[tuple[int, int]]  # up to so many, numbers are multiples of this; the last goes for all beyond it too
+# A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of a short text.
+_STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -294,10 +294,40 @@ def filled_up(packed: Packed, filler: int, numbering: Positions) -> Packed:
     )
 
 
-def missing(tokens: int) -> int:
-    """How many tokens are missing to one of the few numbers that a pass may have."""
-    step = next((step for limit, step in _STEPS if tokens <= limit), _STEPS[-1][1])
-    return -tokens % step
+def missing(count: int, steps: Steps = _STEPS) -> int:
+    """How many are missing to one of few numbers, by default those that the tokens of a pass may have."""
+    step = next((step for limit, step in steps if count <= limit), steps[-1][1])
+    return -count % step
+
+
+class Padded(NamedTuple):
+    """Some sequences of a batch as a rectangle, each on the left of its row, [sequences, columns]. `tokens`: which of
+    the batch. `real`: where they lie. `seen`: what is attended to. `types`: None if all are 0.
+    """
+
+    tokens: slice
+    real: NDArray[np.bool_]
+    seen: NDArray[np.bool_]
+    ids: Int64
+    types: Int64 | None
+
+
+def padded(packed: Packed, start: int, stop: int, columns: int, filler: int) -> Padded:
+    """The sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens. Counts the padding
+    of the pass.
+    """
+    places = np.arange(columns)[None, :]
+    real = places < packed.lengths[start:stop, None]
+    tokens = slice(int(packed.bounds[start]), int(packed.bounds[stop]))
+    packed.filled(real.size - (tokens.stop - tokens.start))
+    ids = np.full(real.shape, filler, np.int64)
+    ids[real] = packed.ids[tokens]
+    types = None
+    if packed.types is not None:
+        types = np.zeros(real.shape, np.int64)
+        types[real] = packed.types[tokens]
+    seen = real if packed.visible is None else places < packed.visible[start:stop, None]
+    return Padded(tokens, real, seen, ids, types)
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

@@ -30,7 +30,6 @@ from sie_contracts.messages import Operation, RunOptions
 # Short sequences with which the packed path of a model that ranks is tried beside the usual ones: its scores are
 # compared by rank as well, which needs many of them.
 _RANKED_SAMPLES = 45
-LORA_SAMPLE = (8, 24)
 
 
 class PackedModel:
@@ -57,7 +56,11 @@ class PackedModel:
         """Its text model is `model`, which `backbone` runs."""
         self.backbone = backbone
         self.vocabulary, self.attention = backbone.vocabulary, backbone.attention
-        self.loras = Loras(lambda: model, compute, lambda: backbone.forward(backbone.sample(LORA_SAMPLE)))
+        self.loras = self._loras(model, compute)
+
+    def _loras(self, model: Any, compute: Compute) -> Loras:
+        """Those that requests may name."""
+        return Loras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
     def _check_width(entry: ModelEntry, output: str, width: int) -> None:

@@ -20,7 +20,7 @@ from sie_adapter import engines
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, read_modules
-from sie_adapter.device import Compute, is_limited
+from sie_adapter.device import Compute
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
@@ -65,24 +65,18 @@ class TextEncoder(PackedModel):
             builder = Builder(modules, entry, load, compute, tokenizer)
             self._parts = builder.parts()
             filling = self._parts.filling
-            facts = engines.Facts(
-                compute.device.type,
-                reads_text=True,
-                lora=entry.run.lora or "",
-                is_limited=is_limited(),
-                attention=compute.backend,
-                hides_tokens=filling is not None and not filling.attended and has_windows(builder.config),
-            )
-            chosen = replace(compute, engine=engines.choose(load.engine, facts))
-            self._run_on(Backbone(builder.backbone, chosen, entry.max_tokens, samples), builder.backbone, compute)
+            hides_tokens = filling is not None and not filling.attended and has_windows(builder.config)
+            choice = engines.choose(load.engine, replace(compute.model, hides_tokens=hides_tokens))
+            backbone = Backbone(builder.backbone, replace(compute, engine=choice), entry.max_tokens, samples)
             self._twin: TorchTwin | None = None
-            if self.backbone.engine.engine != "torch":
+            if backbone.engine.engine != "torch":
 
                 def again() -> PreTrainedModel:
                     return Builder(modules, entry, load, compute, tokenizer).backbone
 
-                self._twin = twin = TorchTwin(again, compute, entry.max_tokens, self._take)
-                self.loras = Loras(twin.model, compute, twin.sampled)
+                on_torch = replace(compute, engine=engines.TORCH)
+                self._twin = TorchTwin(again, on_torch, entry.max_tokens, self._take)
+            self._run_on(backbone, builder.backbone, compute)
         self.heads = self._parts.heads
         self.rows = self._parts.rows
         self.per_row = self._parts.per_row
@@ -99,6 +93,11 @@ class TextEncoder(PackedModel):
             raise load_failed(
                 "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions"
             )
+
+    def _loras(self, model: Any, compute: Compute) -> Loras:
+        if self._twin is None:
+            return super()._loras(model, compute)
+        return Loras(self._twin.model, compute, self._twin.sampled)
 
     def _take(self, nbytes: int) -> None:
         self.memory_bytes += nbytes

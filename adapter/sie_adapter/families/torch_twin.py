@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from sie_adapter.backbone import Backbone
 from sie_adapter.device import Compute
-from sie_adapter.families.packed_model import LORA_SAMPLE
 from sie_adapter.packing import Packed
 
 
@@ -42,9 +41,8 @@ class TorchTwin:
         return self._both()[1].forward(packed)
 
     def sampled(self) -> Tensor:
-        """States of a sample, the same each time."""
-        backbone = self._both()[1]
-        return backbone.forward(backbone.sample(LORA_SAMPLE))
+        """As `Backbone.sampled`."""
+        return self._both()[1].sampled()
 
     def _both(self) -> tuple[PreTrainedModel, Backbone]:
         with self._lock:
