@@ -165,6 +165,10 @@ EXAMPLES: dict[str, Any] = {
         outcomes=(Ok({}, 5),),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True),
     ),
+    "result-1-engine": _result(
+        outcomes=(Ok({}, 5),),
+        batch=BatchNote("w1-7", 12, 3, 400, 90_000, engine="openvino"),
+    ),
     "work-1-kinds": _work(
         operation="tokenize",
         inputs=(Input(tokens=(101, 70_000, 102)), Input("first", pair="é"), Input(vectors=_VECTORS)),
@@ -502,6 +506,7 @@ EXAMPLES: dict[str, Any] = {
     "ipc3-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, dropped=("org/other",)),
     "ipc3-BatchDone-padded": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12),
     "ipc3-BatchDone-tokenised": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12, 1.25),
+    "ipc3-BatchDone-engine": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, engine="openvino"),
     "ipc3-Done": ipc.Done(),
     "ipc3-Done-lora": ipc.Done("9f86d081"),
     "ipc3-Refused": ipc.Refused(_ERROR, "w1-7", ("org/other",)),

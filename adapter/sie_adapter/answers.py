@@ -22,6 +22,7 @@ from torch import Tensor
 from sie_adapter.device import to_device
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
+from sie_contracts.entries import Engine
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
@@ -60,6 +61,7 @@ def sealed(
     started_s: float,
     *,
     padding: int = 0,
+    engine: Engine = "torch",
 ) -> BatchDone:
     """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the
     epilogues began.
@@ -78,7 +80,8 @@ def sealed(
             offset += array.nbytes
         outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
     block = b"".join(blocks)
-    return BatchDone(batch, tuple(outcomes), block, inference_ms, 1e3 * (time.perf_counter() - started_s), padding)
+    ended_ms = 1e3 * (time.perf_counter() - started_s)
+    return BatchDone(batch, tuple(outcomes), block, inference_ms, ended_ms, padding, engine=engine)
 
 
 def not_finite() -> InferenceFailed:

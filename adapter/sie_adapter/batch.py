@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sie_adapter import engines
 from sie_adapter.answers import Answer, Answers, Given, sealed
 from sie_adapter.device import to_device
 from sie_adapter.failure import is_device_fatal
@@ -43,6 +44,7 @@ class TextModel(Protocol):
     rows: Mapping[str, Rows]
     heads: Mapping[str, Head]
     loras: Loras
+    engine_choice: engines.Choice
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
         """The heads whose rows the answers are made from."""
@@ -155,7 +157,14 @@ class BatchRun:
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
         answered = (each for group in self._message.groups for each in self._answers(group))
-        return sealed(self._message.batch, answered, 1e3 * (forwarded - started), forwarded, padding=self._padding)
+        return sealed(
+            self._message.batch,
+            answered,
+            1e3 * (forwarded - started),
+            forwarded,
+            padding=self._padding,
+            engine=engines.of_pass(self._model.engine_choice, self._message.lora),
+        )
 
     def _without_pass(self) -> Int64:
         """Fill what needs no pass; returns the rows that need one."""

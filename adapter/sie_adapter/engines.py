@@ -118,6 +118,11 @@ def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | 
     raise AssertionError("the last rule has no obstacle")
 
 
+def of_pass(choice: Choice, lora: str) -> Engine:
+    """The engine of a pass: a LoRA that its requests name acts on torch alone."""
+    return TORCH.engine if lora else choice.engine
+
+
 def _install(package: str) -> str:
     return f"the package {package} is not installed (extra sie-cluster[{package}])"
 

@@ -42,7 +42,9 @@ def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) ->
                 tracer.begin(name, work, links=[forward], start_ns=start_ns, attributes={**told, STAGE: name}).end(
                     end_ns
                 )
-        forward.set({"sie.batch.rows": len(batch.lengths) // 4, "sie.batch.padding": reply.padding})
+        forward.set(
+            {"sie.batch.rows": len(batch.lengths) // 4, "sie.batch.padding": reply.padding, "sie.engine": reply.engine}
+        )
     elif isinstance(reply, Refused):
         forward.fail(reply.error.code)
     forward.end(ended_ns)

@@ -313,7 +313,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     `inference_ms`: the forward pass. `postprocess_ms`: the epilogues and the copy to the host. `padding`: positions
     that were computed beside the tokens. `preprocess_ms`: tokenising, for a family that does it in the adapter.
-    `dropped`: models that were unloaded.
+    `dropped`: models that were unloaded. `engine` computed the hidden states.
     """
 
     batch: str
@@ -324,6 +324,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     padding: int = 0
     preprocess_ms: float = 0.0
     dropped: tuple[str, ...] = ()
+    engine: str = "torch"
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -221,7 +221,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The batch that a chunk ran in, for `explain` and for tests of batch independence.
 
     `padding`: positions that were computed beside the tokens. `swapped`: another model was closed to new work so that
-    this one could be loaded.
+    this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
     """
 
     id: str = ""
@@ -232,6 +232,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     deliveries: int = 1
     padding: int = 0
     swapped: bool = False
+    engine: str = ""
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):

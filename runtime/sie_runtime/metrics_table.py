@@ -24,6 +24,7 @@ LABELS = {
     "endpoint": (
         "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode"
     ),
+    "engine": "what computes the hidden states of a model",
     "event": "what became of a reservation",
     "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`",
     "kind": "put, removal, unknown",
@@ -358,6 +359,7 @@ _WORKER = (
     # models
     Metric("sie_model_loaded", "gauge", "1 while the model is loaded", ("model", "device"), 24),
     Metric("sie_model_memory_bytes", "gauge", "Measured memory of a loaded model", ("model",), 24),
+    Metric("sie_model_engine", "gauge", "1 for the engine of a loaded model", ("model", "engine"), 24),
     Metric("sie_model_loads", "counter", "Loads that succeeded", ("model",), 24, each=1),
     Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16, each=1),
     Metric("sie_model_swaps", "counter", "Models closed to new work for the load of another one"),

@@ -190,13 +190,17 @@ class Live(Collector):
         )
         loaded: Sum[tuple[str, ...]] = Sum()
         memory: Sum[tuple[str, ...]] = Sum()
+        engines: Sum[tuple[str, ...]] = Sum()
         for hosted in all_hosted:
             depths[hosted.name,] += hosted.held
             loaded[hosted.name, health.device] += hosted.state == "loaded"
             memory[hosted.name,] += hosted.ready.loaded.memory_bytes if hosted.ready else 0
+            if hosted.ready:
+                engines[hosted.name, hosted.ready.loaded.engine] += 1
         yield gauge("sie_queue_depth", {key: max(0, depth) for key, depth in depths.items()})
         yield gauge("sie_model_loaded", loaded)
         yield gauge("sie_model_memory_bytes", memory)
+        yield gauge("sie_model_engine", engines)
         yield counter("sie_model_swaps", worker.hosting.swaps if worker else 0)
         yield counter("sie_idle_evictions", worker.hosting.idle_evictions if worker else 0)
         yield counter("sie_tower_outputs", health.towers.counts())

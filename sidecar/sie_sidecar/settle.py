@@ -115,6 +115,7 @@ class Settle:
             deliveries=flight.lease.delivery.delivered,
             padding=done.padding if done else 0,
             swapped=hosted.swapped if hosted else False,
+            engine=done.engine if done else "",
         )
         fingerprint = flight.fingerprint or (hosted.fingerprint(item.profile, item.options.lora) if hosted else "")
         result = WorkResult(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -14,7 +14,7 @@ import oracle
 import pytest
 import shared
 import torch
-from cluster import MODEL, Cluster
+from cluster import MODEL, Cluster, until
 from local_models import LocalModels
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModel, AutoTokenizer
@@ -72,6 +72,17 @@ def encode(client: httpx.Client, model: str = TUNED, **params: Any) -> httpx.Res
     return client.post(f"/v1/encode/{model}", json={"items": TEXTS, "params": params})
 
 
+def loaded(client: httpx.Client, model: str) -> dict[str, Any]:
+    """What the models API says of it once a gateway has heard of its load."""
+    assert encode(client, model).status_code == 200
+
+    def told() -> dict[str, Any] | None:
+        found: dict[str, Any] = client.get(f"/v1/models/{model}").json()
+        return found if found["certificate"] else None
+
+    return cast(dict[str, Any], until(told, 30, f"the load of {model}"))
+
+
 def vectors(answer: httpx.Response) -> np.ndarray:
     assert answer.status_code == 200, answer.text
     return np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
@@ -106,6 +117,16 @@ def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -
     assert by_profile.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
 
 
+def test_a_reply_names_the_engine_that_computed_it(client: httpx.Client, lora: Path) -> None:
+    def engine(**params: Any) -> str:
+        body = {"items": TEXTS[:1], "params": params}
+        answer = client.post(f"/v1/encode/{TUNED}", json=body, headers={"x-sie-explain": "1"})
+        return str(answer.json()["explain"][0]["batch"]["engine"])
+
+    assert [engine(), engine(lora="loras/random")] == ["openvino", "torch"]
+    assert loaded(client, TUNED)["engine"]["served"] == ["openvino"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "status"),
     [
@@ -138,11 +159,10 @@ def test_a_model_without_loras_says_so(verb: str, model: str, body: dict[str, An
 
 def test_the_models_api_shows_what_the_certificate_holds(client: httpx.Client) -> None:
     """Of the packaged entry, which has digests and golden vectors."""
-    assert client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]}).status_code == 200
-    found = client.get(f"/v1/models/{MODEL}").json()["certificate"]
+    found = loaded(client, MODEL)["certificate"]
     assert found["digests"] == ["model.safetensors"]
     assert found["packed"]["dense"] >= 0.999
     assert found["golden"] >= 0.999
-    own = client.get(f"/v1/models/{TUNED}").json()["certificate"]
+    own = loaded(client, TUNED)["certificate"]
     assert (own["digests"], own["golden"]) == ([], None)
     assert own["packed"]["dense"] >= 0.9999

@@ -64,6 +64,7 @@ WORKER = {
     "sie_queue_depth": ({"model"}, "is"),
     "sie_model_loaded": ({"model", "device"}, "moves"),
     "sie_model_memory_bytes": ({"model"}, "moves"),
+    "sie_model_engine": ({"model", "engine"}, "moves"),
     **{
         f"sie_oom_{remedy}_total": ({"model"}, "is")
         for remedy in (

@@ -62,6 +62,7 @@ CONTRACT = {
     "sie_queue_depth": ("model",),
     "sie_model_loaded": ("model", "device"),
     "sie_model_memory_bytes": (),
+    "sie_model_engine": ("model", "engine"),
     **{f"sie_oom_{remedy}_total": ("model",) for remedy in OOM},
     "sie_idle_evictions_total": (),
 }
