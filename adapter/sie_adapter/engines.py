@@ -90,7 +90,7 @@ def _openvino(facts: Facts) -> str:
 
 
 RULES: Mapping[Engine, Rule] = {
-    "openvino": Rule("on a CPU it is the fastest for one text", "openvino", _openvino, copies=3),
+    "openvino": Rule("on a CPU it is the fastest for one text", "openvino", _openvino, copies=2),
     "torch": Rule("it serves every model", "", lambda facts: ""),
 }
 

