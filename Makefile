@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
+SGLANG := .venv-sglang
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -65,7 +66,14 @@ $(CLIENTS)/.installed: tests/clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --requirement tests/clients.txt
 	touch $@
 
-test-long: $(VENV)/.dev $(CLIENTS)/.installed
+$(SGLANG)/.installed: tests/sglang.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --requirement tests/sglang.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 triton==3.9.0 torchvision==0.15.2 apache-tvm-ffi==0.1.11 \
+	    compressed-tensors==0.18.0 gguf==0.19.0 xgrammar==0.2.7
+	touch $@
+
+test-long: $(VENV)/.dev $(CLIENTS)/.installed $(SGLANG)/.installed
 	$(BIN)/python tests/lanes.py --long $(ARGS)
 
 lint: $(VENV)/.dev
@@ -116,4 +124,4 @@ chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .venv-upgrade dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(SGLANG) .venv-upgrade dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

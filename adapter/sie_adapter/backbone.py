@@ -7,9 +7,9 @@ packed states equal its padded ones. Otherwise it runs padded on its stock atten
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,13 +19,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sie_adapter import attention
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
-from sie_adapter.device import Compute, to_device, usable_cores, uses_varlen_kernel
-from sie_adapter.engines import Choice
+from sie_adapter.device import Compute, give_memory_back, to_device, usable_cores, uses_varlen_kernel
+from sie_adapter.engines import Choice, Unserved
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.graph import Graph, NoGraph
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Features, Int64, Items, Packed, Positions, filled_up, pack, padded
+from sie_adapter.sglang_server import NotStarted
 from sie_contracts import costs
+from sie_contracts.errors import SIEError
 from sie_contracts.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
@@ -37,6 +39,25 @@ _TRIAL_COSINE_16 = 0.99
 _PADDED_WASTE = 1.25  # padded tokens for each real one, at most
 
 
+class Runner(Protocol):
+    """An engine other than torch, with the weights of one model. `run` may be called on several threads at once.
+
+    `attention`: as it is told. `memory_bytes`: of the memory that models share.
+    """
+
+    attention: str
+    memory_bytes: int
+
+    def run(self, packed: Packed) -> Tensor:
+        """States of the last layer, [tokens, width], in packed order."""
+
+    def places(self, packed: Packed) -> slice | Int64:
+        """The tokens whose states `run` gives."""
+
+    def close(self) -> None:
+        """Not beside a pass. What is let go of needs no call."""
+
+
 class Backbone:
     """`model` without its head. `forward` may run on several threads at once, under inference mode.
 
@@ -45,10 +66,19 @@ class Backbone:
     limit. `attention`: the backend in force, with `padded` where the packed path does not hold.
     """
 
-    def __init__(self, model: PreTrainedModel, compute: Compute, max_tokens: int, more_samples: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compute: Compute,
+        max_tokens: int,
+        more_samples: int = 0,
+        server: Callable[[], Runner] | None = None,
+    ) -> None:
         """Takes the model over: its attention, and on a CPU its linear layers, are replaced.
 
-        `more_samples` short sequences come to those that the packed path is tried with.
+        `more_samples` short sequences come to those that the packed path is tried with. `server` starts the engine
+        sglang, and raises NotStarted. Raises Unserved if it does not serve the model, or ModelLoadFailed if the entry
+        demands it.
         """
         attention.register()
         model.config.use_cache = False  # of the part of a larger model, whose configuration says it for itself
@@ -61,7 +91,8 @@ class Backbone:
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
-        self._graph: Graph | None = None
+        self._runner: Runner | None = None
+        self._is_causal: bool | None = None  # as measured before another engine took over
         self._trial: tuple[Packed, Tensor] | None = None
         self._kernel: Kernel | None = None
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
@@ -75,7 +106,9 @@ class Backbone:
         with torch.inference_mode():
             if self.engine.engine == "openvino":
                 self._compile()
-            if self._graph is None:
+            elif server is not None and self.engine.engine == "sglang":
+                self._hand_over(server)
+            if self._runner is None:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
@@ -92,8 +125,8 @@ class Backbone:
 
     def forward(self, packed: Packed) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
-        if self._graph is not None:
-            return self._graph.run(packed)
+        if self._runner is not None:
+            return self._runner.run(packed)
         return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
 
     def _forward_packed(self, packed: Packed, kernel: Kernel, trial: Trial | None = None) -> Tensor:
@@ -163,16 +196,45 @@ class Backbone:
         reference = self.forward_padded(sample)
         try:
             graph = Graph(self._model, self._compute.dtype, usable_cores(), self._pad, self._max_tokens)
-            self._compare(graph.run(sample), reference, "states of the graph")
+            self._compare(graph.run(sample), reference, "the states of the graph")
         except (NoGraph, AttentionUnsupported) as error:
             if self.engine.demanded:
                 raise load_failed("INCOMPATIBLE", f"load.engine is {self.engine.engine}: {error}") from error
             self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
             _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
             return
-        self._graph, self._trial = graph, (sample, reference)
-        self.attention = "sdpa"
+        self._take_over(graph, sample, reference)
         self._model.to("meta")
+
+    def _hand_over(self, server: Callable[[], Runner]) -> None:
+        """The same with a server, which is not started before the weights of torch are gone: a GPU may not hold both
+        copies.
+        """
+        sample = self.sample(self._lengths)
+        reference = self.forward_padded(sample)
+        self._is_causal = self.is_causal()
+        self._model.to("meta")
+        give_memory_back(self._compute.device)
+        try:
+            if not self._is_causal:
+                raise AttentionUnsupported("its attention is not causal")
+            runner = server()
+            try:
+                states, places = runner.run(sample), runner.places(sample)
+                self._compare(states[places], reference[places], "the vectors of SGLang")
+            except BaseException:
+                runner.close()
+                raise
+        except (NotStarted, AttentionUnsupported, SIEError) as error:
+            cause = f"{self.engine.engine}: {error}"
+            if self.engine.demanded:
+                raise load_failed("INCOMPATIBLE", f"load.engine is {cause}") from error
+            raise Unserved(cause) from error
+        self._take_over(runner, sample, reference)
+
+    def _take_over(self, runner: Runner, sample: Packed, reference: Tensor) -> None:
+        self._runner, self._trial = runner, (sample, reference)
+        self.attention = runner.attention
 
     def _settle_on_torch(self) -> None:
         if self._compute.device.type == "cpu":
@@ -220,7 +282,7 @@ class Backbone:
         if trial.calls != layers:
             raise AttentionUnsupported(f"{trial.calls} of {layers} layers use the attention interface")
         self._edge = trial.edge()
-        self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "packed states")
+        self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
     def _compare(self, states: Tensor, reference: Tensor, what: str) -> None:
         """Raises AttentionUnsupported unless they are equal, token by token."""
@@ -238,6 +300,8 @@ class Backbone:
         """Whether the first token of a text ignores its last, as measured alone and beside a longer text; None where
         these differ.
         """
+        if self._is_causal is not None:
+            return self._is_causal
         found = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
         return found.pop() if len(found) == 1 else None
 
@@ -263,8 +327,8 @@ class Backbone:
     @property
     def memory_bytes(self) -> int:
         """Weights and buffers, each storage once."""
-        if self._graph is not None:
-            return self._graph.memory_bytes
+        if self._runner is not None:
+            return self._runner.memory_bytes
         tensors = [*self._model.parameters(), *self._model.buffers()]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())

@@ -109,6 +109,7 @@ class BatchRun:
         self._passes = passes
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
+        self._engine = engines.of_batch(model.engine_choice, message)
         self._padding = 0
         self._queries = np.zeros(count, bool)
         self._wanted: dict[str, np.ndarray] = {}
@@ -163,7 +164,7 @@ class BatchRun:
             1e3 * (forwarded - started),
             forwarded,
             padding=self._padding,
-            engine=engines.of_pass(self._model.engine_choice, self._message.lora),
+            engine=self._engine,
         )
 
     def _without_pass(self) -> Int64:
@@ -213,6 +214,7 @@ class BatchRun:
 
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)
+        packed.engine = self._engine
         with self._model.loras.acting(self._message.lora):
             hidden = self._model.forward(packed)
             self._padding += packed.padding

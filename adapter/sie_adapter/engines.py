@@ -5,9 +5,12 @@ family, device, precision, LoRAs, what is installed ──► RULES, in order: t
 
 engine      computes                                                        chosen for
 openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
+sglang      a server of that package, in a process of its own                decoders of dense vectors on a GPU, if an
+                                                                             environment with it is named
 torch       the packed path of `backbone`                                    everything
 
-What a rule is decided by is measured in bench/results/engine.md. An engine whose states are not those of the stock path
+What a rule is decided by is measured in bench/results/engine.md, other than that of sglang: whoever names the
+environment has decided. An engine whose states are not those of the stock path
 is not used, whatever the rules say (`backbone`).
 """
 
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 
 from sie_contracts.entries import Engine, ModelEntry
 from sie_contracts.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.ipc import RunBatch
 from sie_contracts.load_errors import load_failed
 
 
@@ -26,8 +30,10 @@ from sie_contracts.load_errors import load_failed
 class Facts:
     """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
     the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`: the
-    backend in force. `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to a window
-    alone.
+    backend in force. `sglang`: the Python of an environment with that package, empty if none is named.
+
+    Of the files of the model: `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to
+    a window alone. `beyond_sglang`: why SGLang does not give the vectors of this model, empty if it does.
     """
 
     device: str
@@ -35,14 +41,16 @@ class Facts:
     lora: str = ""
     is_limited: bool = False
     attention: str = "sdpa"
+    sglang: str = ""
     hides_tokens: bool = False
+    beyond_sglang: str = ""
 
     @classmethod
-    def of(cls, entry: ModelEntry, device: str, attention: str, *, is_limited: bool) -> Facts:
+    def of(cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool) -> Facts:
         """All that is known before the files of the model are read."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
-        return cls(device, reads_text, entry.run.lora or "", is_limited, attention)
+        return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang)
 
 
 NO_TEXTS = Facts("cpu", reads_text=False)
@@ -60,24 +68,33 @@ class Choice:
 TORCH = Choice("torch", "the model reads more than texts")
 
 
+class Unserved(Exception):
+    """An engine does not serve a model whose weights are gone from torch: whoever loads it loads it again."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """`why`: what the measurement says. `package`: that has to be installed, by the extra of the same name.
-    `obstacle`: why the engine does not serve such a model, empty if it does. `copies` of the weights are held at most
-    while a model is loaded.
+    `obstacle`: why the engine does not serve such a model, empty if it does. `unasked`: why it does not unless the
+    entry of the model asks for it. `copies` of the weights are held at most while a model is loaded.
     """
 
     why: str
     package: str
     obstacle: Callable[[Facts], str]
+    unasked: Callable[[Facts], str] = lambda facts: ""
     copies: int = 1
+
+
+def _reads_more(facts: Facts) -> str:
+    return "" if facts.reads_text else "the model reads more than texts"
 
 
 def _openvino(facts: Facts) -> str:
     if facts.device != "cpu":
         return f"the device is {facts.device}, not cpu"
-    if not facts.reads_text:
-        return "the model reads more than texts"
+    if more := _reads_more(facts):
+        return more
     if facts.hides_tokens:
         return "tokens of its queries are not attended to, and its layers have windows"
     if facts.attention == "eager":
@@ -89,8 +106,25 @@ def _openvino(facts: Facts) -> str:
     return ""
 
 
+def _sglang(facts: Facts) -> str:
+    if not facts.sglang:
+        return "SIE_SGLANG_PYTHON names no environment that has the package"
+    if more := _reads_more(facts) or facts.beyond_sglang:
+        return more
+    if facts.lora:
+        return "its entry has a LoRA, which runs on torch"
+    return "the memory of this process is limited, and that of another one is not" if facts.is_limited else ""
+
+
 RULES: Mapping[Engine, Rule] = {
     "openvino": Rule("on a CPU it is the fastest for one text", "openvino", _openvino, copies=2),
+    "sglang": Rule(
+        "SIE_SGLANG_PYTHON names an environment with SGLang, which is for decoder models",
+        "",
+        _sglang,
+        lambda facts: "" if facts.device == "cuda" else f"the device is {facts.device}, not cuda",
+        copies=2,
+    ),
     "torch": Rule("it serves every model", "", lambda facts: ""),
 }
 
@@ -109,7 +143,7 @@ def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | 
         return Choice(asked, "load.engine of its entry", demanded=True)
     lacking: list[str] = []
     for engine, rule in RULES.items():
-        lacks = rule.obstacle(facts)
+        lacks = rule.unasked(facts) or rule.obstacle(facts)
         if not lacks and rule.package and missing(rule.package):
             lacks = _install(rule.package)
         if not lacks:
@@ -118,9 +152,22 @@ def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | 
     raise AssertionError("the last rule has no obstacle")
 
 
-def of_pass(choice: Choice, lora: str) -> Engine:
-    """The engine of a pass: a LoRA that its requests name acts on torch alone."""
-    return TORCH.engine if lora else choice.engine
+def of_batch(choice: Choice, batch: RunBatch) -> Engine:
+    """The engine of a batch: a LoRA that its requests name acts on torch alone, and SGLang gives nothing but normalised
+    vectors of the last token.
+    """
+    if batch.lora:
+        return TORCH.engine
+    if choice.engine == "sglang" and not _is_plain(batch):
+        return TORCH.engine
+    return choice.engine
+
+
+def _is_plain(batch: RunBatch) -> bool:
+    return batch.pooling in ("", "last") and all(
+        group.options.outputs == ("dense",) and group.options.normalize and group.options.muvera is None
+        for group in batch.groups
+    )
 
 
 def _install(package: str) -> str:

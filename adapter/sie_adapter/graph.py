@@ -58,6 +58,8 @@ class Graph:
     `memory_bytes`: of its weights in the order of the kernels.
     """
 
+    attention = "sdpa"
+
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, lanes: int, filler: int, max_tokens: int) -> None:
         """`model` is on the CPU, and is as before when this returns. `filler`: the id of what fills up. `max_tokens`:
         the longest text that will run. Raises NoGraph.
@@ -82,6 +84,13 @@ class Graph:
         except (RuntimeError, OSError) as error:
             raise _no_graph("its graph is not compiled", error) from error
         self._of_thread = _Request(self._compiled)
+
+    def places(self, packed: Packed) -> slice:
+        """The tokens whose states `run` gives: all."""
+        return slice(None)
+
+    def close(self) -> None:
+        """Nothing: the graph goes with this object."""
 
     def run(self, packed: Packed) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""

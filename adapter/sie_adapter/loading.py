@@ -25,7 +25,7 @@ from sie_adapter import certificate, engines
 from sie_adapter import device as devices
 from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
-from sie_adapter.engines import TORCH, Choice, Facts
+from sie_adapter.engines import TORCH, Choice, Facts, Unserved
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
@@ -123,7 +123,13 @@ class Loader:
         that it cannot have.
         """
         compute = self.compute(resolved.load.precision)
-        facts = Facts.of(resolved.entry, self.device.type, compute.backend, is_limited=devices.is_limited())
+        facts = Facts.of(
+            resolved.entry,
+            self.device.type,
+            compute.backend,
+            self.settings.sglang_python or "",
+            is_limited=devices.is_limited(),
+        )
         choice = engines.choose(resolved.load.engine, facts)
         return dataclasses.replace(compute, model=facts, engine=choice)
 
@@ -162,19 +168,26 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """The model on the engine of the rules; on torch where the certificate of another one does not hold."""
-        model = family(folder, resolved.entry, resolved.load, compute)
+        """The model on the engine of the rules; on torch if that does not serve it or its certificate does not hold."""
+        try:
+            model = family(folder, resolved.entry, resolved.load, compute)
+        except Unserved as error:
+            return self._on_torch(family, folder, resolved, compute, str(error))
         choice = model.backbone.engine if hasattr(model, "backbone") else compute.engine
         try:
             return self._with_certificate(model, choice, folder, resolved, compute)
         except ModelLoadFailed as error:
             if choice.engine == TORCH.engine or choice.demanded:
                 raise
-            _logger.warning("%s runs on torch: %s", resolved.residency, error.message)
-            choice = Choice(TORCH.engine, f"not {choice.engine}: {error.message}")
+            cause = f"{choice.engine}: {error.message}"
         del model  # before its weights are read again
+        return self._on_torch(family, folder, resolved, compute, cause)
+
+    def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
+        """`cause`: the engine that it is not on, and why."""
+        _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
-        return self._with_certificate(model, choice, folder, resolved, compute)
+        return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
 
     def _with_certificate(self, model: Any, choice: Choice, folder: Path, resolved: Resolved, compute: Compute) -> Any:
         model.engine_choice = choice

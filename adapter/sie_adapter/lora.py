@@ -241,11 +241,6 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
         raise lora_rejected(name, cause)
 
 
-def is_acting() -> bool:
-    """Whether the passes of this thread run with a LoRA."""
-    return _ACTIVE.pairs is not None
-
-
 @contextlib.contextmanager
 def acting(pairs: Pairs) -> Iterator[None]:
     """The passes of this thread run with these matrices."""

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.entries import Engine
 from sie_contracts.images import Recipe, Size, cost
 from sie_contracts.ipc import IMAGE_KEY_BYTES
 from sie_contracts.sounds import Shape, SoundRecipe
@@ -223,7 +224,7 @@ class Packed:
 
     `padding`: positions beside the tokens that their pass computed, where it had to fill up. `features`: of images, in
     the places of their tokens. `axes`: positions in time, height and width, of models that have three; None: all of
-    them are `positions`.
+    them are `positions`. `engine`: that runs it; None: the model's.
     """
 
     ids: Int64  # [tokens]
@@ -236,6 +237,7 @@ class Packed:
     padding: int = 0
     features: Features | None = None
     axes: Int64 | None = None  # [3, tokens]
+    engine: Engine | None = None
 
     @property
     def lengths(self) -> Int64:

@@ -17,7 +17,7 @@ from sie_contracts.errors import ValidationFailed
 from sie_contracts.names import in_words
 
 Precision = Literal["float32", "float16", "bfloat16"]
-Engine = Literal["openvino", "torch"]
+Engine = Literal["openvino", "sglang", "torch"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")

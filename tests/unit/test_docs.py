@@ -30,6 +30,7 @@ BLOCKS = {
     "bundles.md": {"server": 1, "": 2},
     "coming-from.md": {"": 3},
     "custom-adapters.md": {"file": 1, "install": 1},
+    "engines.md": {"install": 1},
     "families.md": {"file": 2},
     "first-hour.md": {"kubernetes": 10},
     "doctor.md": {"": 2, "machine": 1},

@@ -151,6 +151,7 @@ DOCUMENTED = {
     "SIE_PREPROCESSOR_WORKERS": Documented("4", "1", ("0", "x", "")),
     "SIE_IMAGE_WORKERS": Documented("4", "1", ("0", "x", "")),
     "SIE_ATTENTION_BACKEND": Documented("auto", "eager", ("flash", "")),
+    "SIE_SGLANG_PYTHON": Documented(UNSET, "/opt/sglang/bin/python"),
     "SIE_DEFAULT_COMPUTE_PRECISION": Documented("float16", "bfloat16", ("fp16", "int8", "")),
     "SIE_INSTRUMENTATION": Documented("false", "true", ("x", "")),
     "SIE_MAX_LORAS_PER_MODEL": Documented("10", "2", ("0", "x", "")),

@@ -180,6 +180,7 @@ EFFECTS = {
     "SIE_INSTRUMENTATION": (
         f"{ADAPTER}::test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting"
     ),
+    "SIE_SGLANG_PYTHON": "tests/unit/adapter/test_sglang.py::test_the_setting_names_the_environment",
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }
 
@@ -198,6 +199,7 @@ READS_ENVIRON = {
     "cli/sie_cli/doctor/gpu.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
     "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
+    "adapter/sie_adapter/sglang_server.py": "hands the paths of its environment on to a server, and nothing else",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }

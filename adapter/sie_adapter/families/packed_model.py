@@ -55,7 +55,7 @@ class PackedModel:
     def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
         """Its text model is `model`, which `backbone` runs."""
         self.backbone = backbone
-        self.vocabulary, self.attention = backbone.vocabulary, backbone.attention
+        self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> Loras:

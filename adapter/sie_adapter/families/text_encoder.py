@@ -5,6 +5,7 @@ folder + entry ──text_model──► Backbone + Parts ──► TextEncoder:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,21 +21,26 @@ from sie_adapter import engines
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
 from sie_adapter.checkpoint import empty_model, read_modules
-from sie_adapter.device import Compute
+from sie_adapter.device import Compute, usable_cores
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
 from sie_adapter.graph import has_windows
 from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
-from sie_adapter.lora import Loras, is_acting
+from sie_adapter.heads.pooling import DenseHead
+from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed
+from sie_adapter.sglang_server import ARCHITECTURES, Launch, SGLang
 from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, RunBatch
 from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.options import TOKEN_STATES
+
+_OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
@@ -66,8 +72,18 @@ class TextEncoder(PackedModel):
             self._parts = builder.parts()
             filling = self._parts.filling
             hides_tokens = filling is not None and not filling.attended and has_windows(builder.config)
-            choice = engines.choose(load.engine, replace(compute.model, hides_tokens=hides_tokens))
-            backbone = Backbone(builder.backbone, replace(compute, engine=choice), entry.max_tokens, samples)
+            facts = replace(compute.model, hides_tokens=hides_tokens, beyond_sglang=self._beyond_sglang(builder))
+            choice = engines.choose(load.engine, facts)
+            launch = Launch(
+                facts.sglang, modules.folder, compute.dtype, compute.device, entry.max_tokens, usable_cores()
+            )
+            backbone = Backbone(
+                builder.backbone,
+                replace(compute, engine=choice),
+                entry.max_tokens,
+                samples,
+                functools.partial(SGLang, launch),
+            )
             self._twin: TorchTwin | None = None
             if backbone.engine.engine != "torch":
 
@@ -87,6 +103,15 @@ class TextEncoder(PackedModel):
         self.memory_bytes = self.backbone.memory_bytes + builder.head_bytes
         self._check_limits(entry)
 
+    def _beyond_sglang(self, builder: Builder) -> str:
+        """As `engines.Facts`."""
+        dense = self._parts.heads.get("dense")
+        others = self._parts.heads.keys() - {"dense", TOKEN_STATES}
+        if others or not isinstance(dense, DenseHead) or not dense.is_last_state:
+            return "its vectors are not the states of its last token"
+        named = getattr(builder.config, "architectures", None) or ["none"]
+        return "" if named[0] in ARCHITECTURES else f"its architecture is {named[0]}, not one of {_OF_SGLANG}"
+
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions
         if limit and entry.max_tokens > limit:
@@ -104,7 +129,7 @@ class TextEncoder(PackedModel):
 
     def forward(self, packed: Packed) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
-        if self._twin is not None and is_acting():
+        if self._twin is not None and packed.engine == "torch":
             return self._twin.forward(packed)
         return self.backbone.forward(packed)
 

@@ -52,6 +52,11 @@ class DenseHead:
         self.pooling = pooling
         self._layers = None if layers is None else layers.to(device)
 
+    @property
+    def is_last_state(self) -> bool:
+        """Whether a vector is the state of the last token as it is."""
+        return self.pooling == "last" and self._layers is None
+
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         """Vectors, float32 [width] each. Raises InvalidInput if the batch names a pooling that there is not."""
         pooling = states.pooling or self.pooling

@@ -105,6 +105,13 @@ class EngineSettings:
         choice("auto", "flash_attention_2", "sdpa", "eager"),
         "Attention implementation. One that the device does not support is replaced by sdpa with a warning.",
     )
+    sglang_python: str | None = row(
+        None,
+        "SIE_SGLANG_PYTHON",
+        "adapter",
+        PATH,
+        "Python of an environment that has the package sglang. With it, decoder models of dense vectors run on SGLang on a GPU, and wherever their entry asks for it.",
+    )
     default_compute_precision: str = row(
         "float16",
         "SIE_DEFAULT_COMPUTE_PRECISION",

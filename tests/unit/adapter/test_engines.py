@@ -243,10 +243,10 @@ def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
     model: Any = loaded(bert, "bert")
     assert model.engine_choice.engine == "torch"
-    assert "states of the graph and those of the stock path have cosine" in model.engine_choice.reason
+    assert "the states of the graph and those of the stock path have cosine" in model.engine_choice.reason
     packed = packed_of([5, 30])
     torch.testing.assert_close(states(model, packed), states(loaded(bert, "bert", engine="torch"), packed))
-    with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: states of the graph"):
+    with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: the states of the graph"):
         loaded(bert, "bert", engine="openvino")
 
 
