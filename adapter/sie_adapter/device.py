@@ -234,25 +234,22 @@ def _cuda_memory(device: torch.device) -> list[Memory]:
 
 
 @functools.cache
-def _nvml_handle(uuid: str) -> object | None:
-    """The card in NVML, by the id that CUDA_VISIBLE_DEVICES does not renumber. None without the package
-    or the library.
-    """
+def _nvml_handle(device: torch.device) -> object | None:
+    """The card in NVML, by the id that CUDA_VISIBLE_DEVICES does not renumber. None without package or library."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        return cast(object, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
         _logger.info("NVML does not know the card, the CUDA driver is asked for memory: %s", error)
         return None
 
 
 def _nvml_memory(device: torch.device) -> Memory | None:
-    handle = _nvml_handle(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    if handle is None:
+    if (handle := _nvml_handle(device)) is None:
         return None
     import pynvml
 
@@ -288,8 +285,7 @@ class Use:
         return round(100.0 * max(0.0, busy - busy_before) / (total - total_before), 1)
 
     def _nvml_percent(self) -> float | None:
-        handle = _nvml_handle(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
-        if handle is None:
+        if (handle := _nvml_handle(self._device)) is None:
             return None
         import pynvml
 
