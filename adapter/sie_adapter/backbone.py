@@ -195,7 +195,7 @@ class Backbone:
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
         try:
-            graph = Graph(self._model, self._compute.dtype, usable_cores(), self._pad, self._max_tokens)
+            graph = Graph(self._model, self._compute, usable_cores(), self._pad, self._max_tokens)
             self._compare(graph.run(sample), reference, "the states of the graph")
         except (NoGraph, AttentionUnsupported) as error:
             if self.engine.demanded:

@@ -139,7 +139,8 @@ class Compute:
 
     `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
     one, else empty. `outputs`: what towers made of images. `model`: what the rules of engines look at. `engine`: by
-    these rules; a model that it does not serve falls back to torch, unless it is `demanded`.
+    these rules; a model that it does not serve falls back to torch, unless it is `demanded`. `scratch`: the folder of
+    files that a load writes for itself, None for that of the system.
     """
 
     device: torch.device
@@ -152,6 +153,7 @@ class Compute:
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     model: Facts = NO_TEXTS
     engine: Choice = TORCH
+    scratch: Path | None = None
 
     @property
     def precision(self) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sie_adapter.checkpoint import construction
+from sie_adapter.device import Compute
 from sie_adapter.failure import is_out_of_memory
 from sie_adapter.packing import Int64, Packed, Padded, missing, padded
 
@@ -60,11 +61,12 @@ class Graph:
 
     attention = "sdpa"
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, lanes: int, filler: int, max_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
         """`model` is on the CPU, and is as before when this returns. `filler`: the id of what fills up. `max_tokens`:
         the longest text that will run. Raises NoGraph.
         """
-        self._dtype, self._filler = dtype, filler
+        self._dtype = dtype = compute.dtype
+        self._filler = filler
         self.memory_bytes: int = sum(each.numel() * dtype.itemsize for each in model.parameters())
         self._names = _names_of(model)
         self._is_exact = has_windows(model.config)
@@ -76,7 +78,7 @@ class Graph:
         try:
             # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the
             # order of its kernels, and pages of a file take no memory that is needed for anything else
-            with tempfile.TemporaryDirectory(prefix="sie-graph-") as folder:
+            with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
                     _convert(_States(model, self._names), min(_EXAMPLE_TOKENS, max_tokens), path)

@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +132,9 @@ class Loader:
             is_limited=devices.is_limited(),
         )
         choice = engines.choose(resolved.load.engine, facts)
-        return dataclasses.replace(compute, model=facts, engine=choice)
+        cache = self.settings.cache_folder  # weights fit there: a pod whose /tmp outgrows its limit is evicted
+        scratch = cache if os.access(cache, os.W_OK) else None
+        return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Of the weights while they are loaded, which a CPU does in float32, and several times where a graph is made of

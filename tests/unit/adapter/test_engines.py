@@ -148,12 +148,12 @@ def entry_of(folder: Path, name: str, load: dict[str, Any]) -> ModelEntry:
 
 
 def loader_of(cache: Path) -> Loader:
-    return Loader(CPU, WeightSources(cache, False), Settings())
+    return Loader(CPU, WeightSources(cache, False), Settings(local_cache=str(cache)))
 
 
-def loaded(folder: Path, name: str, precision: str = "float32", **load: Any) -> TextEncoder:
+def loaded(folder: Path, name: str, precision: str = "float32", cache: Path | None = None, **load: Any) -> TextEncoder:
     entry = entry_of(folder, name, {"precision": precision, **load})
-    model = loader_of(folder).load(Catalogue.resolve_profile(entry, "default", entry.id))
+    model = loader_of(cache or folder).load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model, TextEncoder)
     return model
 
@@ -261,15 +261,16 @@ def test_a_graph_that_cannot_be_written_is_not_used(
     bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    model: Any = loaded(bert, "bert")
+    model: Any = loaded(bert, "bert", cache=tmp_path / "absent")
     assert model.engine_choice.engine == "torch"
     assert "not openvino: its graph is not compiled: FileNotFoundError" in model.engine_choice.reason
 
 
 def test_no_file_of_a_graph_is_left(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert loaded(bert, "bert").backbone.engine.engine == "openvino"
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    (tmp_path / "cache").mkdir()
+    assert loaded(bert, "bert", cache=tmp_path / "cache").backbone.engine.engine == "openvino"
+    assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
 
 
 def test_a_lack_of_memory_is_no_choice_of_engine(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
