@@ -48,6 +48,7 @@ DEVICE_LOST_STATUS = 70
 # A lane between two operations waits this long for the interpreter; the 5 ms that Python ships with cost two lanes 2 to
 # 4 %.
 _SWITCH_INTERVAL_S = 0.0005
+_KEPT_PRODUCTS = "64"
 
 
 def _end_process() -> None:
@@ -287,12 +288,16 @@ class Engine:
 
 def prepare_process() -> None:
     """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the
-    allocator, and that no library reports to its maker.
+    allocator, the caches of oneDNN, and that no library reports to its maker.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
+    # oneDNN, and torch for each thread, keep what they made for a product of any size: by default 1,024 of them, of
+    # half a megabyte each (bench/results/memory.md)
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.putenv(name, _KEPT_PRODUCTS)
     # onnxruntime, which gliner imports, and openvino else send and store events from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]

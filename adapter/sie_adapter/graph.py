@@ -33,6 +33,9 @@ from sie_adapter.packing import Int64, Packed, Padded, missing, padded
 # Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
 GROUP_TOKENS = 1024
 _STEPS = ((16, 1), (32, 4), (64, 8), (128, 16))  # of lengths
+# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 300 a
+# mix of lengths is 2 % slower (bench/results/memory.md).
+_KEPT_KERNELS = 300
 _EXAMPLE_TOKENS = 300  # past the local window of ModernBERT, whose masks are made only for longer texts
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -74,6 +77,7 @@ class Graph:
             "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
             "NUM_STREAMS": lanes,
             "INFERENCE_NUM_THREADS": lanes,
+            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
         }
         try:
             # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the

@@ -206,7 +206,8 @@ READS_ENVIRON = {
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 WRITES_ENVIRON = {
     "adapter/sie_adapter/engine.py": (
-        "ORT_DISABLE_TELEMETRY: nothing else keeps onnxruntime from reporting as it is imported"
+        "ORT_DISABLE_TELEMETRY and the sizes of oneDNN's caches: nothing else keeps onnxruntime from reporting as it is"
+        " imported, and bounds the memory of products that were met"
     ),
     "adapter/sie_adapter/process.py": (
         "TORCHINDUCTOR_CACHE_DIR: nothing else keeps torch from making a folder as it is imported"
