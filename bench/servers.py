@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -55,11 +57,8 @@ class Simple:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # its children outlive it otherwise
+        self._process.wait()
 
 
 def main() -> None:

@@ -13,6 +13,11 @@ find . -type f -path './torch/bin/*' ! -name torch_shm_manager -delete
 # what onnxruntime, which gliner imports, has to make models of other formats
 [ ! -d onnxruntime ] || rm -r onnxruntime/tools onnxruntime/transformers
 
+# of OpenVINO what runs on other devices, and reads models of other kinds than PyTorch's and its own
+[ ! -d openvino ] || find openvino/libs -type f -regextype egrep \
+    -regex '.*(intel_gpu_plugin|intel_npu_plugin|npu_.*|(onnx|tensorflow|tensorflow_lite|paddle|gguf|jax)_frontend)\.so.*' -delete
+[ ! -d openvino ] || rm -f openvino/libs/cache.json
+
 # the symbols of the extension modules that have most of them; numpy's and torch's do not bear it
 find . -regex './\(uvloop\|yaml\|tokenizers\|obstore\|httptools\)/.*\.so' -exec strip --strip-unneeded {} +
 

@@ -65,7 +65,7 @@ def health_check(image: str) -> list[str]:
 def installed(image: str) -> list[str]:
     """The requirements that its environment is made of; `.` is the project."""
     steps = " && ".join(rest for word, rest in stages(dockerfile(image))["dependencies"] if word == "RUN")
-    steps = steps.replace("${COMPONENT%%-*}", image.partition("-")[0])
+    steps = steps.replace("$COMPONENT", image)
     if not image.startswith("adapter-"):
         steps = re.sub(r"case .*? esac", "", steps)
     words = [word.strip("\"';") for command in steps.split("&&") for word in _requirements(command)]
