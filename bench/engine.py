@@ -296,8 +296,9 @@ def padding(rounds: int) -> None:
     import torch
     from transformers import MPNetConfig, MPNetModel
 
+    from sie_adapter.attention_backend import attention_facts, resolve_attention
     from sie_adapter.backbone import Backbone, evenly_long
-    from sie_adapter.device import Compute, attention_facts, resolve_attention
+    from sie_adapter.device import Compute
     from sie_adapter.engine import prepare_process
     from sie_adapter.packing import Items
 

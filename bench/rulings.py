@@ -265,14 +265,16 @@ def of_width() -> dict[str, Callable[[], Any]]:
 def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     import torch
 
-    from sie_adapter import device
+    from sie_adapter import attention_backend, device
     from sie_adapter.backbone import Backbone
     from sie_contracts.costs import text_cost
 
     torch.set_num_threads(1)
     sizes = [16, 64, 128, 256, 512, 1024, 2048, 4096]
-    facts = device.attention_facts(torch.device("cpu"), torch.bfloat16)
-    compute = device.Compute(torch.device("cpu"), torch.bfloat16, *device.resolve_attention("auto", facts), facts)
+    facts = attention_backend.attention_facts(torch.device("cpu"), torch.bfloat16)
+    compute = device.Compute(
+        torch.device("cpu"), torch.bfloat16, *attention_backend.resolve_attention("auto", facts), facts
+    )
     say(
         f"## Time of a token by the length of its text\n\n{BATCH_TOKENS} tokens a batch, one thread, bfloat16. Each "
         "beside 16 tokens:"

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sie_adapter import attention
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
-from sie_adapter.device import Compute, give_memory_back, to_device, usable_cores, uses_varlen_kernel
+from sie_adapter.attention_backend import uses_varlen_kernel
+from sie_adapter.device import Compute, give_memory_back, to_device, usable_cores
 from sie_adapter.engines import Choice, Unserved
 from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.graph import Graph, NoGraph
@@ -36,6 +37,7 @@ _TRIAL_LENGTHS = (3, 17, 40, 40, 140)  # past the local window of ModernBERT
 _LORA_LENGTHS = (8, 24)
 _TRIAL_COSINE = {torch.float32: 0.9999}  # per token; 16 bit: _TRIAL_COSINE_16
 _TRIAL_COSINE_16 = 0.99
+_BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
 _PADDED_WASTE = 1.25  # padded tokens for each real one, at most
 
 
@@ -242,6 +244,8 @@ class Backbone:
         self._kernel = self._choose_kernel()
         if self._kernel is None:
             self.run_padded()
+        else:
+            self.attention = _BACKENDS.get(self._kernel, "sdpa")
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
@@ -254,6 +258,7 @@ class Backbone:
             except (
                 AttentionUnsupported,
                 ArithmeticError,
+                ImportError,
                 LookupError,
                 RuntimeError,
                 TypeError,

@@ -1,7 +1,7 @@
-"""What this process computes on, and with which attention: resolved once, logged, reported. Its precision: `precision`.
+"""What this process computes on: resolved once, logged, reported. Its precision: `precision`, its attention:
+`attention_backend`.
 
 SIE_DEVICE ──► resolve_device ──► torch.device
-SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──► backend and the reason for it
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import logging
 import os
 import platform
@@ -18,21 +17,20 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sie_adapter.attention_backend import AttentionFacts, Backend
 from sie_adapter.engines import NO_TEXTS, TORCH, Choice, Facts
 from sie_adapter.tower_outputs import TowerOutputs
 from sie_contracts.settings import SettingError
 from sie_runtime import control_group
 
 _logger = logging.getLogger("sie.adapter")
-
-Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
 _STATUS = Path("/proc/self/status")
 # of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
@@ -85,55 +83,6 @@ def resolve_device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True)
-class AttentionFacts:
-    """What the choice of attention depends on. `capability` is CUDA's compute capability, (0, 0) elsewhere."""
-
-    device_type: str
-    capability: tuple[int, int] = (0, 0)
-    flash_present: bool = False
-    varlen_present: bool = False
-    is_16_bit: bool = False
-
-
-def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
-    """The facts of this machine."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return AttentionFacts(
-        device_type=device.type,
-        capability=capability,
-        flash_present=importlib.util.find_spec("flash_attn") is not None,
-        varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
-        is_16_bit=dtype.itemsize == 2,
-    )
-
-
-def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """The backend, and why. `auto`: flash_attention_2 where everything for it is there, else sdpa. An impossible demand
-    becomes sdpa.
-    """
-    lacks = _flash_lacks(facts)
-    if requested == "eager":
-        return "eager", "as requested"
-    if requested == "flash_attention_2":
-        return (
-            ("sdpa", f"flash_attention_2 was requested but {lacks}") if lacks else ("flash_attention_2", "as requested")
-        )
-    if requested == "sdpa":
-        return "sdpa", "as requested"
-    return ("sdpa", f"auto: {lacks}") if lacks else ("flash_attention_2", "auto")
-
-
-def _flash_lacks(facts: AttentionFacts) -> str:
-    if facts.device_type != "cuda":
-        return f"the device is {facts.device_type}, not cuda"
-    if facts.capability < (8, 0):
-        return f"compute capability {facts.capability[0]}.{facts.capability[1]} is below 8.0"
-    if not facts.flash_present:
-        return "the package flash-attn is not installed"
-    return "" if facts.is_16_bit else "the precision is float32"
-
-
-@dataclass(frozen=True)
 class Compute:
     """Everything that the weights and passes of one model run with on this device.
 
@@ -165,11 +114,6 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     the call.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
-
-
-def uses_varlen_kernel(facts: AttentionFacts) -> bool:
-    """Whether `sdpa` may run PyTorch's own variable-length kernel: CUDA from capability 8.0 on, in 16 bit."""
-    return facts.device_type == "cuda" and facts.capability >= (8, 0) and facts.varlen_present and facts.is_16_bit
 
 
 def label(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from msgspec.structs import replace
 
-from sie_adapter import certificate, engines
+from sie_adapter import attention_backend, certificate, engines
 from sie_adapter import device as devices
 from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
@@ -115,8 +115,8 @@ class Loader:
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
         dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)
-        facts = devices.attention_facts(self.device, dtype)
-        attention = devices.resolve_attention(self.settings.attention_backend, facts)
+        facts = attention_backend.attention_facts(self.device, dtype)
+        attention = attention_backend.resolve_attention(self.settings.attention_backend, facts)
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def _compute_of(self, resolved: Resolved) -> Compute:

@@ -192,6 +192,7 @@ The models are small, random and adversarial (`tests/parity/*checkpoints.py`). T
 compared with stock bfloat16: at most 1.5 times its mean distance, and for dense vectors at most 3 times its worst
 distance. Scores differ by at most 1e-5 in float32. In bfloat16 their ranking has a tau of at least 0.98, or of that of
 the oracle in bfloat16 less 0.01. The bound of BGE-M3 in bfloat16 is 0.995. A kind without a packed value runs padded.
+`graph` is the engine openvino, which a kind without a value does not run on; all else is torch.
 
     python -m pytest tests/parity --parity-table docs/parity.md
 

@@ -26,7 +26,8 @@ from object_stores import Place
 from safetensors.torch import save_file
 from unit.adapter import toys
 
-from sie_adapter.device import AttentionFacts, Memory, resolve_attention
+from sie_adapter.attention_backend import AttentionFacts, resolve_attention
+from sie_adapter.device import Memory
 from sie_adapter.engine import Engine
 from sie_adapter.engines import TORCH
 from sie_adapter.graph import filled_length
@@ -97,7 +98,7 @@ def test_the_attention_backend_is_taken_where_the_device_can(
     backend: str, capability: tuple[int, int], is_16_bit: bool, expected: str
 ) -> None:
     """SIE_ATTENTION_BACKEND: else sdpa."""
-    facts = AttentionFacts("cuda", capability, flash_present=True, is_16_bit=is_16_bit)
+    facts = AttentionFacts("cuda", capability, flash_lacks="", is_16_bit=is_16_bit)
     assert resolve_attention(settings_of(SIE_ATTENTION_BACKEND=backend).attention_backend, facts)[0] == expected
 
 

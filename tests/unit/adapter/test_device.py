@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
+from unit.adapter import toys
 
 from sie_adapter import device as devices
-from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_device, uses_varlen_kernel
+from sie_adapter.attention_backend import (
+    AttentionFacts,
+    Backend,
+    flash_import,
+    resolve_attention,
+    uses_varlen_kernel,
+)
+from sie_adapter.backbone import Backbone
+from sie_adapter.device import Memory, resolve_device
 from sie_contracts.settings import SettingError
 
-AMPERE = AttentionFacts("cuda", (8, 0), flash_present=True, varlen_present=True, is_16_bit=True)
-HOPPER_BARE = AttentionFacts("cuda", (9, 0), flash_present=False, varlen_present=True, is_16_bit=True)
-TURING = AttentionFacts("cuda", (7, 5), flash_present=True, varlen_present=True, is_16_bit=True)
-FLOAT = AttentionFacts("cuda", (8, 0), flash_present=True, varlen_present=True, is_16_bit=False)
-CPU = AttentionFacts("cpu", is_16_bit=True, flash_present=True, varlen_present=True)
+AMPERE = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=True)
+HOPPER_BARE = AttentionFacts("cuda", (9, 0), varlen_present=True, is_16_bit=True)
+TURING = AttentionFacts("cuda", (7, 5), flash_lacks="", varlen_present=True, is_16_bit=True)
+FLOAT = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=False)
+CPU = AttentionFacts("cpu", is_16_bit=True, flash_lacks="", varlen_present=True)
+BACKENDS: tuple[Backend, ...] = ("flash_attention_2", "sdpa", "eager")
 MPS = AttentionFacts("mps", is_16_bit=True)
 
 
@@ -38,6 +51,38 @@ MPS = AttentionFacts("mps", is_16_bit=True)
 def test_attention_resolves(requested: str, facts: AttentionFacts, backend: str, reason: str, varlen: bool) -> None:
     assert resolve_attention(requested, facts) == (backend, reason)
     assert uses_varlen_kernel(facts) is varlen
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (None, "the package flash-attn is not installed"),
+        ("import absent_library", "the package flash-attn is installed and needs absent_library"),
+        (
+            "raise ImportError('flash_attn_2_cuda.so: undefined symbol')",
+            "installed and cannot be imported: ImportError: flash_attn_2_cuda.so: undefined symbol",
+        ),
+        ("", ""),
+    ],
+)
+def test_a_package_of_kernels_counts_if_it_can_be_imported(
+    source: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was built for another torch is installed and of no use."""
+    if source is not None:
+        (tmp_path / "flash_attn.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    found = flash_import.__wrapped__()
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert expected in found
+    assert bool(found) is bool(expected)
+
+
+def test_a_kernel_that_cannot_run_is_not_told_of_as_the_one_in_force(tmp_path: Path) -> None:
+    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)).eval()
+    found = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
+    assert found == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"
 
 
 def test_a_named_device_that_is_absent_is_a_start_error_with_the_name_of_the_setting() -> None:
