@@ -89,7 +89,7 @@ class Compute:
     `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
     one, else empty. `outputs`: what towers made of images. `model`: what the rules of engines look at. `engine`: by
     these rules; a model that it does not serve falls back to torch, unless it is `demanded`. `scratch`: the folder of
-    files that a load writes for itself, None for that of the system.
+    files that a load writes for itself, None for that of the system. `int8`: weights are kept in 8 bits.
     """
 
     device: torch.device
@@ -103,10 +103,11 @@ class Compute:
     model: Facts = NO_TEXTS
     engine: Choice = TORCH
     scratch: Path | None = None
+    int8: bool = False
 
     @property
     def precision(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -30,7 +30,8 @@ from sie_contracts.load_errors import load_failed
 class Facts:
     """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
     the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`: the
-    backend in force. `sglang`: the Python of an environment with that package, empty if none is named.
+    backend in force. `sglang`: the Python of an environment with that package, empty if none is named. `int8`: its
+    weights are to be kept in 8 bits.
 
     Of the files of the model: `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to
     a window alone. `beyond_sglang`: why SGLang does not give the vectors of this model, empty if it does.
@@ -42,27 +43,31 @@ class Facts:
     is_limited: bool = False
     attention: str = "sdpa"
     sglang: str = ""
+    int8: bool = False
     hides_tokens: bool = False
     beyond_sglang: str = ""
 
     @classmethod
-    def of(cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool) -> Facts:
+    def of(cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool) -> Facts:
         """All that is known before the files of the model are read."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
-        return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang)
+        return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
+_INT8 = "load.precision is int8"
 NO_TEXTS = Facts("cpu", reads_text=False)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`reason`: why this one, and what those before it in RULES lack. `demanded`: by the entry of the model."""
+    """`reason`: why this one, and what those before it in RULES lack. `demand`: by what its entry demands it, empty if
+    it does not.
+    """
 
     engine: Engine
     reason: str
-    demanded: bool = False
+    demand: str = ""
 
 
 TORCH = Choice("torch", "the model reads more than texts")
@@ -106,10 +111,14 @@ def _openvino(facts: Facts) -> str:
     return ""
 
 
+def _in_int8(facts: Facts) -> str:
+    return "it has no weights in 8 bits" if facts.int8 else ""
+
+
 def _sglang(facts: Facts) -> str:
     if not facts.sglang:
         return "SIE_SGLANG_PYTHON names no environment that has the package"
-    if more := _reads_more(facts) or facts.beyond_sglang:
+    if more := _reads_more(facts) or facts.beyond_sglang or _in_int8(facts):
         return more
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
@@ -125,13 +134,13 @@ RULES: Mapping[Engine, Rule] = {
         lambda facts: "" if facts.device == "cuda" else f"the device is {facts.device}, not cuda",
         copies=2,
     ),
-    "torch": Rule("it serves every model", "", lambda facts: ""),
+    "torch": Rule("it serves every model", "", _in_int8),
 }
 
 
 def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | None = None) -> Choice:
-    """The engine for such a model. `asked`: by its entry (`load.engine`); an impossible one is refused with
-    ModelLoadFailed INCOMPATIBLE or DEPENDENCY. `missing`: whether a package is not installed.
+    """The engine for such a model. `asked`: by its entry (`load.engine`); an impossible one, or one that does not
+    exist, is refused with ModelLoadFailed INCOMPATIBLE or DEPENDENCY. `missing`: whether a package is not installed.
     """
     missing = missing or _is_missing
     if asked is not None:
@@ -140,16 +149,16 @@ def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | 
             raise load_failed("INCOMPATIBLE", f"load.engine is {asked}: {lacks}")
         if rule.package and missing(rule.package):
             raise load_failed("DEPENDENCY", f"load.engine is {asked}: {_install(rule.package)}")
-        return Choice(asked, "load.engine of its entry", demanded=True)
+        return Choice(asked, "load.engine of its entry", f"load.engine is {asked}")
     lacking: list[str] = []
     for engine, rule in RULES.items():
         lacks = rule.unasked(facts) or rule.obstacle(facts)
         if not lacks and rule.package and missing(rule.package):
             lacks = _install(rule.package)
         if not lacks:
-            return Choice(engine, "; ".join([*lacking, rule.why]))
+            return Choice(engine, "; ".join([*lacking, rule.why]), _INT8 if facts.int8 else "")
         lacking.append(f"not {engine}: {lacks}")
-    raise AssertionError("the last rule has no obstacle")
+    raise load_failed("INCOMPATIBLE", f"{_INT8}: {'; '.join(lacking)}")
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:

@@ -130,11 +130,12 @@ class Loader:
             compute.backend,
             self.settings.sglang_python or "",
             is_limited=devices.is_limited(),
+            int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
         cache = self.settings.cache_folder  # weights fit there: a pod whose /tmp outgrows its limit is evicted
         scratch = cache if os.access(cache, os.W_OK) else None
-        return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch)
+        return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Of the weights while they are loaded, which a CPU does in float32, and several times where a graph is made of
@@ -180,7 +181,7 @@ class Loader:
         try:
             return self._with_certificate(model, choice, folder, resolved, compute)
         except ModelLoadFailed as error:
-            if choice.engine == TORCH.engine or choice.demanded:
+            if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
         del model  # before its weights are read again

@@ -17,7 +17,13 @@ import torch
 
 from sie_contracts.entries import Precision
 
-_DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# of passes: with weights in 8 bits these are computed as with weights in 16
+_DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.bfloat16,
+}
 # the limits of oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; an unknown name limits
 # nothing there either
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
@@ -37,7 +43,7 @@ def resolve_precision(
     if device_type != "cpu" or dtype is torch.float32:
         return dtype, ""
     if lacks:
-        return torch.float32, lacks
+        return torch.float32, "" if own == "int8" else lacks
     return torch.bfloat16, "" if dtype is torch.bfloat16 else "a CPU computes 16-bit models in bfloat16"
 
 

@@ -16,7 +16,7 @@ from sie_contracts.aliases import Alias, is_alias, parse_alias
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.names import in_words
 
-Precision = Literal["float32", "float16", "bfloat16"]
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
@@ -55,11 +55,11 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Options that change the loaded weights. Profiles that differ here are separate residencies.
 
-    `causal` overrides the attention direction of the model's configuration. `append_eos`: the tokenizer adds its end
-    token to every text. `min_pixels` and `max_pixels` bound images of models that take any size, in place of the bounds
-    of preprocessor_config.json. `accept_unproven` loads an entry whose numbers could not be compared with its public
-    oracle (`unproven`). `engine`: what computes the hidden states, in place of the adapter's own choice; one that does
-    not serve the model is refused.
+    `precision` int8 keeps the weights of linear layers in 8 bits, on a CPU alone. `causal` overrides the attention
+    direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
+    and `max_pixels` bound images of models that take any size, in place of the bounds of preprocessor_config.json.
+    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`). `engine`:
+    what computes the hidden states, in place of the adapter's own choice; one that does not serve the model is refused.
     """
 
     precision: Precision | None = None

@@ -109,9 +109,9 @@ class PackedModel:
         return answers.vectors(group.options, rows)
 
 
-def samples_of(family: str) -> int:
+def samples_of(family: str, compute: Compute) -> int:
     """As `Backbone` takes them."""
-    return 0 if families.row(family).gives_vectors else _RANKED_SAMPLES
+    return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:

@@ -66,7 +66,7 @@ class TextEncoder(PackedModel):
         super().__init__(entry, compute)
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, load)
-        samples = samples_of(entry.family)
+        samples = samples_of(entry.family, compute)
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)
             self._parts = builder.parts()

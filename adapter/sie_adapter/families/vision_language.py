@@ -126,7 +126,7 @@ class VisionLanguage(PackedModel):
             if compute.device.type == "cpu":
                 for tower in reader.towers:
                     block_linears(tower)
-            backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family))
+            backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family, compute))
             self._run_on(backbone, reader.adapted, compute)
         self.width, self.heads = reader.width, reader.heads
         self._check_width(entry, reader.output, self.width)

@@ -307,10 +307,10 @@ def test_the_bound_is_that_of_the_precision(dtype: torch.dtype, cosine: float, h
     rows = list(torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     others = [*rows[:4], *_turned(rows[4:], cosine)]
     if holds:
-        assert certificate._agree(good, "it", rows, others, dtype) == pytest.approx(cosine, abs=1e-6)
+        assert certificate._agree(good, "it", rows, others, toys.compute(dtype)) == pytest.approx(cosine, abs=1e-6)
     else:
         with pytest.raises(ModelLoadFailed, match=f"has cosine {cosine}"):
-            certificate._agree(good, "it", rows, others, dtype)
+            certificate._agree(good, "it", rows, others, toys.compute(dtype))
 
 
 @pytest.mark.parametrize("labels", [1, 2])
@@ -318,20 +318,20 @@ def test_scores_must_also_rank_as_the_reference(labels: int, good: ModelEntry) -
     """Kendall's tau 0.98: large scores that are all alike have a good cosine in any order."""
     values = 10 + torch.arange(40) * 1e-3
     rows = [torch.tensor([value] if labels == 1 else [-value, value]) for value in values.tolist()]
-    assert certificate._agree(good, "it", rows, rows, torch.float32) == 1.0
+    assert certificate._agree(good, "it", rows, rows, toys.compute(torch.float32)) == 1.0
     swapped = [*rows[:4], *rows[:3:-1]]
     with pytest.raises(ModelLoadFailed, match=r"ranks otherwise.*Kendall's tau"):
-        certificate._agree(good, "it", rows, swapped, torch.float32)
+        certificate._agree(good, "it", rows, swapped, toys.compute(torch.float32))
 
 
 def test_sparse_rows_are_compared_by_id(good: ModelEntry) -> None:
     ids, weights = torch.tensor([3, 7, 11]), torch.tensor([1.0, 2.0, 3.0])
     row = (ids, weights)
-    assert certificate._agree(good, "it", [row], [(ids.flip(0), weights.flip(0))], torch.float32) == 1.0
+    assert certificate._agree(good, "it", [row], [(ids.flip(0), weights.flip(0))], toys.compute(torch.float32)) == 1.0
     with pytest.raises(ModelLoadFailed, match="has cosine"):
-        certificate._agree(good, "it", [row], [(ids + 1, weights)], torch.float32)
+        certificate._agree(good, "it", [row], [(ids + 1, weights)], toys.compute(torch.float32))
     empty = (ids[:0], weights[:0])
-    assert certificate._agree(good, "it", [empty], [empty], torch.float32) == 1.0
+    assert certificate._agree(good, "it", [empty], [empty], toys.compute(torch.float32)) == 1.0
 
 
 # once

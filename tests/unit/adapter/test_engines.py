@@ -14,13 +14,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import oracle
 import pytest
 import torch
 from parity.checkpoints import ARCHITECTURES, build
+from parity.engine import ParityEngine
 from safetensors.torch import load_file
+from scipy.stats import kendalltau
 
 from sie_adapter import backbone as backbones
-from sie_adapter import engines
+from sie_adapter import certificate, engines
 from sie_adapter.engines import Facts
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.graph import GROUP_TOKENS, Graph, filled_length, groups
@@ -59,7 +62,7 @@ def absent(package: str) -> bool:
 )
 def test_the_first_rule_without_an_obstacle_decides(facts: Facts, engine: Engine, reason: str) -> None:
     choice = engines.choose(None, facts, installed)
-    assert (choice.engine, choice.demanded) == (engine, False)
+    assert (choice.engine, choice.demand) == (engine, "")
     assert reason in choice.reason
 
 
@@ -271,6 +274,59 @@ def test_no_file_of_a_graph_is_left(bert: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "cache").mkdir()
     assert loaded(bert, "bert", cache=tmp_path / "cache").backbone.engine.engine == "openvino"
     assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
+
+
+def test_weights_in_8_bits_rank_as_those_in_32(bert: Path) -> None:
+    small, whole = loaded(bert, "bert", "int8"), loaded(bert, "bert")
+    assert (small.precision, small.requested_precision, small.precision_reason) == ("int8", "int8", "")
+    assert small.engine_choice.demand == "load.precision is int8"
+    assert small.memory_bytes < whole.memory_bytes
+    packed = packed_of([5, 64, 5, 9, 128])
+    found = states(small, packed)
+    assert float(torch.cosine_similarity(found.float(), states(whole, packed), dim=1).min()) > 0.98
+    own = slice(int(packed.bounds[0]), int(packed.bounds[1]))
+    alone = pack(Items(np.array([5]), packed.ids[own].astype(np.int32)), np.arange(1), Positions())
+    torch.testing.assert_close(states(small, alone).float(), found[own].float(), atol=2e-2, rtol=2e-2)
+
+
+def test_minilm_in_8_bits_ranks_texts_as_sentence_transformers() -> None:
+    made = ParityEngine()
+    served = made.load(oracle.model_folder(), "int8", width=384, max_tokens=256, engine="openvino")
+    texts = oracle.ragged_texts(40, seed=3)
+    found, wanted = served.encode(texts, normalize=True), oracle.encode(texts)
+    assert oracle.cosines(found, wanted).min() >= 0.99
+    one, other = np.triu_indices(len(texts), 1)
+    assert kendalltau((found @ found.T)[one, other], (wanted @ wanted.T)[one, other])[0] >= 0.95
+    made.stop()
+
+
+@pytest.mark.parametrize(
+    ("facts", "missing", "reason"),
+    [
+        (replace(TEXTS, device="cuda"), installed, "not openvino: the device is cuda"),
+        (replace(TEXTS, lora="org/lora"), installed, "not torch: it has no weights in 8 bits"),
+        (TEXTS, absent, r"sie-cluster\[openvino\]"),
+    ],
+)
+def test_weights_in_8_bits_are_refused_where_there_is_no_graph(facts: Facts, missing: Any, reason: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=rf"load\.precision is int8: .*{reason}"):
+        engines.choose(None, replace(facts, int8=True), missing)
+
+
+@pytest.mark.parametrize(("bound", "reason"), [("COSINE_8", "has cosine"), ("TAU_8", "Kendall's tau")])
+def test_weights_in_8_bits_that_miss_a_bound_are_refused(
+    bound: str, reason: str, bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, bound, 1.01)
+    with pytest.raises(ModelLoadFailed, match=reason) as caught:
+        loaded(bert, "bert", "int8")
+    assert caught.value.extras["error_class"] == "CERTIFICATE"
+
+
+@pytest.mark.usefixtures("corrupted")
+def test_weights_in_8_bits_do_not_fall_back_to_more(bert: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match=r"load\.precision is int8: the states of the graph"):
+        loaded(bert, "bert", "int8")
 
 
 def test_a_lack_of_memory_is_no_choice_of_engine(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
