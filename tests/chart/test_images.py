@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -240,14 +241,17 @@ def test_compose_starts_without_what_observes_it() -> None:
         assert "profiles" in each or each["restart"] == "on-failure", name
 
 
+def extras_within(name: str, extras: Mapping[str, list[str]]) -> set[str]:
+    """This extra and all that it names, at any depth."""
+    named = re.findall(r"^sie-cluster\[(.*)\]$", "\n".join(extras[name]), re.MULTILINE)
+    return {name}.union(*(extras_within(each, extras) for some in named for each in some.split(",")))
+
+
 def test_the_install_steps_name_extras_that_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for image in IMAGES:
         (own,) = [word for word in installed(image) if word.startswith(".")]
-        assert own[2:-1] in project["optional-dependencies"]
-        extras = set(re.findall(r"[a-z]+", project["optional-dependencies"][own[2:-1]][0].partition("[")[2]))
-        assert extras <= project["optional-dependencies"].keys()
-        assert {image.partition("-")[0], "cli", "tracing"} <= extras
+        assert {image.partition("-")[0], "cli", "tracing"} <= extras_within(own[2:-1], project["optional-dependencies"])
         pinned = [word for word in installed(image) if not word.startswith(".")]
         assert all("==" in word for word in pinned)
     torch = next(each for each in project["optional-dependencies"]["adapter"] if each.startswith("torch"))
