@@ -10,8 +10,8 @@ sglang      a server of that package, in a process of its own                dec
 torch       the packed path of `backbone`                                    everything
 
 What a rule is decided by is measured in bench/results/engine.md, other than that of sglang: whoever names the
-environment has decided. An engine whose states are not those of the stock path
-is not used, whatever the rules say (`backbone`).
+environment has decided. An engine whose states are not those of the stock path is not used, whatever the rules
+say (`backbone`).
 """
 
 from __future__ import annotations

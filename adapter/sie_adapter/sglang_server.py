@@ -228,6 +228,7 @@ class _Server:
         except OSError as error:
             raise NotStarted(str(error)) from error
         self.pid = self._process.pid
+        self._is_over = False
         # for any number of threads; certificates are not read for loopback
         url = f"http://127.0.0.1:{self._port}"
         self._client = httpx.Client(base_url=url, timeout=RUN_S, trust_env=False, verify=False)  # noqa: S501
@@ -280,7 +281,10 @@ class _Server:
         return found
 
     def end(self) -> None:
-        """Kill all of its processes: they have nothing that would be lost."""
+        """Kill all of its processes: they have nothing that would be lost. Once: their number may be another's then."""
+        if self._is_over:
+            return
+        self._is_over = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()

@@ -211,6 +211,19 @@ def test_one_that_does_not_serve_the_model_is_not_used(
         until(lambda: not any(map(runs, started(folder))), "the processes of servers that were not used")
 
 
+def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(folder: Path, fake: str) -> None:
+    with engine(fake) as made:
+        made.residency.ensure("m", entry_of(folder))
+        (folder / "refuses").touch()
+        os.kill(runner_of(made).pid, signal.SIGKILL)
+        for _ in range(2):
+            failed = run(made, TEXTS)
+            assert isinstance(failed, Refused)
+            assert failed.error.code == "INFERENCE_ERROR"
+        (folder / "refuses").unlink()
+        assert len(vectors(run(made, TEXTS))) == len(TEXTS)
+
+
 def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None:
     code = (
         "import sys, torch; from pathlib import Path; from sie_adapter.sglang_server import Launch, SGLang;"
