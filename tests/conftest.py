@@ -2,6 +2,9 @@
 
 import gc
 import logging
+import os
+import shutil
+import tempfile
 from typing import Any
 
 import public_certificates  # noqa: F401
@@ -36,9 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-xdist starts processes."""
     import zygote
 
+    _leave_what_the_user_has(config)
     zygote.share()
     if config.option.verbose > 0 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_AtOnce(config))
+
+
+def _leave_what_the_user_has(config: pytest.Config) -> None:
+    """No test meets a setting of the user's shell or the cluster that runs with the user's data directory."""
+    for name in [name for name in os.environ if name.startswith(("SIE_", "OTEL_"))]:
+        del os.environ[name]
+    if not hasattr(config, "workerinput"):
+        data = tempfile.mkdtemp(prefix="sie-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(data))
+        os.environ["XDG_DATA_HOME"] = data
 
 
 class _AtOnce:

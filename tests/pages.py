@@ -133,9 +133,9 @@ class Reader:
         home = folder / "home"
         home.mkdir(parents=True)
         (home / ".curlrc").write_text("fail\n")  # an error that was answered is one
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SIE_", "OTEL_"))}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-        self._environ = {**kept, "PATH": path, "HOME": str(home), **(environ or {})}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        own = {"PATH": path, "HOME": str(home), "XDG_DATA_HOME": ""}
+        self._environ = {**os.environ, **own, **(environ or {})}
         # one set of ports, since a script that was written has them; two workers where a page asks for them
         self._cluster = Cluster(home / ".local/share/sie", "--workers", "1", workers=2)
         self._cluster.environ = self._environ

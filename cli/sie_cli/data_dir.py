@@ -19,7 +19,9 @@ _LONGEST = "worker-999.sock"
 
 
 def default_data_dir() -> Path:
-    base = os.path.expanduser("~/.local/share")
+    """`sie` in the folder for a user's data (XDG Base Directory Specification)."""
+    named = os.environ.get("XDG_DATA_HOME", "")
+    base = named if os.path.isabs(named) else os.path.expanduser("~/.local/share")
     return Path(base) / "sie"
 
 

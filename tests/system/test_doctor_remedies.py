@@ -66,11 +66,10 @@ NO_COMMAND_TO_RUN = (
 
 def ran(command: str, **environ: str) -> str:
     """Standard output of a command that a user pastes into a shell, with these settings and no others."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("SIE_")}
     path = f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"
-    clean = {**own, "PATH": path, **environ}
+    given = {**os.environ, "PATH": path, **environ}
     done = subprocess.run(
-        ["bash", "-c", command], env=clean, capture_output=True, text=True, timeout=BOUND_S, check=False
+        ["bash", "-c", command], env=given, capture_output=True, text=True, timeout=BOUND_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -235,7 +234,7 @@ def served(data_dir: Path, command: str) -> Cluster:
     """What the command starts, on a port that is free."""
     cluster = Cluster(data_dir)
     cluster.argv = [SIE, *shlex.split(command)[1:], "--port", str(cluster.port), "--no-spare"]
-    cluster.environ = {name: value for name, value in os.environ.items() if not name.startswith("SIE_")} | BEATS
+    cluster.environ = {**os.environ, **BEATS}
     return cluster.start(BOUND_S)
 
 

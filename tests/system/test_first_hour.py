@@ -46,9 +46,10 @@ def folder(tmp_path: Path) -> Path:
 def pasted(code: Sequence[str], folder: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A shell that runs one block after another; what goes on in its background ends with this block."""
     environ = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("SIE_")},
+        **os.environ,
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder),
+        "XDG_DATA_HOME": "",
     }
     with output.open("wb") as file:
         shell = subprocess.Popen(

@@ -5,7 +5,6 @@ machine lacks.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import resource
 import socket
@@ -25,10 +24,6 @@ BOUND_S = 60.0
 _TROUBLE = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|\b[Ww]arning:|Traceback|\[(WRN|ERR|FTL)\]")
 
 
-def without_settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SIE_", "OTEL_"))}
-
-
 @contextlib.contextmanager
 def held(*ports: int) -> Iterator[None]:
     """Somebody else listens on these ports; one that is taken already is taken."""
@@ -42,7 +37,6 @@ def held(*ports: int) -> Iterator[None]:
 def plain(data_dir: Path, *args: str) -> Cluster:
     """`sie serve` with nothing but an API port and a data directory."""
     cluster = Cluster(data_dir)
-    cluster.environ = without_settings()
     cluster.argv = [SIE, "serve", "--port", str(cluster.port), "--data-dir", str(data_dir), *args]
     return cluster
 
@@ -79,7 +73,7 @@ def test_a_start_tells_each_warning_once_and_nothing_else_and_takes_no_port_that
 def refused(data_dir: Path, *args: str, under: Sequence[str] = ()) -> list[str]:
     """The lines that `sie serve` ends with, before it starts anything."""
     argv = [*under, SIE, "serve", "--data-dir", str(data_dir), *args]
-    done = subprocess.run(argv, env=without_settings(), capture_output=True, text=True, timeout=BOUND_S, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert not (data_dir / "nats").exists(), "the broker was started"
     return done.stderr.splitlines()
@@ -161,7 +155,7 @@ def test_a_process_that_cannot_start_ends_the_command_instead_of_being_started_f
     (data_dir / "nats").mkdir()
     (data_dir / "nats" / "jetstream").write_text("a file")
     argv = [SIE, "serve", "--data-dir", str(data_dir), "--port", str(free_ports(1)[0])]
-    done = subprocess.run(argv, env=without_settings(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert (
         "nats-server ended with status 1, 5 times in a row before it was ready: its last lines above say why"

@@ -4,7 +4,6 @@ run.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -117,8 +116,7 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
     monkeypatch.setattr("sie_cli.models.compare.PATIENCE_S", 0.2)
-    clean = {name: None for name in os.environ if name.startswith("SIE_")}
-    found = CliRunner().invoke(main, line.format(sample=sample).split(), env=clean)
+    found = CliRunner().invoke(main, line.format(sample=sample).split())
     assert found.exit_code in (1, 2), found.output
     assert f"no `sie serve` runs with the data directory {tmp_path}: start one with `sie serve`" in found.output
     assert "--url URL" in found.output

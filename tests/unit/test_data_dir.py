@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sie_cli.data_dir import MAX_SOCKET_BYTES, DataDir, socket_path, sockets_folder
+from sie_cli.data_dir import MAX_SOCKET_BYTES, DataDir, default_data_dir, socket_path, sockets_folder
 from sie_contracts.settings import SettingError
 
 LONG = "a-home-with-a-rather-long-name" * 4
@@ -22,6 +22,19 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     with tempfile.TemporaryDirectory(prefix="sie-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [("/data", "/data/sie"), ("", "/home/ann/.local/share/sie"), ("a", "/home/ann/.local/share/sie")],
+)
+def test_a_folder_for_data_is_taken_where_it_is_absolute(
+    named: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The XDG Base Directory Specification ignores a relative one."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("XDG_DATA_HOME", named)
+    assert default_data_dir() == Path(found)
 
 
 def test_sockets_are_in_the_data_directory_where_their_path_may_be_that_long(temporary: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,12 +173,11 @@ async def test_a_password_may_have_any_character_and_stands_in_no_url(
         gateway = await processes.gateway(**broker, **config)
         await processes.sidecar(adapter, **broker, **config)
         assert (await encode(gateway)).status_code == 200
-        env = {name: None for name in os.environ if name.startswith("SIE_")}
         command = ["topology", "check", "--nats-url", url]
-        looked = await asyncio.to_thread(CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password})
+        looked = await asyncio.to_thread(CliRunner().invoke, main, command, env={"SIE_NATS_PASSWORD": password})
         assert looked.exit_code == 0, looked.output
         refused = await asyncio.to_thread(
-            CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password.strip()}
+            CliRunner().invoke, main, command, env={"SIE_NATS_PASSWORD": password.strip()}
         )
         assert refused.exit_code == 2
         assert "uthorization" in refused.output
