@@ -5,6 +5,7 @@ fixed-cost adapter gives.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -23,7 +24,9 @@ TEXTS = oracle.ragged_texts(64, seed=11, longest=60)
 
 @dataclass
 class Outcome:
-    """One request: `status` 0 means that no response came (`failure` says how)."""
+    """One request: `status` 0 means that no response came (`failure` says how). `sent_s`: when its last byte was
+    handed to the kernel.
+    """
 
     started_s: float
     ended_s: float
@@ -34,6 +37,7 @@ class Outcome:
     failure: str = ""
     deliveries: int = 0
     worker: str = ""
+    sent_s: float = math.inf
 
 
 def answered(url: str) -> NDArray[np.float32]:
@@ -75,10 +79,20 @@ class Load:
             "x-sie-explain": "1",
             "x-sie-timeout-ms": str(int(self.timeout_s * 1000)),
         }
-        self.in_flight += 1
+        sent_s = math.inf
+
+        async def trace(event: str, info: object) -> None:
+            nonlocal sent_s
+            if event == "http11.send_request_body.complete":
+                sent_s = time.monotonic()
+                self.in_flight += 1
+
         try:
             answer = await client.post(
-                f"{url}/v1/encode/{self.model}", content=msgspec.msgpack.encode({"items": [text]}), headers=headers
+                f"{url}/v1/encode/{self.model}",
+                content=msgspec.msgpack.encode({"items": [text]}),
+                headers=headers,
+                extensions={"trace": trace},
             )
         except httpx.HTTPError as error:
             outcome = Outcome(started_s, time.monotonic(), 0, failure=type(error).__name__)
@@ -94,7 +108,8 @@ class Load:
                 error = answer.json()["error"]
                 outcome.code, outcome.retryable = error["code"], error["retryable"]
         finally:
-            self.in_flight -= 1
+            self.in_flight -= sent_s < math.inf
+        outcome.sent_s = sent_s
         self.outcomes.append(outcome)
         return outcome
 

@@ -1,15 +1,14 @@
-"""A text model as a graph that OpenVINO compiles for this CPU: ids of texts of nearly equal length ──► states.
+"""A text model as a graph that OpenVINO compiles for this CPU: ids of texts of similar length ──► states.
 
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
 
 Its weights lie in the blocked order of the kernels, and nothing of a pass is Python: one text of 8 tokens takes little
-more than half of what the packed path of torch takes. A batch runs in groups of texts of nearly equal length
+more than half of what the packed path of torch takes. A batch runs in groups of texts of similar length
 (bench/results/engine.md).
 """
 
 from __future__ import annotations
 
-import bisect
 import inspect
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,8 @@ from sie_adapter.packing import Int64, Packed, Padded, missing, padded
 
 # Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
 GROUP_TOKENS = 1024
-_STEPS = ((16, 1), (32, 4), (64, 8), (128, 16))  # of lengths
+PASS_TOKENS = 64  # a pass takes as long as if it had so many more, since it reads all weights
+_STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))  # of lengths
 # What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 300 a
 # mix of lengths is 2 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 300
@@ -105,8 +105,8 @@ class Graph:
     def run(self, packed: Packed) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""
         states: Tensor | None = None
-        for start, stop, columns in groups(packed.lengths, is_exact=self._is_exact):
-            part = padded(packed, start, stop, columns, self._filler)
+        for group in groups(packed.lengths, is_exact=self._is_exact):
+            part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
             found = self._infer(part)
             if states is None:
                 states = torch.empty((len(packed.ids), found.shape[-1]), dtype=self._dtype)
@@ -130,25 +130,49 @@ class _Request(threading.local):
         self.request = compiled.create_infer_request()
 
 
-def groups(lengths: Int64, *, is_exact: bool = False) -> Iterator[tuple[int, int, int]]:
-    """Sequences, shortest first, that run together: the first, the one after the last, and the tokens that each is
-    filled up to, none beyond its own if `is_exact`. A group has 1, 2, 4 or more of them, a power of two: what OpenVINO
-    keeps for each shape that it met stays bounded.
+class Group(NamedTuple):
+    """Sequences from `start` to before `stop` that run together, as `rows` rows of `columns` tokens."""
+
+    start: int
+    stop: int
+    rows: int
+    columns: int
+
+
+def groups(lengths: Int64, *, is_exact: bool = False) -> list[Group]:
+    """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
+    times its columns, and is as if it had PASS_TOKENS more.
+
+    Rows are powers of two and columns are few numbers, so what OpenVINO keeps for each shape that it met stays bounded;
+    rows without a sequence fill up. `is_exact`: the columns of a group are the length of each of its sequences.
     """
     columns = lengths.tolist() if is_exact else [filled_length(length) for length in lengths.tolist()]
-    start = 0
-    while start < len(columns):
-        equal = bisect.bisect_right(columns, columns[start]) - start
-        most = min(equal, max(1, GROUP_TOKENS // columns[start]))
-        stop = start + (1 << (most.bit_length() - 1))
-        yield start, stop, columns[start]
-        start = stop
+    least = [0]  # the time that the first sequences take, by their number
+    starts: list[int] = []  # of the last group of those
+    first = 0
+    for stop, width in enumerate(columns, 1):
+        if is_exact and width != columns[first]:
+            first = stop - 1
+        start, size = stop - 1, width
+        time, chosen = least[start] + size, start
+        while start > first and 2 * size <= GROUP_TOKENS:
+            size *= 2
+            start = max(first, stop - size // width)
+            if least[start] + size < time:
+                time, chosen = least[start] + size, start
+        least.append(time + PASS_TOKENS)
+        starts.append(chosen)
+    found: list[Group] = []
+    stop = len(columns)
+    while stop:
+        start = starts[stop - 1]
+        found.append(Group(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
+        stop = start
+    return found[::-1]
 
 
 def filled_length(length: int) -> int:
-    """Lengths of few values make larger groups: on a mix of lengths with a mean of 87 tokens steps of 16 take 6 % more
-    tokens, and less time than steps of 1, 2, 4, 8 or 32 (bench/results/engine.md).
-    """
+    """Lengths of few values are fewer shapes, for each of which OpenVINO keeps kernels (bench/results/engine.md)."""
     return length + missing(length, _STEPS)
 
 

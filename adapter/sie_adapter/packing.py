@@ -314,12 +314,12 @@ class Padded(NamedTuple):
     types: Int64 | None
 
 
-def padded(packed: Packed, start: int, stop: int, columns: int, filler: int) -> Padded:
-    """The sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens. Counts the padding
-    of the pass.
+def padded(packed: Packed, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
+    """The sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens, and to `rows` rows.
+    Rows without a sequence are attended to. Counts the padding of the pass.
     """
     places = np.arange(columns)[None, :]
-    real = places < packed.lengths[start:stop, None]
+    real = _with_rows(places < packed.lengths[start:stop, None], rows, False)
     tokens = slice(int(packed.bounds[start]), int(packed.bounds[stop]))
     packed.filled(real.size - (tokens.stop - tokens.start))
     ids = np.full(real.shape, filler, np.int64)
@@ -328,8 +328,15 @@ def padded(packed: Packed, start: int, stop: int, columns: int, filler: int) -> 
     if packed.types is not None:
         types = np.zeros(real.shape, np.int64)
         types[real] = packed.types[tokens]
-    seen = real if packed.visible is None else places < packed.visible[start:stop, None]
+    visible = packed.lengths if packed.visible is None else packed.visible
+    seen = _with_rows(places < visible[start:stop, None], rows, True)
     return Padded(tokens, real, seen, ids, types)
+
+
+def _with_rows(found: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
+    """With as many rows as are wanted, at least."""
+    more = rows - len(found)
+    return found if more <= 0 else np.concatenate([found, np.full((more, found.shape[1]), filling)])
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

@@ -338,8 +338,10 @@ def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:
 
 
 async def test_a_worker_before_a_slow_device_answers_in_time_what_it_can(tmp_path: Path) -> None:
-    """40 requests of 2 s at once, whose full batch takes 3 s. In one batch all would be late."""
-    clock = Adapter(Clock(1, 0.05, 0.0075), load_s=0.0, deadly="")
+    """40 requests of 4 s at once, whose full batch takes 6 s. In one batch all would be late. Seconds, since a machine
+    that does something else for one of them is no fault of the worker.
+    """
+    clock = Adapter(Clock(1, 0.05, 0.015), load_s=0.0, deadly="")
     sizes: list[int] = []
     late_s = math.inf  # when batches are of nobody any more
     take: Callable[[int, float], tuple[float, float]] = clock.device.take
@@ -358,8 +360,8 @@ async def test_a_worker_before_a_slow_device_answers_in_time_what_it_can(tmp_pat
         for count in (1, 2, 4):  # what batches take is known
             await asyncio.gather(*(gateway.encode("eight ch") for _ in range(count)))
         sizes.clear()
-        late_s = asyncio.get_running_loop().time() + 1.5
-        answers = await asyncio.gather(*(gateway.encode("eight ch", X_SIE_Timeout_Ms="2000") for _ in range(40)))
+        late_s = asyncio.get_running_loop().time() + 3.0
+        answers = await asyncio.gather(*(gateway.encode("eight ch", X_SIE_Timeout_Ms="4000") for _ in range(40)))
         assert max(sizes) <= 110, "of 400 tokens"
         assert sum(answer.status_code == 200 for answer in answers) >= 10
         late_s = math.inf

@@ -201,6 +201,7 @@ READS_ENVIRON = {
     "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
     "adapter/sie_adapter/sglang_server.py": "hands the paths of its environment on to a server, and nothing else",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
+    "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}

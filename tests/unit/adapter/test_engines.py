@@ -17,6 +17,8 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from parity.checkpoints import ARCHITECTURES, build
 from parity.engine import ParityEngine
 from safetensors.torch import load_file
@@ -26,7 +28,7 @@ from sie_adapter import backbone as backbones
 from sie_adapter import certificate, engines
 from sie_adapter.engines import Facts
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.graph import GROUP_TOKENS, Graph, filled_length, groups
+from sie_adapter.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items, Packed, Positions, pack
 from sie_contracts.catalogue import Catalogue, fingerprint
@@ -103,28 +105,44 @@ def packed_of(lengths: list[int], vocabulary: int = 100) -> Packed:
     return pack(Items(counts, ids), np.arange(len(counts)), Positions())
 
 
-def test_groups_are_powers_of_two_and_hold_every_sequence_once() -> None:
-    lengths = packed_of([7] * 13 + [3] + [500, 490, 510, 505, 500] + [2000, 2000]).lengths
-    found = list(groups(lengths))
-    assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found)][:-1]
-    assert found[-1][1] == len(lengths)
-    for start, stop, columns in found:
-        count = stop - start
-        assert count & (count - 1) == 0
-        assert count * columns <= GROUP_TOKENS or count == 1
-        assert lengths[stop - 1] <= columns <= 1.25 * lengths[start]
-    assert [stop - start for start, stop, columns in found if columns == 7] == [8, 4, 1]
+def cost(found: list[Group]) -> int:
+    return sum(PASS_TOKENS + group.rows * group.columns for group in found)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=40), st.booleans())
+def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(lengths: list[int], is_exact: bool) -> None:
+    lengths.sort()
+    found = groups(np.array(lengths), is_exact=is_exact)
+    assert [group.start for group in found] == [0, *(group.stop for group in found)][:-1]
+    assert found[-1].stop == len(lengths)
+    for group in found:
+        held = lengths[group.start : group.stop]
+        assert group.rows.bit_count() == 1
+        assert 0 < len(held) <= group.rows < 2 * len(held)
+        assert group.rows == 1 or group.rows * group.columns <= GROUP_TOKENS
+        assert group.columns == (held[-1] if is_exact else filled_length(held[-1]))
+        assert not is_exact or len(set(held)) == 1
+    for apart in range(1, len(lengths)):
+        parts = (lengths[:apart], lengths[apart:])
+        assert cost(found) <= sum(cost(groups(np.array(part), is_exact=is_exact)) for part in parts)
+
+
+def test_what_fills_up_costs_less_than_a_pass_more() -> None:
+    rows = {number: [group.rows for group in groups(np.full(number, 8))] for number in (1, 7, 20, 64)}
+    assert rows == {1: [1], 7: [8], 20: [16, 4], 64: [64]}
+    assert groups(np.array([40, 48])) == [Group(0, 2, 2, 48)]
+    assert groups(np.array([3, 500])) == [Group(0, 1, 1, filled_length(3)), Group(1, 2, 1, 512)]
 
 
 def test_lengths_have_few_values_and_grow_by_little() -> None:
-    assert all(length <= filled_length(length) <= 1.25 * length for length in range(1, 8193))
-    assert len({filled_length(length) for length in range(1, 513)}) == 16 + 4 + 4 + 28
-    assert [filled_length(length) for length in (1, 8, 16, 17, 33, 65, 87)] == [1, 8, 16, 20, 40, 80, 96]
+    assert all(length <= filled_length(length) <= max(length + 7, 1.5 * length) for length in range(1, 8193))
+    assert len({filled_length(length) for length in range(1, 513)}) == 4 + 2 + 14
+    assert [filled_length(length) for length in (1, 8, 16, 17, 33, 65, 87)] == [8, 8, 16, 24, 48, 96, 96]
 
 
 def test_models_with_windows_are_not_filled_up() -> None:
     lengths = np.array([17, 17, 18, 500])
-    assert list(groups(lengths, is_exact=True)) == [(0, 2, 17), (2, 3, 18), (3, 4, 500)]
+    assert groups(lengths, is_exact=True) == [Group(0, 2, 2, 17), Group(2, 3, 1, 18), Group(3, 4, 1, 500)]
 
 
 @pytest.fixture(scope="module")
