@@ -70,6 +70,7 @@ class Graph:
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
+        self._max_tokens = max_tokens
         self.memory_bytes: int = sum(each.numel() * dtype.itemsize for each in model.parameters())
         self._names = _names_of(model)
         self._is_exact = has_windows(model.config)
@@ -105,7 +106,7 @@ class Graph:
     def run(self, packed: Packed) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""
         states: Tensor | None = None
-        for group in groups(packed.lengths, is_exact=self._is_exact):
+        for group in groups(packed.lengths, self._max_tokens, is_exact=self._is_exact):
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
             found = self._infer(part)
             if states is None:
@@ -139,14 +140,15 @@ class Group(NamedTuple):
     columns: int
 
 
-def groups(lengths: Int64, *, is_exact: bool = False) -> list[Group]:
+def groups(lengths: Int64, max_tokens: int, *, is_exact: bool = False) -> list[Group]:
     """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
     times its columns, and is as if it had PASS_TOKENS more.
 
     Rows are powers of two and columns are few numbers, so what OpenVINO keeps for each shape that it met stays bounded;
-    rows without a sequence fill up. `is_exact`: the columns of a group are the length of each of its sequences.
+    rows without a sequence fill up. Nothing is filled up beyond `max_tokens`, for which the model may have no position.
+    `is_exact`: the columns of a group are the length of each of its sequences.
     """
-    columns = lengths.tolist() if is_exact else [filled_length(length) for length in lengths.tolist()]
+    columns = lengths.tolist() if is_exact else [filled_length(length, max_tokens) for length in lengths.tolist()]
     least = [0]  # the time that the first sequences take, by their number
     starts: list[int] = []  # of the last group of those
     first = 0
@@ -171,9 +173,9 @@ def groups(lengths: Int64, *, is_exact: bool = False) -> list[Group]:
     return found[::-1]
 
 
-def filled_length(length: int) -> int:
+def filled_length(length: int, max_tokens: int) -> int:
     """Lengths of few values are fewer shapes, for each of which OpenVINO keeps kernels (bench/results/engine.md)."""
-    return length + missing(length, _STEPS)
+    return max(length, min(length + missing(length, _STEPS), max_tokens))
 
 
 def has_windows(config: PretrainedConfig) -> bool:

@@ -109,10 +109,12 @@ def cost(found: list[Group]) -> int:
     return sum(PASS_TOKENS + group.rows * group.columns for group in found)
 
 
-@given(st.lists(st.integers(1, 700), min_size=1, max_size=40), st.booleans())
-def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(lengths: list[int], is_exact: bool) -> None:
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=40), st.integers(1, 900), st.booleans())
+def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
+    lengths: list[int], max_tokens: int, is_exact: bool
+) -> None:
     lengths.sort()
-    found = groups(np.array(lengths), is_exact=is_exact)
+    found = groups(np.array(lengths), max_tokens, is_exact=is_exact)
     assert [group.start for group in found] == [0, *(group.stop for group in found)][:-1]
     assert found[-1].stop == len(lengths)
     for group in found:
@@ -120,29 +122,30 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(lengths: list
         assert group.rows.bit_count() == 1
         assert 0 < len(held) <= group.rows < 2 * len(held)
         assert group.rows == 1 or group.rows * group.columns <= GROUP_TOKENS
-        assert group.columns == (held[-1] if is_exact else filled_length(held[-1]))
+        assert group.columns == (held[-1] if is_exact else filled_length(held[-1], max_tokens))
+        assert group.columns <= max(held[-1], max_tokens)
         assert not is_exact or len(set(held)) == 1
     for apart in range(1, len(lengths)):
         parts = (lengths[:apart], lengths[apart:])
-        assert cost(found) <= sum(cost(groups(np.array(part), is_exact=is_exact)) for part in parts)
+        assert cost(found) <= sum(cost(groups(np.array(part), max_tokens, is_exact=is_exact)) for part in parts)
 
 
 def test_what_fills_up_costs_less_than_a_pass_more() -> None:
-    rows = {number: [group.rows for group in groups(np.full(number, 8))] for number in (1, 7, 20, 64)}
+    rows = {number: [group.rows for group in groups(np.full(number, 8), 512)] for number in (1, 7, 20, 64)}
     assert rows == {1: [1], 7: [8], 20: [16, 4], 64: [64]}
-    assert groups(np.array([40, 48])) == [Group(0, 2, 2, 48)]
-    assert groups(np.array([3, 500])) == [Group(0, 1, 1, filled_length(3)), Group(1, 2, 1, 512)]
+    assert groups(np.array([40, 48]), 512) == [Group(0, 2, 2, 48)]
+    assert groups(np.array([3, 500]), 512) == [Group(0, 1, 1, 8), Group(1, 2, 1, 512)]
 
 
 def test_lengths_have_few_values_and_grow_by_little() -> None:
-    assert all(length <= filled_length(length) <= max(length + 7, 1.5 * length) for length in range(1, 8193))
-    assert len({filled_length(length) for length in range(1, 513)}) == 4 + 2 + 14
-    assert [filled_length(length) for length in (1, 8, 16, 17, 33, 65, 87)] == [8, 8, 16, 24, 48, 96, 96]
+    assert all(length <= filled_length(length, 8192) <= max(length + 7, 1.5 * length) for length in range(1, 8193))
+    assert len({filled_length(length, 512) for length in range(1, 513)}) == 4 + 2 + 14
+    assert [filled_length(length, 90) for length in (1, 8, 16, 17, 33, 65, 87)] == [8, 8, 16, 24, 48, 90, 90]
 
 
 def test_models_with_windows_are_not_filled_up() -> None:
     lengths = np.array([17, 17, 18, 500])
-    assert groups(lengths, is_exact=True) == [Group(0, 2, 2, 17), Group(2, 3, 1, 18), Group(3, 4, 1, 500)]
+    assert groups(lengths, 512, is_exact=True) == [Group(0, 2, 2, 17), Group(2, 3, 1, 18), Group(3, 4, 1, 500)]
 
 
 @pytest.fixture(scope="module")
