@@ -8,6 +8,7 @@ rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays    
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,8 +133,9 @@ def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
 def _add_dense(options: RunOptions, pooled: Tensor, found: Answers) -> None:
     cut = _cut(pooled, options, keep_scale=True)
     norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
-    for item in np.flatnonzero(~((norms > 0) & torch.isfinite(norms)).cpu().numpy()).tolist():
-        found[item] = not_finite()
+    for item, norm in enumerate(norms.flatten().tolist()):
+        if not 0 < norm < math.inf:
+            found[item] = not_finite()
     _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, found)
 
 

@@ -199,7 +199,8 @@ class Backbone:
         reference = self.forward_padded(sample)
         try:
             graph = Graph(self._model, self._compute, usable_cores(), self._pad, self._max_tokens)
-            self._compare(graph.run(sample), reference, "the states of the graph")
+            for states in graph.trials(sample):
+                self._compare(states, reference, "the states of the graph")
         except (NoGraph, AttentionUnsupported) as error:
             if self.engine.demand:
                 raise load_failed("INCOMPATIBLE", f"{self.engine.demand}: {error}") from error

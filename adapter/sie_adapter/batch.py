@@ -179,7 +179,8 @@ class BatchRun:
                 self._rows["multivector"][row] = Given(to_device(vectors, self._device))
                 self._wanted["multivector"][row] = False
         for head, wanted in self._wanted.items():
-            wanted[list(self._errors)] = False
+            if self._errors:
+                wanted[list(self._errors)] = False
             needing |= wanted & ~self._queries
             for row in np.flatnonzero(wanted & self._queries).tolist():
                 start = int(self._items.starts[row])
@@ -327,6 +328,9 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
     """Rows that must not reach the device: an id out of range would end its context, a length out of range would read
     foreign rows.
     """
+    smallest, largest = batch.ids.min(initial=0), batch.ids.max(initial=0)
+    if batch.lengths.max(initial=0) <= model.max_tokens and smallest >= 0 and largest < model.vocabulary:
+        return {}
     low, high = batch.extremes()
     wrong = (batch.lengths > model.max_tokens) | (low < 0) | (high >= model.vocabulary)
     errors: dict[int, SIEError] = {}

@@ -55,6 +55,7 @@ class Facts:
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
+TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = Facts("cpu", reads_text=False)
 
@@ -81,18 +82,27 @@ class Unserved(Exception):
 class Rule:
     """`why`: what the measurement says. `package`: that has to be installed, by the extra of the same name.
     `obstacle`: why the engine does not serve such a model, empty if it does. `unasked`: why it does not unless the
-    entry of the model asks for it. `copies` of the weights are held at most while a model is loaded.
+    entry of the model asks for it. `held_bytes`: at most, while a model is loaded whose weights have so many bytes.
     """
 
     why: str
     package: str
     obstacle: Callable[[Facts], str]
     unasked: Callable[[Facts], str] = lambda facts: ""
-    copies: int = 1
+    held_bytes: Callable[[int], int] = lambda weight_bytes: weight_bytes
 
 
 def _reads_more(facts: Facts) -> str:
     return "" if facts.reads_text else "the model reads more than texts"
+
+
+def is_compiled_twice(weight_bytes: int) -> bool:
+    """Whether a graph of so many bytes of weights in float32 is compiled for a lane that is alone as well."""
+    return weight_bytes <= TWICE_BYTES
+
+
+def _bytes_of_graphs(weight_bytes: int) -> int:
+    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
 
 
 def _openvino(facts: Facts) -> str:
@@ -126,13 +136,13 @@ def _sglang(facts: Facts) -> str:
 
 
 RULES: Mapping[Engine, Rule] = {
-    "openvino": Rule("on a CPU it is the fastest for one text", "openvino", _openvino, copies=2),
+    "openvino": Rule("on a CPU it is the fastest for one text", "openvino", _openvino, held_bytes=_bytes_of_graphs),
     "sglang": Rule(
         "SIE_SGLANG_PYTHON names an environment with SGLang, which is for decoder models",
         "",
         _sglang,
         lambda facts: "" if facts.device == "cuda" else f"the device is {facts.device}, not cuda",
-        copies=2,
+        held_bytes=lambda weight_bytes: 2 * weight_bytes,
     ),
     "torch": Rule("it serves every model", "", _in_int8),
 }

@@ -14,19 +14,22 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sie_adapter.checkpoint import construction
 from sie_adapter.device import Compute
+from sie_adapter.engines import is_compiled_twice
 from sie_adapter.failure import is_out_of_memory
+from sie_adapter.lanes import is_alone
 from sie_adapter.packing import Int64, Packed, Padded, missing, padded
 
 # Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
@@ -36,6 +39,11 @@ _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))  # of lengths
 # What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 300 a
 # mix of lengths is 2 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 300
+_KEPT_KERNELS_OF_WINDOWS = 100  # lengths are not filled up, so shapes are many
+# A lane that is alone runs a short batch on two threads, which nearly halves the time of one short text. Beside another
+# lane it would wait for the slower of its threads (bench/results/engine.md).
+_THREADS_ALONE = 2
+_TOKENS_ALONE = 256
 _EXAMPLE_TOKENS = 300  # past the local window of ModernBERT, whose masks are made only for longer texts
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -76,10 +84,9 @@ class Graph:
         self._is_exact = has_windows(model.config)
         options = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
-            "NUM_STREAMS": lanes,
-            "INFERENCE_NUM_THREADS": lanes,
-            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
+            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS_OF_WINDOWS if self._is_exact else _KEPT_KERNELS,
         }
+        is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * sum(each.numel() for each in model.parameters()))
         try:
             # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the
             # order of its kernels, and pages of a file take no memory that is needed for anything else
@@ -91,10 +98,11 @@ class Graph:
                         self.memory_bytes -= compress(converted) * (dtype.itemsize - 1)
                     _runtime().save_model(converted, path, compress_to_fp16=False)
                     del converted
-                self._compiled = _runtime().Core().compile_model(path, "CPU", options)
+                self._of_lanes = _Compiled(path, options, lanes, lanes)
+                self._alone = _Compiled(path, options, 1, _THREADS_ALONE) if is_twice else None
         except (RuntimeError, OSError) as error:
             raise _no_graph("its graph is not compiled", error) from error
-        self._of_thread = _Request(self._compiled)
+        self.memory_bytes *= 2 if is_twice else 1
 
     def places(self, packed: Packed) -> slice:
         """The tokens whose states `run` gives: all."""
@@ -105,30 +113,51 @@ class Graph:
 
     def run(self, packed: Packed) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""
+        if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
+            return self._run(packed, self._alone)
+        return self._run(packed, self._of_lanes)
+
+    def trials(self, packed: Packed) -> Iterator[Tensor]:
+        """What `run` gives in each way that it may run."""
+        for compiled in (self._of_lanes, self._alone):
+            if compiled is not None:
+                yield self._run(packed, compiled)
+
+    def _run(self, packed: Packed, compiled: _Compiled) -> Tensor:
         states: Tensor | None = None
         for group in groups(packed.lengths, self._max_tokens, is_exact=self._is_exact):
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
-            found = self._infer(part)
+            found = compiled.infer(self._inputs(part))
             if states is None:
                 states = torch.empty((len(packed.ids), found.shape[-1]), dtype=self._dtype)
-            whole = found.reshape(-1, found.shape[-1]) if part.real.all() else found[part.real]
-            states[part.tokens] = torch.from_numpy(whole)
-            del found, whole  # their memory is that of the next group's states
+            states[part.tokens] = torch.from_numpy(found[part.real])
         assert states is not None
         return states
 
-    def _infer(self, part: Padded) -> Any:
+    def _inputs(self, part: Padded) -> list[Int64]:
         inputs = [part.ids, part.seen.astype(np.int64)]
         if _TYPES in self._names:
             inputs.append(np.zeros_like(part.ids) if part.types is None else part.types)
-        return self._of_thread.request.infer(inputs, share_inputs=True, share_outputs=True)[0]
+        return inputs
 
 
-class _Request(threading.local):
-    """That of the calling thread: one runs one pass at a time."""
+class _Compiled:
+    """A graph compiled for so many streams, of so many threads together. `infer` may be called on as many threads."""
 
-    def __init__(self, compiled: Any) -> None:
-        self.request = compiled.create_infer_request()
+    def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
+        more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
+        self._compiled = _runtime().Core().compile_model(path, "CPU", {**options, **more})
+        self._of_thread = threading.local()
+
+    def infer(self, inputs: Sequence[Int64]) -> NDArray[Any]:
+        """States, [rows, columns, width], until the calling thread asks again."""
+        request = getattr(self._of_thread, "request", None)
+        if request is None:
+            request = self._of_thread.request = self._compiled.create_infer_request()
+        for place, each in enumerate(inputs):  # less Python than `infer` with inputs has
+            request.set_input_tensor(place, _runtime().Tensor(each, shared_memory=True))
+        request.infer()
+        return cast("NDArray[Any]", request.get_output_tensor(0).data)
 
 
 class Group(NamedTuple):

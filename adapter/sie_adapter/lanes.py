@@ -23,6 +23,7 @@ from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
+
+
+def is_alone() -> bool:
+    """Whether the calling thread is a lane beside which no other runs a batch."""
+    lanes: Lanes | None = getattr(_thread, "lanes", None)
+    return lanes is not None and lanes.busy <= 1
 
 
 class Lanes:
@@ -74,6 +81,11 @@ class Lanes:
     def waiting(self) -> int:
         """Jobs that no lane has taken yet."""
         return self._jobs.qsize()
+
+    @property
+    def busy(self) -> int:
+        """Lanes that run a batch now."""
+        return sum(map(bool, self._busy_since))
 
     @property
     def batches(self) -> int:
@@ -105,6 +117,7 @@ class Lanes:
 
     def _run(self, lane: int) -> None:
         torch.set_num_threads(self._torch_threads)
+        _thread.lanes = self
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 self._serve(lane, job)

@@ -145,8 +145,8 @@ class Loader:
             _family(resolved)  # what will be refused is not downloaded first
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
-            copies = engines.RULES[compute.engine.engine].copies
-            return copies * weight_bytes(self._located(resolved).folder, dtype.itemsize)
+            rule = engines.RULES[compute.engine.engine]
+            return rule.held_bytes(weight_bytes(self._located(resolved).folder, dtype.itemsize))
 
     def _located(self, resolved: Resolved) -> Located:
         located = self.sources.locate(resolved.entry)

@@ -250,6 +250,8 @@ class Packed:
 
 def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
     """Lay out the `chosen` items (indices into the batch, each of at least one token)."""
+    if len(chosen) == 1:
+        return _packed_alone(batch, chosen, numbering)
     if batch.visible is None:
         order = chosen[np.argsort(batch.lengths[chosen], kind="stable")]
         visible = batch.lengths[order]
@@ -271,6 +273,28 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
     bounds = np.concatenate([[0], ends]).astype(np.int32)
     types = None if batch.types is None else batch.types[source]
     return Packed(ids, positions, bounds, groups, order, types, None if batch.visible is None else visible)
+
+
+def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
+    """One item, with less Python: a search box asks for one at a time."""
+    item = int(chosen[0])
+    length, start = int(batch.lengths[item]), int(batch.starts[item])
+    source = slice(start, start + length)
+    visible = length if batch.visible is None else int(batch.visible[item])
+    ids = batch.ids[source].astype(np.int64)
+    if numbering.pad is not None and (ids == numbering.pad).any():
+        positions = _positions_around_pads(ids, numbering, np.array([0]), np.array([length]))
+    else:
+        positions = np.arange(numbering.first, numbering.first + length)
+    return Packed(
+        ids,
+        positions,
+        np.array([0, length], np.int32),
+        np.array([[0, 1, length, visible]]),
+        chosen,
+        None if batch.types is None else batch.types[source],
+        None if batch.visible is None else batch.visible[chosen],
+    )
 
 
 def filled_up(packed: Packed, filler: int, numbering: Positions) -> Packed:

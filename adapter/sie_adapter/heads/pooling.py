@@ -36,13 +36,13 @@ def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooli
         return torch.segment_reduce(hidden.float(), "mean", offsets=bounds.long())
     means = []
     for first, sequences, length, *_ in groups:
-        group = hidden[first : first + sequences * length].unflatten(0, (sequences, length))
+        group = hidden[first : first + sequences * length].view(sequences, length, hidden.shape[1])
         if pooling == "mean":
             means.append(group.mean(1, dtype=torch.float32))
         else:
             weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
             means.append(torch.einsum("slw,l->sw", group.float(), weights / weights.sum()))
-    return torch.cat(means)
+    return means[0] if len(means) == 1 else torch.cat(means)
 
 
 class DenseHead:

@@ -26,6 +26,7 @@ from scipy.stats import kendalltau
 
 from sie_adapter import backbone as backbones
 from sie_adapter import certificate, engines
+from sie_adapter import graph as graphs
 from sie_adapter.engines import Facts
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups
@@ -252,15 +253,17 @@ def test_an_architecture_that_does_not_convert_runs_on_torch(longrope: Path) -> 
         loaded(longrope, "llama longrope", engine="openvino")
 
 
-@pytest.fixture
-def corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph gives states that are not those of the model."""
+@pytest.fixture(params=["_of_lanes", "_alone"])
+def corrupted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """One copy of the graph gives states that are not those of the model."""
 
     class Corrupted(Graph):
-        def run(self, packed: Packed) -> torch.Tensor:
-            return super().run(packed).roll(1, dims=1)
+        def _run(self, packed: Packed, compiled: Any) -> torch.Tensor:
+            found = super()._run(packed, compiled)
+            return found.roll(1, dims=1) if compiled is getattr(self, request.param) else found
 
     monkeypatch.setattr(backbones, "Graph", Corrupted)
+    monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
 
 
 @pytest.mark.usefixtures("corrupted")
@@ -274,11 +277,47 @@ def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
         loaded(bert, "bert", engine="openvino")
 
 
-@pytest.mark.parametrize(("load", "copies"), [({}, 2), ({"engine": "torch"}, 1)])
+@pytest.mark.parametrize(("load", "copies"), [({}, 3), ({"engine": "torch"}, 1)])
 def test_the_copies_of_a_conversion_count_before_a_load(bert: Path, load: dict[str, Any], copies: int) -> None:
     entry = entry_of(bert, "bert", load)
     nbytes = sum(each.numel() * 4 for each in load_file(bert / "model.safetensors").values())
     assert loader_of(bert).needed_bytes(Catalogue.resolve_profile(entry, "default", entry.id)) == copies * nbytes
+
+
+def test_a_lane_that_is_alone_runs_a_short_batch_on_a_copy_of_more_threads(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
+    graph: Any = loaded(bert, "bert").backbone._runner
+    ran: list[Any] = []
+    run = graph._run
+
+    def noted(packed: Packed, compiled: Any) -> torch.Tensor:
+        ran.append(compiled)
+        return run(packed, compiled)  # type: ignore[no-any-return]
+
+    graph._run = noted
+    short, long = packed_of([9]), packed_of([100, 100, 100])
+    for is_alone, packed, expected in (
+        (True, short, graph._alone),
+        (True, long, graph._of_lanes),
+        (False, short, graph._of_lanes),
+    ):
+        monkeypatch.setattr(graphs, "is_alone", lambda is_alone=is_alone: is_alone)
+        graph.run(packed)
+        assert ran.pop() is expected
+    first, second = graph.trials(short)
+    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
+
+
+def test_one_core_and_large_weights_have_one_copy(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
+    twice = loaded(bert, "bert").memory_bytes
+    monkeypatch.setattr(backbones, "usable_cores", lambda: 1)
+    assert loaded(bert, "bert").memory_bytes == twice // 2
+    monkeypatch.setattr(backbones, "usable_cores", lambda: 2)
+    monkeypatch.setattr(engines, "TWICE_BYTES", 1000)
+    assert loaded(bert, "bert").memory_bytes == twice // 2
 
 
 def test_a_graph_that_cannot_be_written_is_not_used(

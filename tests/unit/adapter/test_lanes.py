@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from sie_adapter.lanes import Job, Lanes
+from sie_adapter.lanes import Job, Lanes, is_alone
 from sie_adapter.spoilt import afresh
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import arm
@@ -42,6 +42,30 @@ def test_a_batch_whose_lane_fails_is_refused_and_the_next_one_runs(place: str) -
     finally:
         arm("")
         assert lanes.stop(5.0)
+
+
+def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
+    found: list[bool] = []
+    both = threading.Barrier(2, timeout=5.0)
+
+    def execute(message: RunBatch) -> Reply:
+        if message.batch != "alone":
+            both.wait()
+        found.append(is_alone())
+        if message.batch != "alone":
+            both.wait()
+        return BatchDone(message.batch, (), b"", 0.0, 0.0)
+
+    lanes = Lanes(2, execute)
+    assert not is_alone(), "of no lane"
+    answers(lanes, "alone")
+    jobs = [Job(batch(name), lambda reply: None) for name in "ab"]
+    for job in jobs:
+        lanes.submit(job)
+    assert all(job.finished.wait(5.0) for job in jobs)
+    answers(lanes, "alone")
+    assert lanes.stop(5.0)
+    assert found == [True, False, False, True]
 
 
 def test_what_fails_afresh_is_freed_with_its_error() -> None:
