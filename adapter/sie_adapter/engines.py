@@ -102,7 +102,7 @@ def is_compiled_twice(weight_bytes: int) -> bool:
 
 
 def _bytes_of_graphs(weight_bytes: int) -> int:
-    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
+    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes  # the weights of torch and the compiled ones
 
 
 def _openvino(facts: Facts) -> str:
