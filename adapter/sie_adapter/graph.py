@@ -36,10 +36,9 @@ from sie_adapter.packing import Int64, Packed, Padded, missing, padded
 GROUP_TOKENS = 1024
 PASS_TOKENS = 64  # a pass takes as long as if it had so many more, since it reads all weights
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))  # of lengths
-# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 300 a
-# mix of lengths is 2 % slower (bench/results/memory.md).
-_KEPT_KERNELS = 300
-_KEPT_KERNELS_OF_WINDOWS = 100  # lengths are not filled up, so shapes are many
+# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 100 a mix
+# of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+_KEPT_KERNELS = 100
 # A lane that is alone runs a short batch on two threads, which nearly halves the time of one short text. Beside another
 # lane it would wait for the slower of its threads (bench/results/engine.md).
 _THREADS_ALONE = 2
@@ -84,7 +83,7 @@ class Graph:
         self._is_exact = has_windows(model.config)
         options = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
-            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS_OF_WINDOWS if self._is_exact else _KEPT_KERNELS,
+            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * sum(each.numel() for each in model.parameters()))
         try:
