@@ -36,8 +36,8 @@ from sie_adapter.packing import Int64, Packed, Padded, missing, padded
 GROUP_TOKENS = 1024
 PASS_TOKENS = 64  # a pass takes as long as if it had so many more, since it reads all weights
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))  # of lengths
-# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 100 a mix
-# of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 100 a
+# mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
 # A lane that is alone runs a short batch on two threads, which nearly halves the time of one short text. Beside another
 # lane it would wait for the slower of its threads (bench/results/engine.md).
