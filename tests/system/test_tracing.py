@@ -51,7 +51,7 @@ def cluster(
     with running(tmp_path_factory.mktemp("tracing"), *args, environ=environ) as cluster:
         with httpx.Client(base_url=cluster.url, timeout=120) as client:
             for verb in BODIES:  # loaded, so that what follows waits for the device alone
-                assert ask(client, verb).status_code == 200
+                assert ask(client, verb, **{"x-sie-timeout-ms": "120000"}).status_code == 200
         yield cluster
 
 

@@ -30,7 +30,6 @@ from sie_adapter.attention_backend import AttentionFacts, resolve_attention
 from sie_adapter.device import Memory
 from sie_adapter.engine import Engine
 from sie_adapter.engines import TORCH
-from sie_adapter.graph import filled_length
 from sie_adapter.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
@@ -289,12 +288,8 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         good, refused, malformed = sorted(told(engine, 3), key=lambda batch: batch.number)
         assert (good.number, good.model, good.operation, good.lora, good.failed) == (1, entry.id, "encode", False, 0)
         assert (good.rows, good.inputs, good.items) == (2, 2, 2)
-        assert (good.tokens, good.longest, good.attention, good.padding) == (
-            83,
-            60,
-            4129,
-            filled_length(60) + filled_length(23) - 83,
-        )
+        computed = sum(group.rows * group.columns for group in graph.groups(np.array([23, 60]), entry.max_tokens))
+        assert (good.tokens, good.longest, good.attention, good.padding) == (83, 60, 4129, computed - 83)
         assert (good.inference_ms, good.postprocess_ms) == (round(done.inference_ms, 3), round(done.postprocess_ms, 3))
         assert good.inference_ms > 0
         assert good.wait_ms >= 0
