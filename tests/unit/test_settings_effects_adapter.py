@@ -26,6 +26,7 @@ from object_stores import Place
 from safetensors.torch import save_file
 from unit.adapter import toys
 
+from sie_adapter import graph
 from sie_adapter.attention_backend import AttentionFacts, resolve_attention
 from sie_adapter.device import Memory
 from sie_adapter.engine import Engine
