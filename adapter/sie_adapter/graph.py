@@ -80,7 +80,7 @@ class Graph:
         self._max_tokens = max_tokens
         self.memory_bytes: int = sum(each.numel() * dtype.itemsize for each in model.parameters())
         self._names = _names_of(model)
-        self._is_exact = has_windows(model.config)
+        self._max_filling = most_filling(model.config)
         options = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
             "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
@@ -124,7 +124,7 @@ class Graph:
 
     def _run(self, packed: Packed, compiled: _Compiled) -> Tensor:
         states: Tensor | None = None
-        for group in groups(packed.lengths, self._max_tokens, is_exact=self._is_exact):
+        for group in groups(packed.lengths, self._max_tokens, self._max_filling):
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
             found = compiled.infer(self._inputs(part))
             if states is None:
@@ -168,21 +168,22 @@ class Group(NamedTuple):
     columns: int
 
 
-def groups(lengths: Int64, max_tokens: int, *, is_exact: bool = False) -> list[Group]:
+def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[Group]:
     """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
     times its columns, and is as if it had PASS_TOKENS more.
 
     Rows are powers of two and columns are few numbers, so what OpenVINO keeps for each shape that it met stays bounded;
-    rows without a sequence fill up. Nothing is filled up beyond `max_tokens`, for which the model may have no position.
-    `is_exact`: the columns of a group are the length of each of its sequences.
+    rows without a sequence fill up. No sequence is filled up beyond `max_tokens`, for which the model may have no
+    position, or by more than `max_filling`.
     """
-    columns = lengths.tolist() if is_exact else [filled_length(length, max_tokens) for length in lengths.tolist()]
+    own = lengths.tolist()
+    columns = [filled_length(length, max_tokens, max_filling) for length in own]
     least = [0]  # the time that the first sequences take, by their number
     starts: list[int] = []  # of the last group of those
-    first = 0
+    first = 0  # that may run with the last of those
     for stop, width in enumerate(columns, 1):
-        if is_exact and width != columns[first]:
-            first = stop - 1
+        while width - own[first] > max_filling:
+            first += 1
         start, size = stop - 1, width
         time, chosen = least[start] + size, start
         while start > first and 2 * size <= GROUP_TOKENS:
@@ -201,17 +202,26 @@ def groups(lengths: Int64, max_tokens: int, *, is_exact: bool = False) -> list[G
     return found[::-1]
 
 
-def filled_length(length: int, max_tokens: int) -> int:
+def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
     """Lengths of few values are fewer shapes, for each of which OpenVINO keeps kernels (bench/results/engine.md)."""
-    return max(length, min(length + missing(length, _STEPS), max_tokens))
+    filled = min(length + missing(length, _STEPS), max_tokens)
+    return max(length, filled) if filled - length <= max_filling else length
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Whether some of its layers attend to a window alone. Tokens that fill a text up would see nothing there, and what
-    sees nothing is no number, which spoils the text.
-    """
+    """Whether some of its layers attend to a window alone."""
     kinds = getattr(config, "layer_types", None) or ()
     return bool(getattr(config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
+
+
+def most_filling(config: PretrainedConfig) -> int:
+    """How many tokens may fill a text up. Where a layer attends to a window alone, each of them has to see one of the
+    text: what sees nothing is no number, which spoils the text.
+    """
+    if not has_windows(config):
+        return sys.maxsize
+    window = int(getattr(config, "sliding_window", None) or 0)
+    return max(0, window // 2 - 1)  # in some classes half a window is on either side, in others a whole one
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:

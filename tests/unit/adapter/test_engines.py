@@ -23,13 +23,14 @@ from parity.checkpoints import ARCHITECTURES, build
 from parity.engine import ParityEngine
 from safetensors.torch import load_file
 from scipy.stats import kendalltau
+from transformers import BertConfig, Gemma3TextConfig, ModernBertConfig
 
 from sie_adapter import backbone as backbones
 from sie_adapter import certificate, engines
 from sie_adapter import graph as graphs
 from sie_adapter.engines import Facts
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups
+from sie_adapter.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups, most_filling
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items, Packed, Positions, pack
 from sie_contracts.catalogue import Catalogue, fingerprint
@@ -110,12 +111,16 @@ def cost(found: list[Group]) -> int:
     return sum(PASS_TOKENS + group.rows * group.columns for group in found)
 
 
-@given(st.lists(st.integers(1, 700), min_size=1, max_size=40), st.integers(1, 900), st.booleans())
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=40),
+    st.integers(1, 900),
+    st.sampled_from([0, 7, 31, sys.maxsize]),
+)
 def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
-    lengths: list[int], max_tokens: int, is_exact: bool
+    lengths: list[int], max_tokens: int, max_filling: int
 ) -> None:
     lengths.sort()
-    found = groups(np.array(lengths), max_tokens, is_exact=is_exact)
+    found = groups(np.array(lengths), max_tokens, max_filling)
     assert [group.start for group in found] == [0, *(group.stop for group in found)][:-1]
     assert found[-1].stop == len(lengths)
     for group in found:
@@ -123,12 +128,12 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
         assert group.rows.bit_count() == 1
         assert 0 < len(held) <= group.rows < 2 * len(held)
         assert group.rows == 1 or group.rows * group.columns <= GROUP_TOKENS
-        assert group.columns == (held[-1] if is_exact else filled_length(held[-1], max_tokens))
+        assert group.columns == filled_length(held[-1], max_tokens, max_filling)
         assert group.columns <= max(held[-1], max_tokens)
-        assert not is_exact or len(set(held)) == 1
+        assert group.columns - held[0] <= max_filling
     for apart in range(1, len(lengths)):
         parts = (lengths[:apart], lengths[apart:])
-        assert cost(found) <= sum(cost(groups(np.array(part), max_tokens, is_exact=is_exact)) for part in parts)
+        assert cost(found) <= sum(cost(groups(np.array(part), max_tokens, max_filling)) for part in parts)
 
 
 def test_what_fills_up_costs_less_than_a_pass_more() -> None:
@@ -144,9 +149,15 @@ def test_lengths_have_few_values_and_grow_by_little() -> None:
     assert [filled_length(length, 90) for length in (1, 8, 16, 17, 33, 65, 87)] == [8, 8, 16, 24, 48, 90, 90]
 
 
-def test_models_with_windows_are_not_filled_up() -> None:
-    lengths = np.array([17, 17, 18, 500])
-    assert groups(lengths, 512, is_exact=True) == [Group(0, 2, 2, 17), Group(2, 3, 1, 18), Group(3, 4, 1, 500)]
+def test_what_fills_up_a_text_of_a_model_with_windows_sees_the_text() -> None:
+    filling = {
+        most_filling(config)
+        for config in (BertConfig(), ModernBertConfig(), ModernBertConfig(local_attention=8), Gemma3TextConfig())
+    }
+    assert filling == {sys.maxsize, 31, 1, 2047}
+    lengths = np.array([17, 17, 18, 200, 500])
+    assert groups(lengths, 512, 0) == [Group(0, 2, 2, 17), Group(2, 3, 1, 18), Group(3, 4, 1, 200), Group(4, 5, 1, 500)]
+    assert groups(lengths, 512, 31) == [Group(0, 3, 4, 24), Group(3, 4, 1, 224), Group(4, 5, 1, 512)]
 
 
 @pytest.fixture(scope="module")
