@@ -39,13 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-xdist starts processes."""
     import zygote
 
-    _leave_what_the_user_has(config)
+    _isolate(config)
     zygote.share()
     if config.option.verbose > 0 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_AtOnce(config))
 
 
-def _leave_what_the_user_has(config: pytest.Config) -> None:
+def _isolate(config: pytest.Config) -> None:
     """No test meets a setting of the user's shell or the cluster that runs with the user's data directory."""
     for name in [name for name in os.environ if name.startswith(("SIE_", "OTEL_"))]:
         del os.environ[name]

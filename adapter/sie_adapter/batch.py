@@ -179,8 +179,7 @@ class BatchRun:
                 self._rows["multivector"][row] = Given(to_device(vectors, self._device))
                 self._wanted["multivector"][row] = False
         for head, wanted in self._wanted.items():
-            if self._errors:
-                wanted[list(self._errors)] = False
+            wanted[list(self._errors)] = False
             needing |= wanted & ~self._queries
             for row in np.flatnonzero(wanted & self._queries).tolist():
                 start = int(self._items.starts[row])
@@ -328,11 +327,13 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
     """Rows that must not reach the device: an id out of range would end its context, a length out of range would read
     foreign rows.
     """
-    smallest, largest = batch.ids.min(initial=0), batch.ids.max(initial=0)
-    if batch.lengths.max(initial=0) <= model.max_tokens and smallest >= 0 and largest < model.vocabulary:
+
+    def is_fit(longest: Any, low: Any, high: Any) -> Any:
+        return (longest <= model.max_tokens) & (low >= 0) & (high < model.vocabulary)
+
+    if is_fit(batch.lengths.max(initial=0), batch.ids.min(initial=0), batch.ids.max(initial=0)):
         return {}
-    low, high = batch.extremes()
-    wrong = (batch.lengths > model.max_tokens) | (low < 0) | (high >= model.vocabulary)
+    wrong = ~is_fit(batch.lengths, *batch.extremes())
     errors: dict[int, SIEError] = {}
     for item in np.flatnonzero(wrong).tolist():
         length = int(batch.lengths[item])

@@ -88,8 +88,9 @@ class Compute:
 
     `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
     one, else empty. `outputs`: what towers made of images. `model`: what the rules of engines look at. `engine`: by
-    these rules; a model that it does not serve falls back to torch, unless it is `demanded`. `scratch`: the folder of
-    files that a load writes for itself, None for that of the system. `int8`: weights are kept in 8 bits.
+    these rules; a model that it does not serve falls back to torch, unless its entry demands it (`Choice.demand`).
+    `scratch`: the folder of files that a load writes for itself, None for that of the system. `int8`: weights are kept
+    in 8 bits.
     """
 
     device: torch.device

@@ -55,6 +55,8 @@ class Facts:
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
+# Weights in float32 up to which a graph is compiled twice. A second copy of a larger model takes more memory than a
+# quicker answer to a single request is worth.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = Facts("cpu", reads_text=False)

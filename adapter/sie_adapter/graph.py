@@ -66,7 +66,7 @@ class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
 class Graph:
     """The states of a model's last layer. `run` may be called on several threads at once.
 
-    `memory_bytes`: of its weights in the order of the kernels.
+    `memory_bytes`: of its weights in the order of the kernels, in all copies.
     """
 
     attention = "sdpa"
@@ -78,14 +78,15 @@ class Graph:
         self._dtype = dtype = compute.dtype
         self._filler = filler
         self._max_tokens = max_tokens
-        self.memory_bytes: int = sum(each.numel() * dtype.itemsize for each in model.parameters())
+        weights = sum(each.numel() for each in model.parameters())
+        copy_bytes = weights * dtype.itemsize
         self._names = _names_of(model)
         self._max_filling = most_filling(model.config)
         options = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
             "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
         }
-        is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * sum(each.numel() for each in model.parameters()))
+        is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
             # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the
             # order of its kernels, and pages of a file take no memory that is needed for anything else
@@ -94,14 +95,14 @@ class Graph:
                 with _traceable(model):
                     converted = _converted(_States(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
                     if compute.int8:
-                        self.memory_bytes -= compress(converted) * (dtype.itemsize - 1)
+                        copy_bytes -= compress(converted) * (dtype.itemsize - 1)
                     _runtime().save_model(converted, path, compress_to_fp16=False)
                     del converted
                 self._of_lanes = _Compiled(path, options, lanes, lanes)
                 self._alone = _Compiled(path, options, 1, _THREADS_ALONE) if is_twice else None
         except (RuntimeError, OSError) as error:
             raise _no_graph("its graph is not compiled", error) from error
-        self.memory_bytes *= 2 if is_twice else 1
+        self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def places(self, packed: Packed) -> slice:
         """The tokens whose states `run` gives: all."""
@@ -145,7 +146,9 @@ class _Compiled:
 
     def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
         more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
-        self._compiled = _runtime().Core().compile_model(path, "CPU", {**options, **more})
+        runtime = _runtime()
+        self._tensor = runtime.Tensor
+        self._compiled = runtime.Core().compile_model(path, "CPU", {**options, **more})
         self._of_thread = threading.local()
 
     def infer(self, inputs: Sequence[Int64]) -> NDArray[Any]:
@@ -154,7 +157,7 @@ class _Compiled:
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
         for place, each in enumerate(inputs):  # less Python than `infer` with inputs has
-            request.set_input_tensor(place, _runtime().Tensor(each, shared_memory=True))
+            request.set_input_tensor(place, self._tensor(each, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
 

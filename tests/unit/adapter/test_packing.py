@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,6 +90,34 @@ def test_chosen_items_alone_are_packed() -> None:
     packed = pack(as_items([[1, 2], [3], [4, 5, 6]]), np.array([0, 2]), Positions())
     assert packed.ids.tolist() == [1, 2, 4, 5, 6]
     assert packed.order.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("numbering", [Positions(), Positions(2, 1)])
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("has_types", [False, True])
+def test_an_item_alone_is_laid_out_as_beside_others(numbering: Positions, is_hidden: bool, has_types: bool) -> None:
+    types = np.arange(7, dtype=np.uint8) if has_types else None
+    plain = replace(as_items([[9], [1, 9, 1, 8], [4, 5]]), types=types)
+    batch = expanded(plain, np.array([3, 6, 2]), 7, attended=False) if is_hidden else plain
+    beside = pack(batch, np.arange(3), numbering)
+    for row, item in enumerate(beside.order):
+        alone = pack(batch, np.array([item]), numbering)
+        place = slice(beside.bounds[row], beside.bounds[row + 1])
+        length = place.stop - place.start
+        assert alone.ids.tolist() == beside.ids[place].tolist()
+        assert alone.positions.tolist() == beside.positions[place].tolist()
+        assert alone.bounds.tolist() == [0, length]
+        assert alone.order.tolist() == [item]
+        visible = length if beside.visible is None else int(beside.visible[row])
+        assert alone.groups.tolist() == [[0, 1, length, visible]]
+        assert (None if alone.visible is None else alone.visible.tolist()) == (
+            None if beside.visible is None else [visible]
+        )
+        assert (None if alone.types is None else alone.types.tolist()) == (
+            None if beside.types is None else beside.types[place].tolist()
+        )
+        for name in ("ids", "positions", "bounds", "groups", "order"):
+            assert getattr(alone, name).dtype == getattr(beside, name).dtype, name
 
 
 def test_a_pad_id_inside_a_text_has_the_position_that_roberta_gives_it() -> None:
