@@ -40,6 +40,7 @@ FOR = {
     "documents": ("sie_adapter.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
+    "evals": ("sie_cli.evals",),
     "openai-tokens": (),  # a folder of data, which the gateway looks for
     "serve": ("sie_cli",),
 }
@@ -58,7 +59,9 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.docling_parser",
         "sie_adapter.graph",
     ),
-    "cli": (*_HUB, *_COMPONENTS),
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals"),
+    "evals": (*_HUB, *_COMPONENTS),
+    "serve": ("sie_cli.evals",),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {

@@ -20,9 +20,9 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, what: str, plural: str | None = None) -> str:
     """`1 file`, `2 files`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{count} {what}" if count == 1 else f"{count} {plural or what + 's'}"
 
 
 def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:

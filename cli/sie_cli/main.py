@@ -57,7 +57,7 @@ class _Program(AnyPosition):
             package = (error.name or "").partition(".")[0]
             if not package or package.startswith("sie_"):
                 raise
-            extra = next((word for word in sys.argv[1:] if word in COMPONENTS), "serve")
+            extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
             # Taking the interpreter down takes a second where torch was imported, and threads of the object store's
@@ -72,12 +72,14 @@ class _Program(AnyPosition):
             os._exit(ended.code or 0)
 
 
-COMPONENTS = ("gateway", "config", "sidecar", "adapter")  # commands whose extra has their name
+# extras of commands that need more than `serve`, or less
+EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
 ELSEWHERE = {
     "serve": "sie_cli.serve:serve",
     "airgap": "sie_cli.airgap:airgap",
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
+    "eval": "sie_cli.evals:evaluate",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.bench:bench",
@@ -108,6 +110,7 @@ def main() -> None:
                                changes it there
     sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and `rm` them
     sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
+    sie eval MODEL -t TASK     how good a model is, beside other servers and what is expected
     sie bench replay TRACE     what other settings would do to recorded or generated traffic
     sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """

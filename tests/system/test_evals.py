@@ -1,0 +1,136 @@
+"""`sie eval` against a cluster: the figures of the public library, every source, and a model that got worse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import shared
+from cluster import MODEL, Cluster
+from local_models import LocalModels
+from oracle import model_folder
+
+from sie_cli.evals import tasks
+
+RUN_S = 200.0
+pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
+
+
+def evaluated(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "sie_cli", "eval", *arguments]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran
+
+
+def figures(*arguments: str, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(evaluated(*arguments, "--json", status=status).stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A part of the shipped task in the format of BEIR."""
+    whole = tasks.stsb_retrieval()
+    folder = tmp_path_factory.mktemp("task") / "small"
+    (folder / "qrels").mkdir(parents=True)
+    chosen = list(whole.queries)[:40]
+    keys = [*{key for query in chosen for key in whole.qrels[query]}, *list(whole.corpus)[:80]]
+    lines = [json.dumps({"_id": key, "text": whole.corpus[key]}) for key in dict.fromkeys(keys)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    (folder / "queries.jsonl").write_text(
+        "\n".join(json.dumps({"_id": query, "text": whole.queries[query]}) for query in chosen)
+    )
+    judged = [f"{query}\t{key}\t1" for query in chosen for key in whole.qrels[query]]
+    (folder / "qrels" / "test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *judged]))
+    return folder
+
+
+def test_minilm_reaches_the_targets_of_the_catalogue(open_cluster: Cluster) -> None:
+    found = figures(MODEL, "-t", "stsb", "-s", "sie,targets", "--url", open_cluster.url)
+    assert found["missed"] == []
+    assert found["sources"]["sie"]["spearman"] == pytest.approx(0.820, abs=0.001)
+
+
+@pytest.mark.long
+def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster: Cluster) -> None:
+    for task, metric, bound in (("stsb", "spearman", 1e-4), ("stsb-retrieval", "ndcg@10", 0.0)):
+        found = figures(MODEL, "-t", task, "-s", "sie,st,targets", "--url", open_cluster.url)
+        assert found["missed"] == []
+        assert found["sources"]["sie"][metric] == pytest.approx(found["sources"]["st"][metric], abs=bound)
+
+
+@pytest.mark.parametrize(
+    ("model", "others"),
+    [(MODEL, ("st", "sie:{url}", "openai:{url}/v1", "infinity:{url}/v1")), ("test/dense", ("tei:{url}",))],
+)
+def test_every_source_of_one_model_gives_one_quality(
+    open_cluster: Cluster, small: Path, tmp_path: Path, model: str, others: tuple[str, ...]
+) -> None:
+    url, page = open_cluster.url, tmp_path / "report.md"
+    asked = ["sie", *(other.format(url=url) for other in others)]
+    found = figures(model, "-t", str(small), "-s", ",".join(asked), "--url", url, "--markdown", str(page))
+    assert list(found["sources"]) == asked
+    assert model != MODEL or found["sources"]["sie"]["ndcg@10"] > 0.9
+    for source, scores in found["sources"].items():
+        assert scores == pytest.approx(found["sources"]["sie"], abs=1e-6), source
+    for each in found["differences"]:
+        assert each["low"] <= each["value"] <= each["high"]
+        assert each["high"] - each["low"] < 1e-6
+    assert f"| {asked[-1]} |" in page.read_text()
+
+
+def test_a_model_whose_pooling_is_wrong_misses_its_targets(
+    open_cluster: Cluster, open_models: LocalModels, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"  # without 1_Pooling, by which a load would refuse another one
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (bare / name).symlink_to(model_folder() / name)
+    entry = {"family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 256, "weights": {"path": str(bare)}}
+    for name, pooling in (("right", "mean"), ("wrong", "cls")):
+        open_models.add(f"eval-{name}", {**entry, "run": {"pooling": pooling}})
+    shared.wait_until_served(open_cluster, "test/eval-right", "test/eval-wrong")
+    file = tmp_path / "targets.yaml"
+    task = ("-t", "stsb", "--url", open_cluster.url)
+    known = (*task, "-s", "sie,targets", "--targets", str(file))
+    file.write_text("{}")
+    assert "has no targets of test/eval-right for stsb" in evaluated("test/eval-right", *known, status=1).stderr
+    evaluated("test/eval-right", *task, "--save-targets", str(file))
+    evaluated("test/eval-right", *known)
+    file.write_text(file.read_text().replace("eval-right", "eval-wrong"))
+    ran = evaluated("test/eval-wrong", *known, status=1)
+    assert "target missed: sie, spearman: " in ran.stdout, ran.stderr
+
+
+def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path) -> None:
+    asked = f"sie,infinity:{open_cluster.url}/v1"
+    found = figures("test/cross", "-t", str(small), "-s", asked, "--url", open_cluster.url)
+    first, second = found["sources"].values()
+    assert first == pytest.approx(second, abs=1e-6)
+
+
+def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> None:
+    where = ("--url", open_cluster.url)
+    assert "there is no task no/such" in evaluated(MODEL, "-t", "no/such", *where, status=1).stderr
+    assert "no model named 'no/such'" in evaluated("no/such", "-t", str(small), *where, status=1).stderr
+    nobody = evaluated(MODEL, "-t", str(small), "--url", "http://127.0.0.1:1", status=1).stderr
+    assert "no gateway answers at http://127.0.0.1:1" in nobody
+    server = evaluated(MODEL, "-t", str(small), "-s", "tei:http://127.0.0.1:1", status=1).stderr
+    assert "tei:http://127.0.0.1:1 does not answer" in server
+    for told in (nobody, server):
+        assert "Traceback" not in told
+
+
+def test_without_a_cluster_one_is_started_and_ended(small: Path) -> None:
+    before = set(psutil.pids())
+    ran = evaluated(MODEL, "-t", str(small))
+    assert "no cluster is named and none runs: starting one" in ran.stderr
+    assert "ndcg@10" in ran.stdout
+    left = [each for each in psutil.process_iter(["pid", "cmdline"]) if each.info["pid"] not in before]
+    assert not [each for each in left if "sie-eval-" in " ".join(each.info["cmdline"] or [])]
