@@ -46,3 +46,13 @@ def transfers() -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def items() -> Progress:
+    """Bars of things on standard error where that is a terminal, nothing anywhere else. Use as a context manager."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)

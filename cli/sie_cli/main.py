@@ -79,7 +79,7 @@ ELSEWHERE = {
     "airgap": "sie_cli.airgap:airgap",
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
-    "eval": "sie_cli.evals:evaluate",
+    "eval": "sie_cli.evals:evals",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.bench:bench",

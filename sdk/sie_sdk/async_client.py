@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from sie_sdk import cluster, transport, verbs, watching
@@ -155,7 +155,7 @@ class SIEAsyncClient:
             await end(transport.CLOSE_S)
             await self._driver.run(cluster.released(name, self._session))
 
-    async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncIterator[dict[str, Any]]:
+    async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
         """As SIEClient.watch."""
         socket, request = watching.AsyncSocket(self._driver.url), watching.request(path, self._session)
         async with contextlib.aclosing(socket):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import shared
-from cluster import MODEL, Cluster
+from cluster import MODEL, Cluster, until
 from local_models import LocalModels
 from oracle import model_folder
 
@@ -23,7 +25,9 @@ pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
 
 def evaluated(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "sie_cli", "eval", *arguments]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S)
+    with tempfile.TemporaryDirectory() as folder:
+        named = () if "--results" in arguments else ("--results", folder)
+        ran = subprocess.run([*argv, *named], capture_output=True, text=True, timeout=RUN_S)
     assert ran.returncode == status, ran.stdout + ran.stderr
     return ran
 
@@ -31,6 +35,11 @@ def evaluated(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[s
 def figures(*arguments: str, status: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(evaluated(*arguments, "--json", status=status).stdout)
     return found
+
+
+def scores(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By source."""
+    return {row["source"]: row["scores"] for row in found["rows"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_minilm_reaches_the_targets_of_the_catalogue(open_cluster: Cluster) -> None:
     found = figures(MODEL, "-t", "stsb", "-s", "sie,targets", "--url", open_cluster.url)
     assert found["missed"] == []
-    assert found["sources"]["sie"]["spearman"] == pytest.approx(0.820, abs=0.001)
+    assert scores(found)["sie"]["spearman"] == pytest.approx(0.820, abs=0.001)
 
 
 @pytest.mark.long
@@ -62,7 +71,8 @@ def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster
     for task, metric, bound in (("stsb", "spearman", 1e-4), ("stsb-retrieval", "ndcg@10", 0.0)):
         found = figures(MODEL, "-t", task, "-s", "sie,st,targets", "--url", open_cluster.url)
         assert found["missed"] == []
-        assert found["sources"]["sie"][metric] == pytest.approx(found["sources"]["st"][metric], abs=bound)
+        by_source = scores(found)
+        assert by_source["sie"][metric] == pytest.approx(by_source["st"][metric], abs=bound)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +85,11 @@ def test_every_source_of_one_model_gives_one_quality(
     url, page = open_cluster.url, tmp_path / "report.md"
     asked = ["sie", *(other.format(url=url) for other in others)]
     found = figures(model, "-t", str(small), "-s", ",".join(asked), "--url", url, "--markdown", str(page))
-    assert list(found["sources"]) == asked
-    assert model != MODEL or found["sources"]["sie"]["ndcg@10"] > 0.9
-    for source, scores in found["sources"].items():
-        assert scores == pytest.approx(found["sources"]["sie"], abs=1e-6), source
+    by_source = scores(found)
+    assert list(by_source) == asked
+    assert model != MODEL or by_source["sie"]["ndcg@10"] > 0.9
+    for source, own in by_source.items():
+        assert own == pytest.approx(by_source["sie"], abs=1e-6), source
     for each in found["differences"]:
         assert each["low"] <= each["value"] <= each["high"]
         assert each["high"] - each["low"] < 1e-6
@@ -111,8 +122,70 @@ def test_a_model_whose_pooling_is_wrong_misses_its_targets(
 def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path) -> None:
     asked = f"sie,infinity:{open_cluster.url}/v1"
     found = figures("test/cross", "-t", str(small), "-s", asked, "--url", open_cluster.url)
-    first, second = found["sources"].values()
+    first, second = scores(found).values()
     assert first == pytest.approx(second, abs=1e-6)
+
+
+def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:
+    """Of a model that has them all; random weights say nothing of their quality."""
+    others = ["float16", "int8", "binary", "binary+rescore", "dims=16", "sparse", "multivector", "muvera"]
+    page = tmp_path / "report.html"
+    where = ("--url", open_cluster.url, "--html", str(page))
+    found = figures("test/m3", "-t", str(small), "--outputs", ",".join(others), "--rerank", "test/cross", *where)
+    assert [row["source"] for row in found["rows"]] == ["sie", *(f"sie {each}" for each in others), "sie, test/cross"]
+    sizes = {row["source"]: row["bytes_per_item"] for row in found["rows"]}
+    width = sizes["sie"] / 4
+    assert (sizes["sie float16"], sizes["sie int8"], sizes["sie binary"]) == (2 * width, width, width / 8)
+    assert (sizes["sie binary+rescore"], sizes["sie dims=16"]) == (width / 8, 64)
+    assert sizes["sie multivector"] > sizes["sie"]
+    assert sizes["sie muvera"] == 4 * 10_240
+    by_source = scores(found)
+    assert by_source["sie float16"] == pytest.approx(by_source["sie"], abs=0.05)
+    assert "<svg" in page.read_text()
+
+
+def test_a_bit_for_each_value_and_rescoring_lose_less_than_the_guide_says(open_cluster: Cluster) -> None:
+    found = figures(MODEL, "-t", "stsb-retrieval", "--outputs", "int8,binary+rescore", "--url", open_cluster.url)
+    by_source = scores(found)
+    whole = by_source["sie"]["ndcg@10"]
+    assert whole - by_source["sie int8"]["ndcg@10"] < 0.005
+    assert whole - by_source["sie binary+rescore"]["ndcg@10"] < 0.01
+
+
+def test_what_an_interrupted_evaluation_computed_is_not_computed_again(open_cluster: Cluster, tmp_path: Path) -> None:
+    where = ("--url", open_cluster.url, "--results", str(tmp_path))
+    command = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", "stsb", *where]
+    unfinished = tmp_path / "unfinished"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: list(unfinished.glob("*.msgpack")), RUN_S, "a part to be kept")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=RUN_S)
+    assert process.returncode == 1, out + err
+    assert "Aborted!" in err
+    assert "Traceback" not in err
+    again = evaluated(MODEL, "-t", "stsb", *where)
+    assert "answers to 1024 texts are those of an interrupted evaluation" in again.stdout
+    assert list(unfinished.iterdir()) == []
+    assert "answers to" not in evaluated(MODEL, "-t", "stsb", *where).stdout
+
+
+def test_results_are_stored_and_what_changed_is_explained(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:
+    where = ("-t", str(small), "--url", open_cluster.url, "--results", str(tmp_path))
+    assert "no earlier result is stored" in evaluated("test/dense", *where, "-s", "sie,targets", status=1).stderr
+    evaluated("test/dense", *where)
+    again = evaluated("test/dense", *where, "-s", "sie,targets")
+    assert "targets are what was measured at" in again.stdout
+    listed = sie("eval", "list", "--results", str(tmp_path))
+    files = [line.split()[-1] for line in listed.splitlines()[1:]]
+    assert len(files) == 2
+    assert "ndcg@10" in sie("eval", "compare", *files)
+    assert "is no result of `sie eval`" in sie("eval", "compare", files[0], str(small / "corpus.jsonl"), status=1)
+
+
+def sie(*arguments: str, status: int = 0) -> str:
+    ran = subprocess.run([sys.executable, "-m", "sie_cli", *arguments], capture_output=True, text=True, timeout=RUN_S)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
 
 
 def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> None:
@@ -123,7 +196,13 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     assert "no gateway answers at http://127.0.0.1:1" in nobody
     server = evaluated(MODEL, "-t", str(small), "-s", "tei:http://127.0.0.1:1", status=1).stderr
     assert "tei:http://127.0.0.1:1 does not answer" in server
-    for told in (nobody, server):
+    kind = evaluated("test/gliner", "-t", str(small), *where, status=1).stderr
+    assert "test/gliner has json: what is measured are models with vectors, and those that score" in kind
+    for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
+        assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
+    other = evaluated("test/dense", "-t", str(small), "--outputs", "sparse", *where, status=1).stderr
+    assert "sparse" in other
+    for told in (nobody, server, kind, other):
         assert "Traceback" not in told
 
 

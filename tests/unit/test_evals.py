@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,51 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from sie_cli.evals import quality, targets, tasks
-from sie_cli.evals.command import _asked
-from sie_cli.evals.quality import Found, Matrix
-from sie_cli.evals.report import Report
-from sie_cli.evals.sources import BATCH, DIALECTS, Server
+from sie_cli.evals import opened, outputs, quality, report, results, targets, tasks
+from sie_cli.evals.kept import Kept
+from sie_cli.evals.load import Send
+from sie_cli.evals.outputs import DENSE, Output
+from sie_cli.evals.quality import Found, Step, Work
+from sie_cli.evals.servers import BATCH, DIALECTS, Server
 from sie_cli.evals.targets import Target
-from sie_cli.evals.tasks import Retrieval, Similarity
+from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 from sie_cli.refusal import Refused
 
 
 class Table:
     """A source that knows the vector of each text, or the score of each document."""
 
-    def __init__(self, rows: dict[str, Sequence[float]], *, scores_pairs: bool = False) -> None:
-        self.name, self.scores_pairs, self._rows = "table", scores_pairs, rows
+    is_here, main = True, DENSE
 
-    def vectors(self, texts: Sequence[str], *, is_query: bool) -> Matrix:
-        return np.array([self._rows[text] for text in texts], np.float32)
+    def __init__(
+        self, rows: dict[str, Sequence[float]], *, scores_pairs: bool = False, identity: Sequence[str] = ()
+    ) -> None:
+        self.name, self.scores_pairs, self._rows = "table", scores_pairs, rows
+        self.identity = identity
+        self.asked = 0
+        self.fails_after: int | None = None
+
+    def sender(self) -> AbstractAsyncContextManager[Send]:
+        raise NotImplementedError
+
+    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+        if self.fails_after is not None and self.asked >= self.fails_after:
+            raise KeyboardInterrupt
+        self.asked += len(texts)
+        rows = np.array([self._rows[text] for text in texts], np.float32)
+        if output.name == "float16":
+            return list(rows.astype(np.float16) if not is_query else rows)
+        asked = (output.queries if is_query else output.documents)["output_dtype"]
+        if asked == "int8":
+            return list(np.round(rows / abs(rows).max(axis=1, keepdims=True) * 127).astype(np.int8))
+        return list(np.packbits(rows > 0, axis=1).view(np.int8) if asked == "binary" else rows)
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         return [float(np.dot(self._rows[query], self._rows[document])) for document in documents]
+
+
+def measured(task: Similarity | Retrieval, source: Table, output: Output = DENSE, **more: Any) -> Found:
+    return quality.measure(task, Step(source, output, **more), Work(Kept(Path("/nowhere")), lambda done: None))
 
 
 def folder(
@@ -79,7 +104,9 @@ def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed
 def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"corpus\.jsonl: No such file or directory: a folder of a task has"):
         tasks.find(str(tmp_path))
-    with pytest.raises(Refused, match="there is no task sts: give stsb, stsb-retrieval, or a folder"):
+    with pytest.raises(
+        Refused, match="there is no task sts: give stsb, stsb-retrieval, mteb/NAME, texts/FILE, or a folder"
+    ):
         tasks.find("sts")
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')
     with pytest.raises(Refused, match=r"corpus\.jsonl: expected UTF-8"):
@@ -110,7 +137,7 @@ def test_the_metrics_of_a_ranking_are_those_of_their_definitions() -> None:
     qrels = {query: {f"d{each}": int(rng.integers(1, 4)) for each in rng.choice(40, 5, False)} for query in queries}
     rows = {text: rng.normal(size=8).tolist() for text in (*documents.values(), *queries.values())}
     task = Retrieval("random", documents, queries, qrels)
-    found = quality.measure(task, Table(rows))
+    found = measured(task, Table(rows))
     for place, (query, text) in enumerate(queries.items()):
         asking = np.array(rows[text]) / np.linalg.norm(rows[text])
         cosine = {key: float(asking @ rows[own] / np.linalg.norm(rows[own])) for key, own in documents.items()}
@@ -132,7 +159,7 @@ def test_a_similarity_is_measured_by_ranks(scores_pairs: bool) -> None:
     texts = [f"text {number}" for number in range(20)]
     rows = {text: (row / np.linalg.norm(row)).tolist() for text in texts for row in [rng.normal(size=4)]}
     task = Similarity("pairs", texts[:10], texts[10:], rng.random(10).tolist())
-    found = quality.measure(task, Table(rows, scores_pairs=scores_pairs))
+    found = measured(task, Table(rows, scores_pairs=scores_pairs))
     alike = [np.dot(rows[a], rows[b]) for a, b in zip(task.left, task.right, strict=True)]
     assert found.scores["spearman"] == pytest.approx(spearmanr(alike, task.gold).statistic)
 
@@ -141,7 +168,7 @@ def test_a_reranker_orders_the_judged_documents_among_others() -> None:
     documents = {f"d{number}": f"document {number}" for number in range(100)}
     rows = {text: [1.0 / (number + 1), 0.0] for number, text in enumerate(documents.values())}
     task = Retrieval("reranked", documents, {"q": "query"}, {"q": {"d99": 1}})
-    found = quality.measure(task, Table({**rows, "query": [1.0, 0.0]}, scores_pairs=True))
+    found = measured(task, Table({**rows, "query": [1.0, 0.0]}, scores_pairs=True))
     assert found.values["recall@100"] == [1.0]
     assert found.values["map"] == [pytest.approx(1 / quality.FIRST_STAGE)]  # the worst of those that it was shown
 
@@ -159,22 +186,31 @@ def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     assert quality.difference(one, worse, "map") == far
 
 
-def test_a_metric_below_its_target_is_missed(tmp_path: Path) -> None:
+def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> None:
     file = tmp_path / "targets.yaml"
-    reached = Found("sie", {"ndcg@10": [0.5, 0.7], "map": [0.4, 0.4]})
-    targets.save(file, "a/b", "mine", reached)
-    targets.save(file, "a/b", "other", Found("sie", {"map": [0.1]}))
+    reached = {"ndcg@10": 0.6, "map": 0.4}
+    targets.save(file, "a/b", {"mine": targets.expected(reached, is_speed=False)})
+    targets.save(file, "a/b", {"other": {"map": Target(0.1)}})
     known = targets.of(file, "a/b", "mine")
     assert known == {"ndcg@10": Target(0.6), "map": Target(0.4)}
-    assert targets.missed(known, reached) == []
-    assert targets.missed(known, Found("sie", {"ndcg@10": [0.596], "map": [0.394]})) == [
-        "map: 0.3940 is below 0.4000 - 0.005"
+    assert targets.missed(known, reached, "sie") == []
+    assert targets.missed(known, {"ndcg@10": 0.596, "map": 0.394}, "sie") == [
+        "target missed: sie, map: 0.394 is worse than 0.4, with a tolerance of 0.005"
     ]
-    assert targets.missed({"map": Target(0.1)}, Found("sie", {"spearman": [0.0]})) == ["map: the task has spearman"]
-    undefined = Found("sie", {"spearman": [1.0, 1.0]}, [1.0, 2.0])
-    assert targets.missed({"spearman": Target(0.1)}, undefined) == ["spearman: nan is below 0.1000 - 0.005"]
-    with pytest.raises(Refused, match="has no targets of a/c for mine"):
-        targets.of(file, "a/c", "mine")
+    assert targets.missed({"map": Target(0.1)}, {"spearman": 0.0}, "sie") == [
+        "target missed: sie, map: what was measured is spearman"
+    ]
+    assert targets.missed({"spearman": Target(0.1)}, {"spearman": math.nan}, "sie")
+    assert targets.of(file, "a/c", "mine") == targets.of(file, "a/b", "nothing") == {}
+
+
+def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
+    scores = targets.of_speed({"sie": {"items_per_s": 300.0, "p99_ms": 10.0}, "st": {"items_per_s": 100.0}}, "sie")
+    assert scores == {"items_per_s": 300.0, "p99_ms": 10.0, "items_per_s/st": 3.0}
+    known = targets.expected(scores, is_speed=True)
+    assert known["p99_ms"] == Target(10.0, 1.0)
+    assert targets.missed(known, {**scores, "p99_ms": 5.0, "items_per_s": 900.0}, "sie") == []
+    assert len(targets.missed(known, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
 
 
 @pytest.mark.parametrize("text", ["a: 1", "a/b: {t: {map: {value: x}}}", "a/b: {t: {map: {valu: 1}}}", "]"])
@@ -190,14 +226,141 @@ def test_the_targets_of_the_catalogue_can_be_read() -> None:
 
 
 def test_a_report_has_a_row_of_each_source() -> None:
-    one, two = (Found(name, {"map": [value, value]}) for name, value in (("sie", 0.5), ("st", 0.25)))
-    report = Report("a/b", "mine", "2 queries", [one, two], {"map": Target(0.6, 0.01)}, ["map: 0.5 is low"])
-    assert report.rows() == [["source", "map"], ["sie", "0.5000"], ["st", "0.2500"], ["targets", "0.6000 - 0.01"]]
-    (row,) = report.figures()["differences"]
-    assert (row["source"], row["reference"], row["value"]) == ("sie", "st", 0.25)
-    assert "| st | 0.2500 |" in report.markdown()
-    assert "* target missed: sie, map: 0.5 is low" in report.markdown()
-    json.dumps(Report("a/b", "t", "", [Found("sie", {"spearman": [1.0]}, [1.0])], {}, []).figures(), allow_nan=False)
+    one, two = (
+        Found(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
+    )
+    made = report.of_quality("a/b", "mine", "2 queries", [one, two], {"map": Target(0.6, 0.01)}, ["map: 0.5 is low"])
+    assert made.table == [
+        ["source", "map", "bytes"],
+        ["sie", "0.5000", "8"],
+        ["<st>", "0.2500", "8"],
+        ["targets", "0.6000 - 0.01", ""],
+    ]
+    (row,) = made.figures()["differences"]
+    assert (row["source"], row["reference"], row["value"]) == ("sie", "<st>", 0.25)
+    assert "| <st> | 0.2500 |" in made.markdown()
+    assert "* map: 0.5 is low" in made.markdown()
+    page = made.html()
+    assert "<td>&lt;st&gt;</td>" in page
+    assert page.count("<svg") == 1
+    alone = report.of_quality("a/b", "t", "", [Found("sie", {"spearman": [1.0]}, [1.0])], {}, [])
+    json.dumps(alone.figures(), allow_nan=False)
+
+
+def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
+    rng = np.random.default_rng(4)
+    documents = {f"d{number}": f"document {number}" for number in range(600)}
+    rows = {text: rng.normal(size=64).tolist() for text in documents.values()}
+    queries = {f"q{number}": f"query {number}" for number in range(20)}
+    near = {query: f"d{number}" for number, query in enumerate(queries)}
+    rows |= {
+        queries[query]: np.add(rows[documents[key]], rng.normal(0, 0.6, 64)).tolist() for query, key in near.items()
+    }
+    task = Retrieval("made", documents, queries, {query: {key: 1} for query, key in near.items()})
+    found = {
+        name: measured(task, Table(rows), outputs.find(name)) for name in ("dense", "float16", "int8", "binary+rescore")
+    }
+    assert [each.bytes_per_item for each in found.values()] == [256, 128, 64, 8]
+    for each in found.values():
+        assert each.scores["ndcg@10"] > 0.95, each.source
+    assert measured(task, Table(rows), outputs.find("binary")).scores["ndcg@10"] > 0.8
+    with pytest.raises(Refused, match="there is no int4: expected some of dense, float16, int8"):
+        outputs.find("int4")
+    assert outputs.find("dims=128").documents["dimensions"] == 128
+
+
+def test_sparse_vectors_and_those_of_tokens_are_compared_by_their_definitions() -> None:
+    one = {"indices": np.array([1, 5], np.int32), "values": np.array([1.0, 2.0], np.float32)}
+    two = {"indices": np.array([5, 9], np.int32), "values": np.array([3.0, 7.0], np.float32)}
+    sparse = outputs.find("sparse")
+    assert sparse.similar([one], [one, two]).tolist() == [[5.0, 6.0]]
+    assert sparse.size(one) == 16
+    tokens = [np.eye(3, dtype=np.float32)[:2], np.eye(3, dtype=np.float32)[1:]]
+    assert outputs.find("multivector").similar(tokens[:1], tokens).tolist() == [[2.0, 1.0]]
+    assert outputs.find("muvera").similar([[2.0, 0.0]], [[3.0, 1.0]]).tolist() == [[6.0]]  # no cosine
+
+
+def test_a_first_stage_is_ordered_again_by_a_reranker() -> None:
+    documents = {f"d{number}": f"document {number}" for number in range(50)}
+    rows = {text: [1.0, -0.01 * number] for number, text in enumerate(documents.values())}
+    task = Retrieval("made", documents, {"q": "query"}, {"q": {"d20": 1}})
+    dense, against = Table({**rows, "query": [1.0, 0.0]}), Table({**rows, "query": [0.0, -1.0]}, scores_pairs=True)
+    alone = measured(task, dense)
+    assert alone.values["map"] == [pytest.approx(1 / 21)]
+    both = measured(task, dense, reranker=against)
+    assert both.source == "table, table"
+    assert both.values["map"] == [pytest.approx(1 / (quality.FIRST_STAGE - 20))]
+
+
+def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "PART", 10)
+    documents = {f"d{number}": f"document {number}" for number in range(35)}
+    rows = {text: [1.0, 0.1 * number] for number, text in enumerate([*documents.values(), "query"])}
+    task = Retrieval("made", documents, {"q": "query"}, {"q": {"d20": 1}})
+
+    def run(source: Table) -> tuple[Found, int]:
+        kept = Kept(tmp_path)
+        with kept.until_done():
+            return quality.measure(task, Step(source, DENSE), Work(kept, lambda done: None)), kept.found
+
+    whole = run(Table(rows, identity=["model 1"]))[0]
+    assert list(tmp_path.iterdir()) == []
+
+    def failing() -> Table:
+        source = Table(rows, identity=["model 1"])
+        source.fails_after = 20
+        return source
+
+    with pytest.raises(KeyboardInterrupt):
+        run(failing())
+    again = Table(rows, identity=["model 1"])
+    assert run(again) == (whole, 20)
+    assert again.asked == 16
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt):
+        run(failing())
+    other = Table(rows, identity=["model 2"])
+    assert run(other) == (whole, 0)
+    assert other.asked == 36
+
+
+def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None:
+    def made(values: list[float], version: str) -> results.Stored:
+        found = report.of_quality("a/b", "mine", "", [Found("sie", {"map": values})], {}, [])
+        about = {**results.about({"fingerprint": version}, "cpu"), "version": version}
+        return results.read(results.store(tmp_path, found, about))
+
+    old, new = made([0.5] * 20, "1"), made([0.5] * 19 + [0.1], "2")
+    assert results.last(tmp_path, "a/b", "mine", "quality", "cpu") == new
+    assert results.last(tmp_path, "a/b", "mine", "quality", "l4") is None
+    assert [results.read(file) for file in results.every(tmp_path)] == [old, new]
+    table, notes = results.compared(old, new)
+    assert table[1][:4] == ["sie", "map", "0.5", "0.48"]
+    assert table[1][4].startswith("-0.0200 (-0.0600 to +0.0000")
+    assert notes == [
+        "version: 1 -> 2",
+        "fingerprint: 1 -> 2",
+        "sie, map, fell the most: query 20 of the task -0.4000",
+    ]
+    new.figures["task"] = "other"
+    with pytest.raises(Refused, match="the results are of another task: mine and other"):
+        results.compared(old, new)
+    with pytest.raises(Refused, match="sie eval list"):
+        results.read(tmp_path / "none.json")
+    (tmp_path / "wrong.json").write_text("{}")
+    with pytest.raises(Refused, match=r"wrong\.json is no result"):
+        results.read(tmp_path / "wrong.json")
+
+
+def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
+    file = tmp_path / "mail.txt"
+    file.write_text("one\n\ntwo words\n")
+    assert tasks.find(f"texts/{file}") == Texts("mail.txt", ["one", "two words"])
+    file.write_text("\n")
+    with pytest.raises(Refused, match="expected a text in each line"):
+        tasks.find(f"texts/{file}")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +376,7 @@ def test_a_report_has_a_row_of_each_source() -> None:
 )
 def test_a_source_that_nobody_knows_is_refused(sources: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
-        _asked(sources)
+        opened.names(sources)
 
 
 @contextmanager
@@ -257,7 +420,7 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
     with server({"/embeddings": vectors, "/rerank": ranked}) as (url, asked), httpx.Client(base_url=url) as client:
         source = Server("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False)
         texts = [str(number) for number in range(BATCH + 3)]
-        assert source.vectors(texts, is_query=False)[:, 0].tolist() == list(range(BATCH + 3))
+        assert [row[0] for row in source.vectors(texts, DENSE, is_query=False)] == list(range(BATCH + 3))
         assert source.scores("q", texts) == list(range(BATCH + 3))
         assert [len(body.get("input", body.get("documents"))) for _, body in asked] == [BATCH, 3, BATCH, 3]
 
@@ -279,4 +442,4 @@ def test_a_server_that_answers_otherwise_is_told_of(answer: Any, status: int, me
     with server({"/embed": answer}, status) as (url, _), httpx.Client(base_url=url) as client:
         source = Server("tei:there", client, DIALECTS["tei"], "a/b", scores_pairs=False)
         with pytest.raises(Refused, match=f"tei:there.*{message}"):
-            source.vectors(["a", "b"], is_query=True)
+            source.vectors(["a", "b"], DENSE, is_query=True)

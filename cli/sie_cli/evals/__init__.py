@@ -1,5 +1,5 @@
-"""`sie eval`: how good a model is, from several sources side by side."""
+"""`sie eval`: how good and how fast a model is, from several sources side by side."""
 
-from sie_cli.evals.command import evaluate
+from sie_cli.evals.command import evals
 
-__all__ = ["evaluate"]
+__all__ = ["evals"]

@@ -1,42 +1,67 @@
-"""`sie eval`: the command.
+"""`sie eval`: the commands.
 
-task ──► each source ──► metrics ──► table, differences, targets ──► exit code
+arguments ──► Asked ──► evaluation ──► table, pages, exit code
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
-from sie_cli.display import counted, table
-from sie_cli.evals import quality, targets, tasks
-from sie_cli.evals.own_cluster import own_cluster
-from sie_cli.evals.report import Report
-from sie_cli.evals.sources import DIALECTS, PATIENCE_S, SentenceTransformers, Server, Sie, Source
+from sie_cli.data_dir import default_data_dir
+from sie_cli.display import table
+from sie_cli.evals import evaluation, opened, outputs, tasks
+from sie_cli.evals import results as _results
+from sie_cli.evals.evaluation import Asked
+from sie_cli.evals.load import Level
+from sie_cli.evals.perf import Plan
+from sie_cli.evals.report import KINDS, Report
 from sie_cli.refusal import Refused
-from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # to a gateway that somebody named
-LOAD_S = 900.0  # for a model that no worker has yet
-PLAIN = ("sie", "st", "targets")
+F = TypeVar("F", bound=Callable[..., Any])
 EXIT_MISSED = 1
+FOLDER = "evals"  # of results, in the data directory
+CLIENTS = 16
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.command(name="eval", short_help="How good a model is, beside other servers and what is expected.")
+class _Evals(click.Group):
+    """A group whose first argument is a model unless it names a command: `sie eval MODEL` is `sie eval run MODEL`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+
+
+def _results_option(command: F) -> F:
+    return click.option(
+        "--results",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Where results are stored.  [default: ~/.local/share/sie/evals]",
+    )(command)
+
+
+@click.group(name="eval", cls=_Evals, short_help="How good and fast a model is, beside others and what is expected.")
+def evals() -> None:
+    """How good and how fast a model is: `run`, which may be left out, `list` and `compare`."""
+
+
+@evals.command(name="run", short_help="Measure a model.")
 @click.argument("model")
 @click.option(
     "-t",
     "--task",
-    "task_name",
     required=True,
     metavar="TASK",
-    help=f"{', '.join(tasks.SHIPPED)}, or a folder in the format of BEIR: {tasks.FILES}.",
+    help=f"{', '.join(tasks.SHIPPED)}, mteb/NAME, texts/FILE, or a folder in the format of BEIR: {tasks.FILES}.",
+)
+@click.option(
+    "--type", "kind", type=click.Choice(KINDS), default="quality", show_default=True, help="What is measured."
 )
 @click.option(
     "-s",
@@ -46,31 +71,45 @@ EXIT_MISSED = 1
     metavar="SOURCE,...",
     help="Who answers, and what is expected: sie, st, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
 )
+@click.option("--outputs", "kinds", default="", metavar="OUTPUT,...", help=f"Also these: {', '.join(outputs.NAMES)}.")
+@click.option("--rerank", multiple=True, metavar="MODEL", help="Also the nearest documents in the order of this model.")
+@click.option(
+    "--clients", type=click.IntRange(1, 4096), help=f"Clients that ask one after another.  [default: {CLIENTS}]"
+)
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second, answered or not.")
+@click.option("--sweep", metavar="clients=N,N or rate=R,R", help="Levels of load in turn, such as clients=1,4,16,64.")
+@click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Of each level.")
+@click.option("--warm-up", type=click.FloatRange(0), default=2.0, show_default=True, help="Seconds before each level.")
+@click.option("--batch", type=click.IntRange(1, 2048), default=1, show_default=True, help="Texts to a request.")
 @click.option(
     "--targets",
     "targets_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File of targets.  [default: that of the catalogue]",
+    help="File of targets.  [default: that of the catalogue, then what was measured last]",
 )
-@click.option(
-    "--save-targets",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write what the first source reached into this file, as targets.",
-)
-@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write the report as Markdown.")
+@click.option("--save-targets", type=_FILE, help="Write what the first source reached into this file, as targets.")
+@click.option("--markdown", type=_FILE, help="Write the report as Markdown.")
+@click.option("--html", type=_FILE, help="Write the report as a page with plots.")
+@_results_option
 @cluster_options(GATEWAY_URL)
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
-def evaluate(
+def run(
     cluster: Cluster,
     model: str,
-    task_name: str,
+    task: str,
+    kind: Any,
     sources: str,
+    kinds: str,
+    rerank: tuple[str, ...],
     targets_file: Path | None,
     save_targets: Path | None,
     markdown: Path | None,
+    html: Path | None,
+    results: Path | None,
     as_json: bool,
+    **load: Any,
 ) -> None:
-    """Measure how good MODEL is on a task, from several sources side by side.
+    """Measure MODEL on a task, from several sources side by side.
 
     \b
     Sources, with commas between them; the first is compared with each other one:
@@ -78,133 +117,124 @@ def evaluate(
       sie:URL        another cluster
       st             sentence-transformers in this process, in float32
       openai:URL, infinity:URL, tei:URL   a server of somebody else
-      targets        what the file of targets expects; exit code 1 where the first source is below
+      targets        what a file of targets expects, or what was measured last: exit code 1 where the first is worse
 
     \b
     Tasks:
       stsb             how alike two sentences are (Spearman's rank correlation)
       stsb-retrieval   find the sentence that says the same (NDCG@10, MAP, recall)
       FOLDER           your own documents, queries and judgements
+      mteb/NAME        a task of the library mteb; without the hub, a folder mteb/NAME or NAME
+      texts/FILE       a text in each line, for --type perf
 
     \b
     sie eval sentence-transformers/all-MiniLM-L6-v2 -t stsb -s sie,st
-    sie eval BAAI/bge-m3 -t my-documents/ -s sie,targets --save-targets targets.yaml
+    sie eval BAAI/bge-m3 -t my-documents --outputs int8,binary+rescore,sparse,multivector
+    sie eval BAAI/bge-m3 -t mteb/NFCorpus --type perf -s sie --sweep clients=1,4,16,64 --html speed.html
+    sie eval BAAI/bge-m3 -t mteb/NFCorpus --type perf -s sie,targets
+    sie eval compare OLD.json NEW.json
     """
-    asked = _asked(sources)
-    task = tasks.find(task_name)
-    file = targets_file or targets.packaged()
-    expected = targets.of(file, model, task.name) if "targets" in asked else {}
-    found: list[quality.Found] = []
-    with contextlib.ExitStack() as held:
-        opened: list[Source] = []
-        for name in asked:
-            if name != "targets":
-                opened.append(_source(name, cluster, model, opened, held))
-        from sie_sdk.errors import SIEConnectionError, SIEError
-
-        for source in opened:
-            try:
-                found.append(quality.measure(task, source))
-            except SIEConnectionError as error:
-                raise Refused(f"{source.name}: {error}: the cluster went away; nothing was measured") from error
-            except SIEError as error:
-                raise Refused(f"{source.name}: {error}") from error
-    report = Report(model, task.name, _counts(task), found, expected, targets.missed(expected, found[0]))
-    if save_targets is not None:
-        targets.save(save_targets, model, task.name, found[0])
-    if markdown is not None:
-        try:
-            markdown.write_text(report.markdown(), "utf-8")
-        except OSError as error:
-            raise Refused(f"--markdown {markdown}: {error.strerror}") from error
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report.figures())))
-    else:
-        click.echo(f"{model} on {task.name}: {_counts(task)}")
-        table(report.rows())
-        for note in report.notes():
-            click.echo(note)
-    if report.missed:
+    asked = Asked(
+        model,
+        task,
+        kind,
+        opened.names(sources),
+        _folder(results, cluster),
+        _plan(**load),
+        targets_file,
+        save_targets,
+        [each.strip() for each in kinds.split(",") if each.strip()],
+        rerank,
+    )
+    if kind == "perf" and (kinds or rerank):
+        raise Refused("--outputs and --rerank are of --type quality")
+    made = evaluation.run(asked, cluster)
+    for name, file, page in (("markdown", markdown, made.markdown), ("html", html, made.html)):
+        if file is not None:
+            _write(f"--{name}", file, page())
+    _show(made, as_json=as_json)
+    if made.missed:
         raise SystemExit(EXIT_MISSED)
 
 
-def _asked(sources: str) -> Sequence[str]:
+@evals.command(name="list", short_help="Results that are stored.")
+@_results_option
+def list_(results: Path | None) -> None:
+    """Show the results that are stored, oldest first."""
+    folder = results or default_data_dir() / FOLDER
+    found = [(file, _results.read(file)) for file in _results.every(folder)]
+    if not found:
+        click.echo(f"no result is stored in {folder}")
+        return
+    rows = [["time", "model", "task", "type", "machine", "file"]]
+    for file, each in found:
+        told = each.figures
+        rows.append([each.time, told["model"], told["task"], told["kind"], str(each.about.get("machine")), str(file)])
+    table(rows)
+
+
+@evals.command(short_help="What changed from one result to another.")
+@click.argument("old", type=_FILE)
+@click.argument("new", type=_FILE)
+def compare(old: Path, new: Path) -> None:
+    """Show what changed from the result in file OLD to that in file NEW: each metric, with an interval where single
+    queries are known, and what else is different: version, commit, machine, engine, precision and fingerprint.
+
+    `sie eval list` shows the files.
+    """
+    rows, notes = _results.compared(_results.read(old), _results.read(new))
+    table(rows)
+    for note in notes:
+        click.echo(note)
+
+
+def _plan(
+    clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
+) -> Plan:
     """Raises Refused."""
-    asked = [each.strip() for each in sources.split(",") if each.strip()]
-    for each in asked:
-        kind, _, url = each.partition(":")
-        if each not in PLAIN and not (kind in (*DIALECTS, "sie") and url.startswith(("http://", "https://"))):
-            kinds = ", ".join([*PLAIN, "sie:URL", *(f"{kind}:URL" for kind in DIALECTS)])
-            raise Refused(f"-s: there is no source {each[:200]}: expected some of {kinds}")
-    if len(set(asked)) != len(asked):
-        raise Refused("-s: a source is named twice")
-    if not [each for each in asked if each != "targets"]:
-        raise Refused("-s: name a source that is measured, such as sie,targets")
-    return asked
-
-
-def _source(name: str, cluster: Cluster, model: str, before: Sequence[Source], held: contextlib.ExitStack) -> Source:
-    """Raises Refused. Whether the model scores is known of the sources before it, if one is a cluster."""
-    kind, _, url = name.partition(":")
-    if kind == "sie":
-        return _of_cluster(name, url, cluster, model, held)
-    scores_pairs = before[0].scores_pairs if before else _scores_pairs(model)
-    if name == "st":
-        return SentenceTransformers(model, scores_pairs=scores_pairs)
-    import httpx
-
-    client = held.enter_context(httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S))
-    return Server(name, client, DIALECTS[kind], model, scores_pairs=scores_pairs)
-
-
-def _scores_pairs(model: str) -> bool:
-    """By the catalogue of this installation; what that does not know has vectors."""
-    from sie_config.overlay import Overlay
-    from sie_contracts.entries import ModelEntry
-    from sie_contracts.settings import Settings
-
-    known: Any = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
-    return isinstance(known, ModelEntry) and "dense" not in known.outputs
-
-
-def _of_cluster(name: str, url: str, cluster: Cluster, model: str, held: contextlib.ExitStack) -> Source:
-    from sie_sdk import SIEClient
-    from sie_sdk.errors import SIEConnectionError, SIEError
-
-    token: Secret | None = None
-    if url:
-        where = url  # the token of another cluster is nobody's business
-    elif not cluster.is_named and not cluster.is_given(GATEWAY_URL) and not _answers(cluster.gateway_urls[0]):
-        started = held.enter_context(own_cluster())
-        where, token = started.gateway_url, Secret(started.admin_token) if started.admin_token else None
+    if sum(each is not None for each in (clients, rate, sweep)) > 1:
+        raise Refused("give one of --clients, --rate and --sweep")
+    if sweep is not None:
+        levels = _levels(sweep)
+    elif rate is not None:
+        levels = [Level(rate=rate)]
     else:
-        where, token = cluster.gateway_urls[0], cluster.gateway_token
+        levels = [Level(clients=clients or CLIENTS)]
+    return Plan(levels, seconds, warm_up, batch)
+
+
+def _levels(sweep: str) -> list[Level]:
+    name, _, values = sweep.partition("=")
     try:
-        client = held.enter_context(
-            SIEClient(where, api_key=token.reveal() if token else None, connection_budget_s=CONNECT_S)
-        )
-        source = Sie(name, client, model)
-        client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
-    except SIEConnectionError as error:
-        raise Refused(f"{error}\nno gateway answers at {public_url(where)}: {cluster.without_gateway()}") from error
-    except SIEError as error:
-        hint = "`sie models list` shows what there is"
-        raise Refused(f"{error}\nasked the gateway at {public_url(where)}: {hint}") from error
-    return source
+        if name == "clients":
+            found = [Level(clients=int(each)) for each in values.split(",")]
+        elif name == "rate":
+            found = [Level(rate=float(each)) for each in values.split(",")]
+        else:
+            raise ValueError(name)
+        if not all(0 < each.clients + each.rate < float("inf") for each in found) or len({*found}) < len(found):
+            raise ValueError(values)
+    except ValueError as error:
+        raise Refused(f"--sweep {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each once and above 0") from error
+    return found
 
 
-def _answers(url: str) -> bool:
-    """Whether anybody listens there. A `sie serve` that was killed has left its address behind."""
-    import httpx
+def _folder(named: Path | None, cluster: Cluster) -> Path:
+    return named or cluster.data_dir / FOLDER
 
+
+def _write(option: str, file: Path, text: str) -> None:
     try:
-        httpx.get(f"{url}/healthz", timeout=CONNECT_S)
-    except httpx.TransportError:
-        return False
-    return True
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise Refused(f"{option} {file}: {error.strerror}") from error
 
 
-def _counts(task: tasks.Task) -> str:
-    if isinstance(task, tasks.Similarity):
-        return counted(len(task.gold), "pair")
-    return f"{counted(len(task.queries), 'query', 'queries')}, {counted(len(task.corpus), 'document')}"
+def _show(made: Report, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(made.figures(with_values=False))))
+        return
+    click.echo(f"{made.model} on {made.task}, {made.kind}: {made.about}")
+    table(made.table)
+    for line in (*made.missed, *made.notes):
+        click.echo(line)

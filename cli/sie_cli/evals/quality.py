@@ -1,19 +1,23 @@
 """How good vectors and scores are, by what people said: one number for each query or pair, and their mean.
 
-task, source ──► rankings or cosines ──► metrics ──► difference of two sources, with an interval
+task, Step ──► rankings or similarities ──► metrics ──► Found ──► difference of two, with an interval
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_cli.evals.kept import Kept
+from sie_cli.evals.outputs import DENSE, Output
 from sie_cli.evals.sources import Source
-from sie_cli.evals.tasks import Retrieval, Similarity, Task
+from sie_cli.evals.tasks import Retrieval, Similarity
 
 DEPTH = 100  # documents of a ranking, at most
 FIRST_STAGE = 30  # of which a reranker sees as many
@@ -26,18 +30,21 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-Matrix = NDArray[np.float32]
+PART = 1024  # texts that are asked for, and kept, at once
+AT_ONCE = 256  # queries whose similarities to all documents are in memory
+Run = dict[str, dict[str, float]]  # score of each document, by query
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one source reached. `values`: the metric of each query, by metric. Of a similarity: `cosines` and `gold` of
-    each pair, whose rank correlation is the metric.
+    """What one source reached. `values`: the metric of each query, by metric. Of a similarity: how alike each pair is,
+    and `gold`, whose rank correlation is the metric. `bytes_per_item`: of a document in an index; None for a reranker.
     """
 
     source: str
     values: Mapping[str, Sequence[float]]
     gold: Sequence[float] = ()
+    bytes_per_item: float | None = None
 
     @property
     def scores(self) -> dict[str, float]:
@@ -59,11 +66,61 @@ class Difference:
     high: float
 
 
-def measure(task: Task, source: Source) -> Found:
+@dataclass(frozen=True)
+class Step:
+    """What is measured: a source with one of its outputs, whose nearest documents `reranker` orders again if there is
+    one.
+    """
+
+    source: Source
+    output: Output
+    reranker: Source | None = None
+
+    @property
+    def name(self) -> str:
+        """As a row of a report."""
+        named = self.source.name if self.output == DENSE else f"{self.source.name} {self.output.name}"
+        return f"{named}, {self.reranker.name}" if self.reranker else named
+
+
+class Work:
+    """How far a measurement is. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
+
+    def __init__(self, kept: Kept, told: Callable[[int], None]) -> None:
+        self._kept, self._told = kept, told
+
+    def vectors(self, step: Step, texts: Sequence[str], *, is_query: bool) -> list[Any]:
+        source, output = step.source, step.output
+        found: list[Any] = []
+        for part in batched(texts, PART):
+            asked = [*source.identity, output.name, str(is_query)] if source.identity else []
+            compute = functools.partial(source.vectors, part, output, is_query=is_query)
+            found += self._kept.part(asked, part, compute)
+            self._told(len(part))
+        return found
+
+    def scores(self, source: Source, query: str, documents: Sequence[str]) -> Sequence[float]:
+        asked = [*source.identity, "score", query] if source.identity else []
+        found = self._kept.part(asked, documents, lambda: source.scores(query, documents))
+        self._told(len(documents))
+        return found
+
+
+def count(task: Similarity | Retrieval, step: Step) -> int:
+    """How many texts a source is asked for."""
+    if isinstance(task, Similarity):
+        return len(task.gold) if step.source.scores_pairs else len({*task.left, *task.right})
+    scored = sum(max(FIRST_STAGE, len(own)) for own in task.qrels.values())
+    if step.source.scores_pairs:
+        return scored
+    return len(task.corpus) + len(task.queries) + (FIRST_STAGE * len(task.queries) if step.reranker else 0)
+
+
+def measure(task: Similarity | Retrieval, step: Step, work: Work) -> Found:
     """Run the task. Raises what the source raises."""
     if isinstance(task, Similarity):
-        return _similarity(task, source)
-    return _retrieval(task, source)
+        return _similarity(task, step, work)
+    return _retrieval(task, step, work)
 
 
 def difference(found: Found, reference: Found, metric: str) -> Difference:
@@ -81,53 +138,76 @@ def difference(found: Found, reference: Found, metric: str) -> Difference:
     return Difference(found.score(metric, every) - reference.score(metric, every), low, high)
 
 
-def _similarity(task: Similarity, source: Source) -> Found:
-    if source.scores_pairs:
+def _similarity(task: Similarity, step: Step, work: Work) -> Found:
+    if step.source.scores_pairs:
         pairs = zip(task.left, task.right, strict=True)
-        alike = [source.scores(left, [right])[0] for left, right in pairs]
-        return Found(source.name, {"spearman": alike}, task.gold)
+        alike = [work.scores(step.source, left, [right])[0] for left, right in pairs]
+        return Found(step.name, {"spearman": alike}, task.gold)
     texts = list(dict.fromkeys([*task.left, *task.right]))
-    places = {text: place for place, text in enumerate(texts)}
-    rows = _unit(source.vectors(texts, is_query=False))
-    left, right = (rows[[places[text] for text in side]] for side in (task.left, task.right))
-    return Found(source.name, {"spearman": np.einsum("ij,ij->i", left, right).tolist()}, task.gold)
+    rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
+    alike = [
+        float(step.output.similar([rows[left]], [rows[right]])[0, 0])
+        for left, right in zip(task.left, task.right, strict=True)
+    ]
+    return Found(step.name, {"spearman": alike}, task.gold, _mean_size(step.output, list(rows.values())))
 
 
-def _retrieval(task: Retrieval, source: Source) -> Found:
+def _retrieval(task: Retrieval, step: Step, work: Work) -> Found:
     import pytrec_eval
 
-    run = {query: dict(own) for query, own in _rankings(task, source).items()}
+    run, size = (_scored(task, step.source, work), None) if step.source.scores_pairs else _nearest(task, step, work)
+    if step.reranker is not None:
+        run = _reranked(task, step.reranker, run, work)
     judged = {query: dict(own) for query, own in task.qrels.items()}
     told = pytrec_eval.RelevanceEvaluator(judged, set(METRICS.values())).evaluate(run)
-    return Found(source.name, {name: [told[query][own] for query in task.queries] for name, own in METRICS.items()})
+    values = {name: [told[query][own] for query in task.queries] for name, own in METRICS.items()}
+    return Found(step.name, values, bytes_per_item=size)
 
 
-def _rankings(task: Retrieval, source: Source) -> dict[str, dict[str, float]]:
-    """The nearest DEPTH documents of each query. A reranker orders FIRST_STAGE documents of each: those that are
-    judged, filled up with others in the order of the corpus, so that no other model has chosen them.
+def _scored(task: Retrieval, source: Source, work: Work) -> Run:
+    """A reranker orders FIRST_STAGE documents of each query: those that are judged, filled up with others in the order
+    of the corpus, so that no other model has chosen them.
     """
+    keys, found = list(task.corpus), {}
+    for query, text in task.queries.items():
+        chosen = list(dict.fromkeys([*task.qrels[query], *keys]))[: max(FIRST_STAGE, len(task.qrels[query]))]
+        scores = work.scores(source, text, [task.corpus[key] for key in chosen])
+        found[query] = dict(zip(chosen, scores, strict=True))
+    return found
+
+
+def _nearest(task: Retrieval, step: Step, work: Work) -> tuple[Run, float]:
+    """The nearest DEPTH documents of each query, and the mean bytes of a document."""
     keys = list(task.corpus)
-    if source.scores_pairs:
-        found = {}
-        for query, text in task.queries.items():
-            chosen = list(dict.fromkeys([*task.qrels[query], *keys]))[: max(FIRST_STAGE, len(task.qrels[query]))]
-            scores = source.scores(text, [task.corpus[key] for key in chosen])
-            found[query] = dict(zip(chosen, scores, strict=True))
-        return found
-    rows = _unit(source.vectors(list(task.corpus.values()), is_query=False))
-    asking = _unit(source.vectors(list(task.queries.values()), is_query=True))
-    similar = asking @ rows.T
-    most = min(DEPTH, len(keys))
-    nearest = np.argsort(-similar, axis=1, kind="stable")[:, :most]
-    return {
-        query: {keys[place]: float(similar[row, place]) for place in nearest[row].tolist()}
-        for row, query in enumerate(task.queries)
-    }
+    rows = work.vectors(step, list(task.corpus.values()), is_query=False)
+    asking = work.vectors(step, list(task.queries.values()), is_query=True)
+    names, found = list(task.queries), {}
+    for start in range(0, len(names), AT_ONCE):
+        similar = step.output.similar(asking[start : start + AT_ONCE], rows)
+        nearest = np.argsort(-similar, axis=1, kind="stable")[:, :DEPTH]
+        for row, query in enumerate(names[start : start + AT_ONCE]):
+            found[query] = {keys[place]: float(similar[row, place]) for place in nearest[row].tolist()}
+    return found, _mean_size(step.output, rows)
 
 
-def _unit(rows: Matrix) -> Matrix:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.asarray(rows / np.where(lengths > 0, lengths, 1), np.float32)
+def _reranked(task: Retrieval, source: Source, run: Run, work: Work) -> Run:
+    """The first FIRST_STAGE of each ranking in the order of the source's scores; what follows stays behind them."""
+    found = {}
+    for query, ranking in run.items():
+        keys = sorted(ranking, key=ranking.__getitem__, reverse=True)
+        scores = work.scores(source, task.queries[query], [task.corpus[key] for key in keys[:FIRST_STAGE]])
+        least = min(scores)
+        behind = {key: least - place for place, key in enumerate(keys[FIRST_STAGE:], 1)}
+        found[query] = {**dict(zip(keys[:FIRST_STAGE], scores, strict=True)), **behind}
+    return found
+
+
+def _mean_size(output: Output, rows: Sequence[Any]) -> float:
+    return sum(map(output.size, rows)) / len(rows)
+
+
+def batched(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (texts[start : start + size] for start in range(0, len(texts), size))
 
 
 def _spearman(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:

@@ -1,83 +1,117 @@
-"""Who answers: a cluster, a library in this process, or a server of somebody else.
+"""Who answers: a cluster, or a library in this process; servers.py has those of somebody else.
 
-Each gives vectors of texts, or scores of documents, for a model that it knows by name.
+Each gives vectors of texts, or scores of documents, for a model that it knows by name, and takes load.
 
-    sie, sie:URL ──► SIEClient        st ──► sentence-transformers in this process
-    openai:URL, infinity:URL ──► POST URL/embeddings, URL/rerank      tei:URL ──► POST URL/embed, URL/rerank
+    sie, sie:URL ──► SIEClient, and for load SIEAsyncClient      st ──► sentence-transformers in this process
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sie_cli.evals.load import NOBODY, Answer, Failed, Request, Send
+from sie_cli.evals.outputs import DENSE, Output, find
 from sie_cli.refusal import Refused
+from sie_contracts.settings import Secret
 
 if TYPE_CHECKING:
-    import httpx
-
     from sie_sdk import SIEClient
-
-BATCH = 64  # texts of a request to a server of somebody else, which may take no more
-PATIENCE_S = 60.0  # with an answer of such a server
-Matrix = NDArray[np.float32]
-Told = Callable[[int], None]  # hears of so many texts that are done
 
 
 class Source(Protocol):
-    """`name`: as the user gave it. `scores_pairs`: it scores documents and has no vectors. Both raise Refused."""
+    """`name`: as the user gave it. `is_here`: it computes in this process. `scores_pairs`: it scores documents and has
+    no vectors. `main`: the vectors that are measured unless others are asked for. `identity`: what its answers depend
+    on beside texts and output; empty where nobody knows. `vectors` and `scores` raise Refused or SIEError.
+    """
 
     name: str
+    is_here: bool
     scores_pairs: bool
+    main: Output
+    identity: Sequence[str]
 
-    def vectors(self, texts: Sequence[str], *, is_query: bool) -> Matrix:
-        """float32 [texts, width], of any length."""
+    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+        """One of each text, as `output` has them."""
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         """One of each document, more is better."""
 
+    def sender(self) -> AbstractAsyncContextManager[Send]:
+        """What sends requests at once, each of which raises Failed."""
+
 
 class Sie:
-    """A model of a cluster."""
+    """A model of a cluster. `info`: what the cluster says of the model."""
 
-    def __init__(self, name: str, client: SIEClient, model: str) -> None:
-        self.name = name
+    is_here = False
+
+    def __init__(self, name: str, client: SIEClient, model: str, url: str, token: Secret | None) -> None:
+        self.name, self.url = name, url
+        self.token = token
         self._client, self._model = client, model
-        info = client.get_model(model)
-        self.scores_pairs = "dense" not in info["dims"]
-        if self.scores_pairs and "score" not in info["tasks"]:
-            raise Refused(
-                f"{model} has {', '.join(info['outputs'])}: a quality is measured of models with dense vectors and of"
-                " those that score"
-            )
+        self.info = client.get_model(model)
+        known = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
+        self.scores_pairs = not known
+        self.main = known[0] if known else DENSE
+        if self.scores_pairs and "score" not in self.info["tasks"]:
+            told = ", ".join(self.info["outputs"])
+            raise Refused(f"{model} has {told}: what is measured are models with vectors, and those that score")
+        fingerprint = self.info.get("fingerprint")
+        self.identity: Sequence[str] = [name, model, str(fingerprint)] if fingerprint else []
 
-    def vectors(self, texts: Sequence[str], *, is_query: bool) -> Matrix:
-        results = self._client.encode(
-            self._model,
-            list(texts),
-            is_query=is_query,
-            output_types=["dense"],
-            output_dtype="float32",
-            on_item_error="fail",
-            priority="bulk",
+    def machine(self) -> str:
+        """The machine profile of a worker that has the model; empty where the cluster tells none."""
+        workers = self._client.health()["workers"]
+        having = [each for each in workers if self._model.partition(":")[0] in each["loaded_models"]]
+        return next((str(each["gpu"]) for each in [*having, *workers]), "")
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[Send]:
+        from sie_sdk import SIEAsyncClient
+        from sie_sdk.errors import SIEConnectionError, SIEError
+
+        token = self.token.reveal() if self.token else None
+        async with SIEAsyncClient(self.url, api_key=token, wait_for_capacity=False, progress=False) as client:
+
+            async def send(request: Request) -> Answer:
+                try:
+                    if self.scores_pairs:
+                        ranked = await client.score(self._model, request.query, list(request.texts))
+                        return Answer(ranked["usage"]["total_tokens"], _stages(ranked["timing"]))
+                    results = await client.encode(self._model, list(request.texts), on_item_error="fail")
+                    return Answer(results.usage["total_tokens"], _stages(results[0]["timing"]))
+                except SIEConnectionError as error:
+                    raise Failed(NOBODY, str(error)) from error
+                except SIEError as error:
+                    raise Failed(error.code or str(error.status), str(error)) from error
+
+            yield send
+
+    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+        params = output.queries if is_query else output.documents
+        results: Any = self._client.encode(
+            self._model, list(texts), is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
         )
-        return np.stack([np.asarray(result["dense"], np.float32) for result in results])
+        return [result[output.slot] for result in results]
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         found = [0.0] * len(documents)
-        for each in self._client.rerank(self._model, query, list(documents), priority="bulk"):
+        for each in self._client.rerank(self._model, query, list(documents), priority="bulk", progress=False):
             found[each["index"]] = each["score"]
         return found
 
 
 class SentenceTransformers:
     """The public library in this process, on the weights that the catalogue names, in float32."""
+
+    is_here = True
+    main = DENSE
 
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
@@ -93,100 +127,43 @@ class SentenceTransformers:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise Refused(f"-s st: sentence-transformers does not load {where}: {reason}") from error
+        files = [file for file in Path(where).rglob("*") if file.is_file()]
+        told = sorted(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+        self.identity: Sequence[str] = [self.name, sentence_transformers.__version__, where, *told]
 
-    def vectors(self, texts: Sequence[str], *, is_query: bool) -> Matrix:
+    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+        only_dense(self.name, output)
         encode = self._model.encode_query if is_query else self._model.encode_document
-        return np.asarray(encode(list(texts), show_progress_bar=False), np.float32)
+        return list(np.asarray(encode(list(texts), show_progress_bar=False), np.float32))
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         pairs = [(query, document) for document in documents]
         return [float(score) for score in self._model.predict(pairs, show_progress_bar=False)]
 
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[Send]:
+        turn = asyncio.Lock()  # the library runs one call at a time on all cores
 
-@dataclass(frozen=True)
-class Dialect:
-    """How a server is asked: paths and bodies, and where its answers have what is wanted. A list of results has the
-    place of each in `index`.
-    """
+        async def send(request: Request) -> Answer:
+            async with turn:
+                if self.scores_pairs:
+                    await asyncio.to_thread(self.scores, request.query, request.texts)
+                else:
+                    await asyncio.to_thread(self.vectors, request.texts, DENSE, is_query=False)
+            return Answer()
 
-    encode_path: str
-    encode_body: Callable[[str, Sequence[str]], Mapping[str, Any]]
-    vectors: Callable[[Any], Sequence[Sequence[float]]]
-    rerank_body: Callable[[str, str, Sequence[str]], Mapping[str, Any]]
-    ranked: Callable[[Any], Sequence[Mapping[str, Any]]]
-    score: str
-
-
-_OPENAI = Dialect(
-    "/embeddings",
-    lambda model, texts: {"model": model, "input": list(texts), "encoding_format": "float"},
-    lambda body: [each["embedding"] for each in sorted(body["data"], key=lambda each: each["index"])],
-    lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
-    lambda body: body["results"],
-    "relevance_score",
-)
-_TEI = Dialect(
-    "/embed",
-    lambda model, texts: {"inputs": list(texts), "truncate": True},
-    lambda body: body,
-    lambda model, query, documents: {"query": query, "texts": list(documents), "truncate": True},
-    lambda body: body,
-    "score",
-)
-DIALECTS: Mapping[str, Dialect] = {"openai": _OPENAI, "infinity": _OPENAI, "tei": _TEI}
+        yield send
 
 
-class Server:
-    """A server of somebody else."""
+def _stages(timing: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds by stage, each once: `timing` has some of them under two names."""
+    return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
-    def __init__(self, name: str, client: httpx.Client, dialect: Dialect, model: str, *, scores_pairs: bool) -> None:
-        self.name = name
-        self.scores_pairs = scores_pairs
-        self._client, self._dialect, self._model = client, dialect, model
 
-    def vectors(self, texts: Sequence[str], *, is_query: bool) -> Matrix:
-        parts: list[Matrix] = []
-        for start in range(0, len(texts), BATCH):
-            part = texts[start : start + BATCH]
-            body = self._asked(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
-            with self._understood():
-                rows = np.asarray(self._dialect.vectors(body), np.float32)
-                if rows.ndim != 2 or len(rows) != len(part):
-                    raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} came")
-            parts.append(rows)
-        return np.concatenate(parts)
-
-    def scores(self, query: str, documents: Sequence[str]) -> list[float]:
-        found = [0.0] * len(documents)
-        for start in range(0, len(documents), BATCH):
-            part = documents[start : start + BATCH]
-            body = self._asked("/rerank", self._dialect.rerank_body(self._model, query, part))
-            with self._understood():
-                ranked = self._dialect.ranked(body)
-                if sorted(each["index"] for each in ranked) != list(range(len(part))):
-                    raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores came")
-                for each in ranked:
-                    found[start + each["index"]] = float(each[self._dialect.score])
-        return found
-
-    def _asked(self, path: str, body: Mapping[str, Any]) -> Any:
-        import httpx
-
-        try:
-            answer = self._client.post(path, json=body)
-        except httpx.HTTPError as error:
-            raise Refused(f"{self.name} does not answer: {error or type(error).__name__}") from error
-        if answer.status_code != 200:
-            raise Refused(f"{self.name}: POST {path} answers {answer.status_code}: {answer.text[:200]}")
-        with self._understood():
-            return answer.json()
-
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, KeyError, TypeError, LookupError) as error:
-            raise Refused(f"{self.name} answers otherwise than such a server does: {error}") from error
+def only_dense(name: str, output: Output) -> None:
+    """Raises Refused for what a source other than a cluster does not have."""
+    if output != DENSE:
+        raise Refused(f"{name} has dense vectors alone: {output.name} is measured of a cluster")
 
 
 def _weights_of(model: str) -> str:

@@ -1,8 +1,12 @@
-"""What a model is expected to reach: a file of targets, by model, task and metric.
+"""What a model is expected to reach: a file of targets, by model, task and metric. What is fast on one machine is not
+on another, so the tasks of speed have the machine profile and the load in their names.
 
 BAAI/bge-m3:
   stsb:
     spearman: {value: 0.83, tolerance: 0.005}
+  stsb@l4 clients=16:
+    items_per_s: {value: 900, tolerance: 90}
+    items_per_s/st: {value: 2.5, tolerance: 0.2}    # so often that of the source st in the same run
 """
 
 from __future__ import annotations
@@ -12,19 +16,27 @@ from pathlib import Path
 
 import msgspec
 
-from sie_cli.evals.quality import Found
 from sie_cli.refusal import Refused
 from sie_contracts.catalogue import packaged_folder
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005
+SPEED_TOLERANCE = 0.1  # of the value
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A metric is missed where it is below `value` by more than `tolerance`."""
+    """A metric is missed where it is worse than `value` by more than `tolerance`. Milliseconds are better where they
+    are less, all else where it is more.
+    """
 
     value: float
     tolerance: float = DEFAULT_TOLERANCE
+
+    def is_missed(self, metric: str, value: float) -> bool:
+        """What is not a number is missed."""
+        if metric.partition("/")[0].endswith("_ms"):
+            return not value <= self.value + self.tolerance
+        return not value >= self.value - self.tolerance
 
 
 Targets = dict[str, Target]  # by metric
@@ -47,33 +59,57 @@ def read(file: Path) -> File:
 
 
 def of(file: Path, model: str, task: str) -> Targets:
-    """The targets of a model for a task. Raises Refused where there are none."""
-    found = read(file).get(model, {}).get(task)
-    if not found:
-        raise Refused(f"{file} has no targets of {model} for {task}: --save-targets FILE writes what is measured")
-    return found
+    """The targets of a model for a task; empty where there are none. Raises Refused."""
+    return read(file).get(model, {}).get(task, {})
 
 
-def missed(targets: Mapping[str, Target], found: Found) -> list[str]:
-    """What a source did not reach, a line each. A metric that the task does not have is missed."""
-    scores = found.scores
+def missed(targets: Mapping[str, Target], scores: Mapping[str, float], what: str) -> list[str]:
+    """What was not reached, a line each. A metric that was not measured is missed."""
     lines = []
     for metric, target in targets.items():
-        least = target.value - target.tolerance
         value = scores.get(metric)
         if value is None:
-            lines.append(f"{metric}: the task has {', '.join(scores)}")
-        elif not value >= least:
-            lines.append(f"{metric}: {value:.4f} is below {target.value:.4f} - {target.tolerance:g}")
+            lines.append(f"target missed: {what}, {metric}: what was measured is {', '.join(scores)}")
+        elif target.is_missed(metric, value):
+            lines.append(
+                f"target missed: {what}, {metric}: {value:.4g} is worse than {target.value:.4g}, with a tolerance of"
+                f" {target.tolerance:.2g}"
+            )
     return lines
 
 
-def save(file: Path, model: str, task: str, found: Found) -> None:
-    """Write what was measured as the targets of this model and task; others in the file stay. Raises Refused."""
+def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
+    """What the first source reached, by metric, and how many times that of each other one, as METRIC/SOURCE."""
+    found = dict(scores[first])
+    for source, own in scores.items():
+        if source != first:
+            found |= {
+                f"{name}/{source}": found[name] / value for name, value in own.items() if found.get(name) and value
+            }
+    return found
+
+
+def speed_task(task: str, machine: str, level: str) -> str:
+    """The name under which a file has the targets of speed."""
+    return f"{task}@{machine} {level}"
+
+
+def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
+    """What was measured, as targets."""
+    if is_speed:
+        return {name: Target(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
+    return {name: Target(round(value, 4)) for name, value in values.items()}
+
+
+def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
+    """Write targets of a model, by task; others in the file stay. Raises Refused."""
     known = read(file) if file.exists() else {}
-    measured = {metric: Target(round(value, 4)) for metric, value in found.scores.items()}
-    known.setdefault(model, {})[task] = measured
+    known.setdefault(model, {}).update(measured)
     try:
         file.write_bytes(msgspec.yaml.encode(known))
     except OSError as error:
         raise Refused(f"--save-targets {file}: {error.strerror}") from error
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")

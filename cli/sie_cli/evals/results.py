@@ -1,0 +1,179 @@
+"""Results that were stored, and what changed from one to another.
+
+Report ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► list, compare, what was measured before
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import sie_contracts
+from sie_cli.evals.quality import CONFIDENCE, Found, difference
+from sie_cli.evals.report import Report
+from sie_cli.refusal import Refused
+
+GIT_S = 5.0
+TOLD_ITEMS = 3  # queries or pairs whose metric fell the most
+
+
+class Stored(msgspec.Struct):
+    """A result. `about`: where and with what it was measured. `figures`: those of its report."""
+
+    time: str
+    about: dict[str, Any]
+    figures: dict[str, Any]
+
+
+def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
+    """Where this process measures. `cluster`: what the cluster tells of itself and of the model."""
+    return {
+        "version": sie_contracts.__version__,
+        "commit": _commit(),
+        "machine": machine,
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        **cluster,
+    }
+
+
+def store(folder: Path, report: Report, known: Mapping[str, Any]) -> Path:
+    """Write a result. Raises Refused."""
+    now = datetime.datetime.now(datetime.UTC)
+    name = f"{now:%Y%m%dT%H%M%S%f}-{known['commit'] or known['version']}-{known['machine']}"
+    file = _place(folder, report.model, report.task, report.kind) / f"{_plain(name)}.json"
+    told = Stored(now.isoformat(timespec="seconds"), dict(known), report.figures())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half = file.with_suffix(".half")
+        half.write_bytes(msgspec.json.encode(told))
+        half.replace(file)
+    except OSError as error:
+        raise Refused(f"{file}: {error.strerror}: the result was not stored; --results names another folder") from error
+    return file
+
+
+def read(file: Path) -> Stored:
+    """Raises Refused."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Stored)
+    except OSError as error:
+        raise Refused(f"{file}: {error.strerror}: `sie eval list` shows the results that are stored") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise Refused(f"{file} is no result of `sie eval`: {error}") from error
+
+
+def every(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(folder.glob("*/*/*/*.json"), key=lambda file: file.name)
+
+
+def last(folder: Path, model: str, task: str, kind: str, machine: str) -> Stored | None:
+    """The newest result of a model and task on machines of this profile."""
+    files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
+    return next((found for found in map(read, files) if found.about.get("machine") == machine), None)
+
+
+def compared(old: Stored, new: Stored) -> tuple[list[list[str]], list[str]]:
+    """A table of what both measured, and lines that say what else is different. Raises Refused."""
+    for name in ("task", "kind"):
+        if old.figures[name] != new.figures[name]:
+            raise Refused(f"the results are of another {name}: {old.figures[name]} and {new.figures[name]}")
+    notes = [
+        f"{name}: {_told(old.about.get(name))} -> {_told(new.about.get(name))}"
+        for name in dict.fromkeys([*old.about, *new.about])
+        if old.about.get(name) != new.about.get(name)
+    ]
+    if old.figures["model"] != new.figures["model"]:
+        notes.insert(0, f"model: {old.figures['model']} -> {new.figures['model']}")
+    table = [["source", "metric", "old", "new", "change"]]
+    before = {_key(row): row for row in old.figures["rows"]}
+    after = {_key(row): row for row in new.figures["rows"]}
+    for key in [key for key in before if key in after]:
+        lines, told = _row_compared(key, before[key], after[key])
+        table += lines
+        notes += told
+    notes += [f"only the old result has {' '.join(key)}" for key in before if key not in after]
+    notes += [f"only the new result has {' '.join(key)}" for key in after if key not in before]
+    return table, notes
+
+
+def _row_compared(
+    key: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[list[list[str]], list[str]]:
+    lines, notes = [], []
+    for metric in [name for name in old["scores"] if name in new["scores"]]:
+        one, two = old["scores"][metric], new["scores"][metric]
+        if one is None or two is None:
+            change = "-"
+        elif "values" in old and len(old["values"][metric]) == len(new["values"][metric]):
+            was, now = (Found(key[0], row["values"], row["gold"]) for row in (old, new))
+            found = difference(now, was, metric)
+            change = f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f} in {CONFIDENCE:.0%} of resamples)"
+            notes += _fallen(key, metric, was, now)
+        elif one:
+            change = f"{two / one - 1:+.1%}"
+        else:
+            change = f"{two - one:+.4g}"
+        lines.append([" ".join(key), metric, _number(one), _number(two), change])
+    for name in [name for name in old.get("stages_ms", {}) if name in new.get("stages_ms", {})]:
+        one, two = old["stages_ms"][name], new["stages_ms"][name]
+        lines.append([" ".join(key), name, f"{one:.3g} ms", f"{two:.3g} ms", f"{two - one:+.3g} ms"])
+    return lines, notes
+
+
+def _fallen(key: Sequence[str], metric: str, was: Found, now: Found) -> list[str]:
+    """Which queries lost the most; a rank correlation is not of single pairs."""
+    if was.gold:
+        return []
+    lost = sorted(
+        (two - one, place) for place, (one, two) in enumerate(zip(was.values[metric], now.values[metric], strict=True))
+    )
+    told = [f"query {place + 1} of the task {by:+.4f}" for by, place in lost[:TOLD_ITEMS] if by < 0]
+    return [f"{' '.join(key)}, {metric}, fell the most: {', '.join(told)}"] if told else []
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (row["source"], row["load"]) if "load" in row else (row["source"],)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _told(value: object) -> str:
+    return "unknown" if value in (None, "") else str(value)
+
+
+def _place(folder: Path, model: str, task: str, kind: str) -> Path:
+    return folder / _plain(model) / _plain(task) / kind
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "_"
+
+
+def _commit() -> str:
+    """Of the folder in which this process runs; empty where it is no checkout."""
+    try:
+        ran = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ran.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

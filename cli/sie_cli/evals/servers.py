@@ -1,0 +1,142 @@
+"""A server of somebody else, asked in its own dialect.
+
+openai:URL, infinity:URL ──► POST URL/embeddings, URL/rerank      tei:URL ──► POST URL/embed, URL/rerank
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sie_cli.evals.load import NOBODY, PATIENCE_S, Answer, Failed, Request, Send
+from sie_cli.evals.outputs import DENSE, Matrix, Output
+from sie_cli.evals.sources import only_dense
+from sie_cli.refusal import Refused
+
+if TYPE_CHECKING:
+    import httpx
+
+BATCH = 64  # texts of a request, of which a server may take no more
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a server is asked: paths and bodies, and where its answers have what is wanted. A list of results has the
+    place of each in `index`.
+    """
+
+    encode_path: str
+    encode_body: Callable[[str, Sequence[str]], Mapping[str, Any]]
+    vectors: Callable[[Any], Sequence[Sequence[float]]]
+    rerank_body: Callable[[str, str, Sequence[str]], Mapping[str, Any]]
+    ranked: Callable[[Any], Sequence[Mapping[str, Any]]]
+    score: str
+    tokens: Callable[[Any], int | None] = lambda body: None
+
+
+_OPENAI = Dialect(
+    "/embeddings",
+    lambda model, texts: {"model": model, "input": list(texts), "encoding_format": "float"},
+    lambda body: [each["embedding"] for each in sorted(body["data"], key=lambda each: each["index"])],
+    lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
+    lambda body: body["results"],
+    "relevance_score",
+    lambda body: body.get("usage", {}).get("total_tokens"),
+)
+_TEI = Dialect(
+    "/embed",
+    lambda model, texts: {"inputs": list(texts), "truncate": True},
+    lambda body: body,
+    lambda model, query, documents: {"query": query, "texts": list(documents), "truncate": True},
+    lambda body: body,
+    "score",
+)
+DIALECTS: Mapping[str, Dialect] = {"openai": _OPENAI, "infinity": _OPENAI, "tei": _TEI}
+
+
+class Server:
+    """A server of somebody else."""
+
+    is_here = False
+    main = DENSE
+
+    def __init__(self, name: str, client: httpx.Client, dialect: Dialect, model: str, *, scores_pairs: bool) -> None:
+        self.name = name
+        self.scores_pairs = scores_pairs
+        self.identity: Sequence[str] = ()  # such a server may change its model without a word
+        self._client, self._dialect, self._model = client, dialect, model
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[Send]:
+        import httpx
+
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=self._client.base_url, timeout=PATIENCE_S, limits=limits) as client:
+
+            async def send(request: Request) -> Answer:
+                if self.scores_pairs:
+                    path, body = "/rerank", self._dialect.rerank_body(self._model, request.query, request.texts)
+                else:
+                    path, body = self._dialect.encode_path, self._dialect.encode_body(self._model, request.texts)
+                try:
+                    answer = await client.post(path, json=body)
+                except httpx.TransportError as error:
+                    raise Failed(NOBODY, str(error)) from error
+                if answer.status_code != 200:
+                    raise Failed(str(answer.status_code), answer.text[:200])
+                try:
+                    told = self._dialect.tokens(answer.json())
+                except ValueError as error:
+                    raise Failed("NOT_JSON", str(error)) from error
+                return Answer(told)
+
+            yield send
+
+    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+        only_dense(self.name, output)
+        parts: list[Matrix] = []
+        for start in range(0, len(texts), BATCH):
+            part = texts[start : start + BATCH]
+            body = self._asked(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
+            with self._understood():
+                rows = np.asarray(self._dialect.vectors(body), np.float32)
+                if rows.ndim != 2 or len(rows) != len(part):
+                    raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} came")
+            parts.append(rows)
+        return list(np.concatenate(parts))
+
+    def scores(self, query: str, documents: Sequence[str]) -> list[float]:
+        found = [0.0] * len(documents)
+        for start in range(0, len(documents), BATCH):
+            part = documents[start : start + BATCH]
+            body = self._asked("/rerank", self._dialect.rerank_body(self._model, query, part))
+            with self._understood():
+                ranked = self._dialect.ranked(body)
+                if sorted(each["index"] for each in ranked) != list(range(len(part))):
+                    raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores came")
+                for each in ranked:
+                    found[start + each["index"]] = float(each[self._dialect.score])
+        return found
+
+    def _asked(self, path: str, body: Mapping[str, Any]) -> Any:
+        import httpx
+
+        try:
+            answer = self._client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise Refused(f"{self.name} does not answer: {error or type(error).__name__}") from error
+        if answer.status_code != 200:
+            raise Refused(f"{self.name}: POST {path} answers {answer.status_code}: {answer.text[:200]}")
+        with self._understood():
+            return answer.json()
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, LookupError) as error:
+            raise Refused(f"{self.name} answers otherwise than such a server does: {error}") from error

@@ -1,0 +1,113 @@
+"""`sie eval --type perf` against devices whose speed is known: a fixed cost of each batch, and a stall."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import scraped, until
+from stack import Device, Plan, Stack
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("evals-speed")]
+MODEL = "toy/one"
+BATCH_MS = 40.0
+STALL_S = 1.5
+WITHIN = 35  # requests after which the warm-up is over, of either load
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A batch is one request and takes BATCH_MS."""
+    environ = {"SIE_BATCHER_MAX_BATCH_REQUESTS": "1"}
+    plan = Plan((MODEL,), workers=(Device(batch_ms=BATCH_MS),), environ=environ)
+    with Stack(tmp_path_factory.mktemp("speed"), plan) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("texts") / "words.txt"
+    file.write_text("\n".join(f"text {number}" for number in range(100)))
+    return f"texts/{file}"
+
+
+def argv(stack: Stack, folder: Path, texts: str, *more: str) -> list[str]:
+    where = ("--url", stack.urls[0], "--results", str(folder))
+    return [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", texts, "--type", "perf", "--json", *where, *more]
+
+
+def measured(argv: list[str], status: int = 0) -> dict[str, Any]:
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def answered(stack: Stack) -> float:
+    """Requests that the gateway has answered."""
+    return scraped(f"{stack.metrics_urls[0]}/metrics", "sie_gateway_requests_total")
+
+
+def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Path) -> None:
+    found = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "8"))
+    (row,) = found["rows"]
+    assert row["errors"] == {}
+    assert row["scores"]["items_per_s"] == pytest.approx(1000 / BATCH_MS, rel=0.03)
+    assert row["scores"]["p50_ms"] >= BATCH_MS
+    assert row["stages_ms"]["inference"] == pytest.approx(BATCH_MS, rel=0.25)
+
+
+def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
+    stack: Stack, texts: str, tmp_path: Path
+) -> None:
+    """One client asks nothing while it waits: one request of 200 is slow. At a rate, each that is due meanwhile is."""
+
+    def stalled(*load: str) -> float:
+        """The p99 with a sidecar that stands still for STALL_S within the window, ms."""
+        process = subprocess.Popen(
+            argv(stack, tmp_path, texts, "--seconds", "10", "--warm-up", "1", *load),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        before = answered(stack)
+        until(lambda: answered(stack) > before + WITHIN, 60, "the window", stack.log)
+        sidecar = stack.workers[0].sidecar
+        sidecar.pause()
+        try:
+            time.sleep(STALL_S)
+        finally:
+            sidecar.resume()
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, out + err
+        (row,) = json.loads(out)["rows"]
+        assert row["errors"] == {}
+        return float(row["scores"]["p99_ms"])
+
+    assert stalled("--rate", "10") > 1e3 * STALL_S / 2
+    assert stalled("--clients", "1") < 1e3 * STALL_S / 2
+
+
+def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
+    tmp_path_factory: pytest.TempPathFactory, texts: str, tmp_path: Path
+) -> None:
+    plan = Plan((MODEL,), workers=(Device(batch_ms=10.0),))
+    with Stack(tmp_path_factory.mktemp("dying"), plan) as dying:
+        asked = argv(dying, tmp_path, texts, "--seconds", "8", "--warm-up", "0.5", "--sweep", "clients=2,4")
+        process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until(lambda: answered(dying) > 5 * WITHIN, 60, "the window", dying.log)
+        dying.gateways[0].kill()
+        out, err = process.communicate(timeout=90)
+    assert process.returncode == 1, out + err
+    assert "Traceback" not in err
+    found = json.loads(out)
+    (row,) = found["rows"]  # the second level was not tried
+    assert row["errors"]["CONNECTION"] > 0
+    assert row["requests"] > 0
+    assert found["missed"] == [f"sie went away at clients=2: {row['errors']['CONNECTION']} requests found nobody"]

@@ -1,0 +1,175 @@
+"""Load of `sie eval --type perf`: closed and open loops against senders whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from sie_cli.evals import load, perf, report
+from sie_cli.evals.load import NOBODY, NOT_SENT, Answer, Failed, Level, Request, Send
+from sie_cli.evals.outputs import DENSE
+from sie_cli.evals.perf import Plan, Point
+from sie_cli.evals.tasks import Retrieval, Similarity, Texts
+
+TASK = Texts("words", ["one", "two", "three"])
+
+
+class Sender:
+    """A source whose answers come from `send`."""
+
+    name, is_here, scores_pairs, main, identity = "made", False, False, DENSE, ()
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[Send]:
+        yield self._send
+
+
+def points(send: Callable[[Request], Awaitable[Answer]], *levels: Level, seconds: float = 0.5) -> list[Point]:
+    found = perf.measure(TASK, [Sender(send)], Plan(levels, seconds, 0.1), {}, lambda: None)  # type: ignore[list-item]
+    return [each for level in found for each in level]
+
+
+def test_a_closed_loop_has_as_many_requests_under_way_as_it_has_clients() -> None:
+    under_way = most = 0
+
+    async def send(request: Request) -> Answer:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.005)
+        under_way -= 1
+        return Answer(7, {"inference": 5.0})
+
+    one, three = points(send, Level(clients=1), Level(clients=3))
+    assert most == 3
+    assert under_way == 0
+    assert one.tokens == 7 * one.items
+    assert one.stages_ms == {"inference": 5.0}
+    assert one.scores["p50_ms"] >= 5.0
+    assert one.items <= 0.5 / 0.005 + 1
+    assert three.items > 1.5 * one.items
+
+
+def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
+    """Whoever stalls for the first half of the window is seen by half of all requests, and by one of a closed loop."""
+    answered = asyncio.Event()
+
+    async def send(request: Request) -> Answer:
+        await answered.wait()
+        return Answer()
+
+    async def stalled(level: Level) -> list[float]:
+        answered.clear()
+        requests = itertools.repeat(Request(["text"]))
+        start_s = time.perf_counter()
+        asyncio.get_running_loop().call_later(0.5, answered.set)
+
+        async def quick(request: Request) -> Answer:
+            await send(request)
+            await asyncio.sleep(0.002)
+            return Answer()
+
+        calls = await level.run(quick, requests, start_s + 1.0)
+        return sorted(call.latency_s for call in calls)
+
+    async def both() -> tuple[list[float], list[float]]:
+        return await stalled(Level(rate=200)), await stalled(Level(clients=1))
+
+    opened, closed = asyncio.run(both())
+    assert len([each for each in opened if each > 0.1]) > 0.2 * len(opened)
+    assert opened[-1] >= 0.4
+    assert len([each for each in closed if each >= 0.4]) == 1
+
+
+def test_what_is_due_beyond_the_bound_is_counted_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MAX_IN_FLIGHT", 5)
+    sent = 0
+
+    async def never(request: Request) -> Answer:
+        nonlocal sent
+        sent += 1
+        await asyncio.sleep(60)
+        return Answer()
+
+    async def run() -> list[load.Call]:
+        monkeypatch.setattr(load, "PATIENCE_S", 0.5)
+        return await Level(rate=300).run(never, itertools.repeat(Request(["text"])), time.perf_counter() + 0.3)
+
+    calls = asyncio.run(run())
+    codes = [call.code for call in calls]
+    assert sent == 5
+    assert codes.count(load.NO_ANSWER) == 5
+    assert codes.count(NOT_SENT) == len(codes) - 5 > 5
+
+
+def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
+    asked = itertools.count()
+
+    async def send(request: Request) -> Answer:
+        await asyncio.sleep(0.001)
+        if next(asked) % 10 == 0:
+            raise Failed("QUEUE_FULL")
+        return Answer()
+
+    (found,) = points(send, Level(clients=2))
+    assert set(found.errors) == {"QUEUE_FULL"}
+    assert found.items > found.errors["QUEUE_FULL"] > 0
+    assert "QUEUE_FULL" in report.of_perf("a/b", "t", "", [found], {}, []).markdown()
+
+    async def nobody(request: Request) -> Answer:
+        raise Failed(NOBODY)
+
+    (only,) = points(nobody, Level(clients=2), Level(clients=4))
+    assert only.lost_its_server
+    made = report.of_perf("a/b", "t", "", [only], {}, [])
+    assert "the server went away" in made.notes[0]
+    assert made.figures()["rows"][0]["scores"]["p50_ms"] is None
+
+
+def test_a_client_that_is_the_limit_is_told_of() -> None:
+    async def send(request: Request) -> Answer:
+        end_s = time.thread_time() + 0.002
+        while time.thread_time() < end_s:
+            pass
+        return Answer()
+
+    async def idle(request: Request) -> Answer:
+        await asyncio.sleep(0.02)
+        return Answer()
+
+    (busy,), (calm,) = points(send, Level(clients=1)), points(idle, Level(clients=1))
+    assert calm.client_cores is not None
+    assert busy.client_cores is not None
+    assert calm.client_cores < 0.5 < 1.6 * busy.client_cores
+    busy = Point("sie", Level(clients=1), 1.0, 1, [1.0], client_cores=0.9)
+    assert "this client used 90% of a core" in report.of_perf("a/b", "t", "", [busy], {}, []).notes[0]
+
+
+def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() -> None:
+    documents = {str(number): "word " * number for number in range(1, 100)}
+    task = Retrieval("made", documents, {"q": "query"}, {"q": {"1": 1}})
+    texts = perf.texts_of(task)
+    assert sorted(texts) == sorted([*documents.values(), "query"])
+    assert texts == perf.texts_of(task)
+    lengths = [len(text) for text in texts]
+    assert lengths != sorted(lengths)
+    first = list(itertools.islice(perf.requests_of(task, 8), 30))
+    assert all(len(each.texts) == 8 and each.query == each.texts[0] for each in first)
+    assert perf.texts_of(Similarity("pairs", ["a"], ["b"], [1.0])) in (["a", "b"], ["b", "a"])
+
+
+def test_a_sweep_is_drawn() -> None:
+    levels = [Level(clients=1), Level(clients=4)]
+    found = [Point("sie", each, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for each in levels]
+    made = report.of_perf("a/b", "t", "", found, {}, [])
+    assert len(made.pictures) == 2
+    assert made.html().count("<svg") == 2
+    assert [row["load"] for row in made.figures()["rows"]] == ["clients=1", "clients=4"]
