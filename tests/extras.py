@@ -41,6 +41,7 @@ FOR = {
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
     "evals": ("sie_cli.evals",),
+    "mteb": ("sie_cli.evals.mteb_tasks",),
     "openai-tokens": (),  # a folder of data, which the gateway looks for
     "serve": ("sie_cli",),
 }
@@ -60,7 +61,8 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.graph",
     ),
     "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals"),
-    "evals": (*_HUB, *_COMPONENTS),
+    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks"),
+    "mteb": (*_HUB, *_COMPONENTS),
     "serve": ("sie_cli.evals",),
 }
 TRACING = "sie_runtime.spans"

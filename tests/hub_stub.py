@@ -2,8 +2,11 @@
 request.
 
 GET  /api/models/ID[/revision/REV]        the commit, and its files with `?blobs=true`
-GET  /api/models/ID/tree/REV              the files
+GET  /api/models/ID/tree/REV[/FOLDER]     the files
+POST /api/models/ID/paths-info/REV        files of these names
 HEAD, GET  /ID/resolve/REV/PATH           a small file itself, a large one by a redirection to /cdn, both in ranges
+
+A dataset is a repository whose name begins with `datasets/`; its API is below /api/datasets.
 """
 
 from __future__ import annotations
@@ -106,14 +109,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.hub.asked.append(Asked(self.command, path, start, token))
         if self.hub.status:
             self._refuse(self.hub.status, "", "an error that the test asked for")
-        elif path.startswith("/api/models/"):
-            self._api(path.removeprefix("/api/models/"), parse_qs(url.query), token)
+        elif path.startswith(("/api/models/", "/api/datasets/")):
+            self._api(path.removeprefix("/api/").removeprefix("models/"), parse_qs(url.query), token)
         elif path.startswith("/cdn/"):
             self._file(*self._found(path.removeprefix("/cdn/"), "/at/"), start)
         else:
             self._resolve(path.removeprefix("/"), start, token)
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        path = unquote(urlsplit(self.path).path).removeprefix("/api/").removeprefix("models/")
+        repository, _, revision = path.partition("/paths-info/")
+        files = self.hub.repositories.get(repository, {}) if revision == self.hub.commit else {}
+        names = [name for name in asked.get("paths", ()) if name in files]
+        self._json([{"type": "file", "path": name, **_listed(name, files[name], "oid", "oid")} for name in names])
 
     def _found(self, path: str, word: str) -> tuple[str, str, bytes | None]:
         """Repository, name and bytes of a file."""
@@ -127,19 +138,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if word in path:
                 break
         repository, _, revision = path.partition(word) if word else (path, "", "main")
-        revision = revision.partition("/")[0]
+        revision, _, folder = revision.partition("/")
         files = self.hub.repositories.get(repository)
         if files is None or (self.hub.token and token != self.hub.token and not self.hub.gated):
             self._refuse(401, "RepoNotFound", "Repository not found")
         elif revision not in (self.hub.commit, "main"):
             self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         elif word == "/tree/":
-            self._json(
-                [
-                    {"type": "file", "path": name, **_listed(name, data, "oid", "oid")}
-                    for name, data in sorted(files.items())
-                ]
-            )
+            self._json(_tree(files, f"{folder}/" if folder else "", "true" in query.get("recursive", ())))
         else:
             with_facts = "blobs" in query and not self.hub.lists_only_names
             facts = [
@@ -224,7 +230,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self._head(status, {**headers, "Content-Length": str(len(body))})
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
@@ -245,6 +251,16 @@ def is_large(name: str, data: bytes) -> bool:
 def blob(data: bytes) -> str:
     """The digest that git gives a file."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
+    """The files and folders of a folder, whose name ends with a slash."""
+    below = {name: name.removeprefix(folder).split("/") for name in sorted(files) if name.startswith(folder)}
+    folders = dict.fromkeys(folder + parts[0] for parts in below.values() if len(parts) > 1)
+    own = [name for name, parts in below.items() if recursive or len(parts) == 1]
+    return [{"type": "directory", "path": name, "oid": "0", "size": 0} for name in folders if not recursive] + [
+        {"type": "file", "path": name, **_listed(name, files[name], "oid", "oid")} for name in own
+    ]
 
 
 def _listed(name: str, data: bytes, own: str, large: str) -> dict[str, Any]:

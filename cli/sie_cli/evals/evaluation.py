@@ -19,6 +19,7 @@ from sie_cli.display import counted, items
 from sie_cli.evals import opened, outputs, perf, quality, report, results, targets, tasks
 from sie_cli.evals.kept import Kept
 from sie_cli.evals.load import NOBODY
+from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.opened import Opened
 from sie_cli.evals.perf import Plan, Point
 from sie_cli.evals.quality import Found, Step, Work
@@ -128,6 +129,8 @@ def _steps(known: _Known, rerankers: Sequence[Source]) -> Iterator[Step]:
         yield Step(source, source.main)
     main = known.cluster.main if known.cluster else outputs.DENSE
     asked = [outputs.find(name) for name in known.asked.outputs if name != main.name]
+    if (asked or rerankers) and isinstance(known.task, Mteb):
+        raise Refused("--outputs and --rerank need single queries, which the library mteb does not tell: use a folder")
     if (asked or rerankers) and known.cluster is None:
         raise Refused("--outputs and --rerank are of a cluster: name it with -s sie")
     for output in asked:
@@ -215,5 +218,5 @@ def counts(task: Task) -> str:
             return counted(len(task.gold), "pair")
         case Retrieval():
             return f"{counted(len(task.queries), 'query', 'queries')}, {counted(len(task.corpus), 'document')}"
-        case Texts():
+        case Texts() | Mteb():
             return counted(len(task.texts), "text")

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sie_cli.evals.load import NOBODY, Answer, Call, Level, Request, Send
+from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.sources import Source
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.evals.utilisation import Device, Watch
+from sie_cli.refusal import Refused
 
 PERCENTILES = (50, 90, 99)
 CLIENT_LIMIT = 0.8  # of a core: above it the client may be what is measured
@@ -80,8 +82,10 @@ def texts_of(task: Task) -> list[str]:
             found = [*task.left, *task.right]
         case Retrieval():
             found = [*task.corpus.values(), *task.queries.values()]
-        case Texts():
+        case Texts() | Mteb():
             found = list(task.texts)
+    if not found:
+        raise Refused(f"{task.name} has no texts")
     return [found[place] for place in np.random.default_rng(0).permutation(len(found))]
 
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_cli.evals import mteb_tasks
 from sie_cli.evals.kept import Kept
+from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, Output
 from sie_cli.evals.sources import Source
-from sie_cli.evals.tasks import Retrieval, Similarity
+from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # documents of a ranking, at most
 FIRST_STAGE = 30  # of which a reranker sees as many
@@ -106,8 +108,10 @@ class Work:
         return found
 
 
-def count(task: Similarity | Retrieval, step: Step) -> int:
-    """How many texts a source is asked for."""
+def count(task: Judged, step: Step) -> int | None:
+    """How many texts a source is asked for; None where nobody knows."""
+    if isinstance(task, Mteb):
+        return None
     if isinstance(task, Similarity):
         return len(task.gold) if step.source.scores_pairs else len({*task.left, *task.right})
     scored = sum(max(FIRST_STAGE, len(own)) for own in task.qrels.values())
@@ -116,11 +120,19 @@ def count(task: Similarity | Retrieval, step: Step) -> int:
     return len(task.corpus) + len(task.queries) + (FIRST_STAGE * len(task.queries) if step.reranker else 0)
 
 
-def measure(task: Similarity | Retrieval, step: Step, work: Work) -> Found:
+def measure(task: Judged, step: Step, work: Work) -> Found:
     """Run the task. Raises what the source raises."""
+    if isinstance(task, Mteb):
+        found = mteb_tasks.measure(task, step, work)
+        return Found(step.name, {name: [value] for name, value in found.items()})
     if isinstance(task, Similarity):
         return _similarity(task, step, work)
     return _retrieval(task, step, work)
+
+
+def has_interval(found: Found) -> bool:
+    """Whether single queries or pairs are known: the library mteb gives means alone."""
+    return min(map(len, found.values.values())) > 1
 
 
 def difference(found: Found, reference: Found, metric: str) -> Difference:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sie_cli.evals import plots
 from sie_cli.evals.perf import CLIENT_LIMIT, Point
-from sie_cli.evals.quality import CONFIDENCE, Difference, Found, difference
+from sie_cli.evals.quality import CONFIDENCE, Difference, Found, difference, has_interval
 from sie_cli.evals.targets import Targets
 
 Kind = Literal["quality", "perf"]
@@ -104,8 +104,7 @@ def of_quality(
     first, *others = found
     differences = [(other, metric, difference(first, other, metric)) for other in others for metric in metrics]
     notes = [
-        f"{first.source} less {other.source}, {metric}: {each.value:+.4f}, between {each.low:+.4f} and"
-        f" {each.high:+.4f} in {CONFIDENCE:.0%} of resamples"
+        f"{first.source} less {other.source}, {metric}: {each.value:+.4f}{_spread(each) if has_interval(first) else ''}"
         for other, metric, each in differences
         if metric == metrics[0]
     ]
@@ -195,6 +194,10 @@ def _perf_notes(points: Sequence[Point]) -> list[str]:
 def _difference(first: Found, other: Found, metric: str, found: Difference) -> dict[str, Any]:
     sources = {"source": first.source, "reference": other.source, "metric": metric}
     return {**sources, "value": found.value, "low": found.low, "high": found.high}
+
+
+def _spread(found: Difference) -> str:
+    return f", between {found.low:+.4f} and {found.high:+.4f} in {CONFIDENCE:.0%} of resamples"
 
 
 def _line(cells: Sequence[str]) -> str:

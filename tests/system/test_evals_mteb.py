@@ -1,0 +1,150 @@
+"""`sie eval -t mteb/NAME`: the library mteb for real, with datasets of a hub on loopback, and what is used without."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import shared
+from cluster import MODEL, Cluster
+from dockerfiles import ROOT
+from hub_stub import HubStub
+
+from sie_cli.evals import tasks
+
+RUN_S = 200.0
+ROWS = 60  # documents
+STSB = ("datasets/mteb/stsbenchmark-sts", "b0fddb56ed78048fa8b90373c8a3cfc37b684831")
+NFCORPUS = ("datasets/mteb/nfcorpus", "ec0fa4fe99da2ff19ca1214b7966684033a58814")
+RERANKING = ("datasets/mteb/AskUbuntuDupQuestions", "c5691e3c48741d5f83b5cc8e630653d7a8cfc048")
+pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
+
+
+def parquet(**columns: Sequence[Any]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), file)
+    return file.getvalue()
+
+
+def retrieval(**more: bytes) -> dict[str, bytes]:
+    """A dataset in the format of mteb, from the shipped pairs."""
+    pairs = tasks.stsb()
+    numbers = range(ROWS)
+    files = {
+        "corpus": parquet(id=[f"d{each}" for each in numbers], title=[""] * ROWS, text=pairs.right[:ROWS]),
+        "queries": parquet(id=[f"q{each}" for each in numbers], text=pairs.left[:ROWS]),
+        "qrels": parquet(
+            **{
+                "query-id": [f"q{each}" for each in numbers],
+                "corpus-id": [f"d{each}" for each in numbers],
+                "score": [1] * ROWS,
+            }
+        ),
+        **more,
+    }
+    configs = [f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}.parquet\n" for name in files]
+    card = f"---\nconfigs:\n{''.join(configs)}---\n"
+    return {"README.md": card.encode(), **{f"{name}.parquet": data for name, data in files.items()}}
+
+
+@pytest.fixture
+def hub() -> Iterator[HubStub]:
+    with HubStub().serving() as serving:
+        yield serving
+
+
+def evaluated(
+    folder: Path, endpoint: str, *arguments: str, status: int = 0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "sie_cli", "eval", *arguments, "--results", str(folder / "results")]
+    environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environ.pop("HF_HUB_OFFLINE", None)
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S, env=environ, cwd=cwd)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran
+
+
+def figures(*arguments: Any, **more: Any) -> dict[str, dict[str, float]]:
+    found = json.loads(evaluated(*arguments, "--json", **more).stdout)
+    return {row["source"]: row["scores"] for row in found["rows"]}
+
+
+def test_a_similarity_of_the_library_is_that_of_the_published_figure(
+    open_cluster: Cluster, hub: HubStub, tmp_path: Path
+) -> None:
+    repository, hub.commit = STSB
+    pairs = tasks.stsb()
+    data = parquet(sentence1=pairs.left, sentence2=pairs.right, score=pairs.gold)
+    hub.repositories[repository] = {"data/test-00000-of-00001.parquet": data}
+    found = figures(tmp_path, hub.url, MODEL, "-t", "mteb/STSBenchmark", "-s", "sie,st", "--url", open_cluster.url)
+    assert found["sie"]["cosine_spearman"] == pytest.approx(found["st"]["cosine_spearman"], abs=1e-4)
+    assert found["sie"]["cosine_spearman"] == pytest.approx(0.8203, abs=1e-3)  # MTEB's leaderboard: 82.03
+
+
+def test_a_retrieval_and_a_reranking_of_the_library_run(open_cluster: Cluster, hub: HubStub, tmp_path: Path) -> None:
+    where = ("--url", open_cluster.url)
+    hub.repositories[NFCORPUS[0]], hub.commit = retrieval(), NFCORPUS[1]
+    found = figures(tmp_path, hub.url, MODEL, "-t", "mteb/NFCorpus", "-s", "sie,st", *where)
+    assert next(iter(found["sie"])) == "ndcg_at_10"
+    assert found["sie"] == pytest.approx(found["st"], abs=1e-3)
+    numbers = [f"q{each}" for each in range(ROWS)]
+    ranked = [[f"d{(each + step) % ROWS}" for step in range(10)] for each in range(ROWS)]
+    top = parquet(**{"query-id": numbers, "corpus-ids": ranked})
+    hub.repositories[RERANKING[0]], hub.commit = retrieval(top_ranked=top), RERANKING[1]
+    vectors = figures(tmp_path, hub.url, MODEL, "-t", "mteb/AskUbuntuDupQuestions", *where)["sie"]
+    scores = figures(tmp_path, hub.url, "test/cross", "-t", "mteb/AskUbuntuDupQuestions", *where)["sie"]
+    main = next(iter(vectors))
+    assert next(iter(scores)) == main
+    assert vectors[main] > scores[main] > 0  # whose weights are random
+
+
+def test_without_the_hub_a_folder_of_the_same_name_is_used_and_both_commands_of_the_documents_run(
+    open_cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "NFCorpus"
+    (folder / "qrels").mkdir(parents=True)
+    pairs = tasks.stsb()
+    for name, texts in (("corpus", pairs.right), ("queries", pairs.left)):
+        lines = [json.dumps({"_id": str(number), "text": text}) for number, text in enumerate(texts[:ROWS])]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "qrels" / "test.tsv").write_text("\n".join(f"{each}\t{each}\t1" for each in range(ROWS)))
+    run = tomllib.loads((ROOT / "mise.toml").read_text("utf-8"))["tasks"]["eval"]["run"]
+    assert run.endswith("&& .venv/bin/sie eval")  # mise adds its arguments to the end
+    asked = (MODEL, "-t", "mteb/NFCorpus", "--type", "perf")
+    where = ("--url", open_cluster.url, "--seconds", "2", "--warm-up", "0.5")
+    nowhere = "http://127.0.0.1:1"
+    first = evaluated(tmp_path, nowhere, *asked, "-s", "sie", *where, cwd=tmp_path)
+    told = "mteb/NFCorpus: the hub cannot be reached at http://127.0.0.1:1: the folder NFCorpus/ is used"
+    assert first.stderr.splitlines()[0] == told
+    for word in ("items_per_s", "p50_ms", "p99_ms", "device %", "sie", "clients=16"):
+        assert word in first.stdout
+    file = tmp_path / "targets.yaml"
+    evaluated(tmp_path, nowhere, *asked, "-s", "sie", *where, "--save-targets", str(file), cwd=tmp_path)
+    again = json.loads(file.read_text())[MODEL] if file.read_text().startswith("{") else file.read_text()
+    assert "NFCorpus@cpu clients=16" in again
+    # whether this machine is as fast again is no matter here
+    argv = [*asked, "-s", "sie,targets", *where]
+    second = subprocess.run(
+        [sys.executable, "-m", "sie_cli", "eval", *argv, "--results", str(tmp_path / "results")],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        env={**os.environ, "HF_ENDPOINT": nowhere, "HF_HOME": str(tmp_path / "hf")},
+        cwd=tmp_path,
+    )
+    assert second.returncode in (0, 1), second.stderr
+    assert second.returncode == ("target missed" in second.stdout)
+    assert "targets are what was measured at" in second.stdout
+    none = evaluated(tmp_path, nowhere, MODEL, "-t", "mteb/SciFact", *where[:2], status=1, cwd=tmp_path).stderr
+    assert "there is no folder mteb/SciFact/ and SciFact/" in none
+    assert "NoSuchTask" in evaluated(tmp_path, nowhere, MODEL, "-t", "mteb/NoSuchTask", status=1, cwd=tmp_path).stderr
