@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -92,6 +93,48 @@ def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
 
     assert stalled("--rate", "10") > 1e3 * STALL_S / 2
     assert stalled("--clients", "1") < 1e3 * STALL_S / 2
+
+
+def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """By Ctrl-C, and by a gateway that was killed. Each part of 1,024 documents takes the device more than a second."""
+    folder = tmp_path / "documents"
+    (folder / "qrels").mkdir(parents=True)
+    lines = [json.dumps({"_id": str(number), "text": f"document {number}"}) for number in range(4000)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    (folder / "queries.jsonl").write_text(lines[0])
+    (folder / "qrels" / "test.tsv").write_text("0\t0\t1\n")
+    unfinished = tmp_path / "unfinished"
+    plan = Plan((MODEL,), workers=(Device(token_us=500.0),))
+    with Stack(tmp_path_factory.mktemp("slow"), plan) as slow:
+        where = ("--url", slow.urls[0], "--results", str(tmp_path))
+        command = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", str(folder), *where]
+
+        def begun(parts: int) -> subprocess.Popen[str]:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            until(lambda: len(list(unfinished.glob("*.msgpack"))) >= parts, 60, "parts to be kept", slow.log)
+            return process
+
+        process = begun(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1, out + err
+        assert "Aborted!" in err
+        process = begun(2)
+        slow.gateways[0].kill()
+        out, gone = process.communicate(timeout=60)
+        assert process.returncode == 1, out + gone
+        assert "the cluster went away; the same command goes on from there" in gone
+        assert "Traceback" not in err + gone
+        slow.gateways[0].start()
+        slow.gateways[0].wait_ready()
+        kept = len(list(unfinished.glob("*.msgpack")))
+        assert 2 <= kept < 4
+        again = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert f"answers to {kept * 1024} texts are those of an interrupted evaluation" in again.stdout
+    assert list(unfinished.iterdir()) == []
 
 
 def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(

@@ -33,8 +33,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 class _Evals(click.Group):
     """A group whose first argument is a model unless it names a command: `sie eval MODEL` is `sie eval run MODEL`."""
 
+    default = "run"
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [self.default, *args])
 
 
 def _results_option(command: F) -> F:

@@ -95,7 +95,8 @@ def _known(asked: Asked, task: Task, sources: Sequence[Source]) -> _Known:
     if first is None:
         return _Known(asked, task, sources, HERE, results.about({}, HERE))
     machine = first.machine() or HERE
-    told = {name: first.info.get(name) for name in ("fingerprint", "engine", "precision") if first.info.get(name)}
+    served = {name: ", ".join(first.info[name]["served"]) for name in ("engine", "precision")}
+    told = {"fingerprint": first.fingerprint, **served}
     return _Known(asked, task, sources, machine, results.about(told, machine))
 
 

@@ -73,8 +73,8 @@ class Opened:
         key = token.reveal() if token else None
         try:
             client = self._held.enter_context(SIEClient(where, api_key=key, connection_budget_s=patience_s))
-            source = Sie(name, client, model, where, token)
-            client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
+            info = client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
+            source = Sie(name, client, model, where, token, info)
         except SIEConnectionError as error:
             told = self._cluster.without_gateway()
             raise Refused(f"{error}\nno gateway answers at {public_url(where)}: {told}") from error

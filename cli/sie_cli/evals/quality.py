@@ -81,8 +81,9 @@ class Step:
     @property
     def name(self) -> str:
         """As a row of a report."""
-        named = self.source.name if self.output == DENSE else f"{self.source.name} {self.output.name}"
-        return f"{named}, {self.reranker.name}" if self.reranker else named
+        output = () if self.output == DENSE else (self.output.name,)
+        reranker = (self.reranker.name,) if self.reranker else ()
+        return ", ".join([self.source.name, *output, *reranker])
 
 
 class Work:

@@ -104,7 +104,7 @@ def of_quality(
     first, *others = found
     differences = [(other, metric, difference(first, other, metric)) for other in others for metric in metrics]
     notes = [
-        f"{first.source} less {other.source}, {metric}: {each.value:+.4f}{_spread(each) if has_interval(first) else ''}"
+        f"{first.source} - {other.source}, {metric}: {each.value:+.4f}{_spread(each) if has_interval(first) else ''}"
         for other, metric, each in differences
         if metric == metrics[0]
     ]

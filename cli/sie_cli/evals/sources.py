@@ -47,23 +47,27 @@ class Source(Protocol):
 
 
 class Sie:
-    """A model of a cluster. `info`: what the cluster says of the model."""
+    """A model of a cluster. `info`: what the cluster says of the model once it is loaded."""
 
     is_here = False
 
-    def __init__(self, name: str, client: SIEClient, model: str, url: str, token: Secret | None) -> None:
+    def __init__(
+        self, name: str, client: SIEClient, model: str, url: str, token: Secret | None, info: Mapping[str, Any]
+    ) -> None:
         self.name, self.url = name, url
         self.token = token
         self._client, self._model = client, model
-        self.info = client.get_model(model)
+        self.info = info
         known = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
         self.scores_pairs = not known
         self.main = known[0] if known else DENSE
         if self.scores_pairs and "score" not in self.info["tasks"]:
             told = ", ".join(self.info["outputs"])
             raise Refused(f"{model} has {told}: what is measured are models with vectors, and those that score")
-        fingerprint = self.info.get("fingerprint")
-        self.identity: Sequence[str] = [name, model, str(fingerprint)] if fingerprint else []
+        # by an answer: a gateway that has just started may not have heard of the workers that give it
+        answer: Any = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
+        self.fingerprint = str(answer.get("fingerprint") or "")
+        self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
         """The machine profile of a worker that has the model; empty where the cluster tells none."""
