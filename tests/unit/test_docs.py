@@ -54,7 +54,7 @@ BLOCKS = {
     "runbook.md": {"kubernetes": 1},
     "sdk.md": {"install": 1, "": 8, "vision": 1},
     "security.md": {"server": 1, "": 2},
-    "tuning.md": {"server": 2, "": 5},
+    "tuning.md": {"server": 2, "": 6},
     "upgrade.md": {"kubernetes": 1},
     "weights.md": {"": 1},
 }
