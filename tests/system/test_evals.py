@@ -13,6 +13,7 @@ import psutil
 import pytest
 import shared
 from cluster import MODEL, Cluster
+from image_files import picture
 from local_models import LocalModels
 from oracle import model_folder
 
@@ -123,6 +124,28 @@ def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path
     found = figures("test/cross", "-t", str(small), "-s", asked, "--url", open_cluster.url)
     first, second = scores(found).values()
     assert first == pytest.approx(second, abs=1e-6)
+
+
+def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> None:
+    """Of a model with random weights: what it gives is that of the library."""
+    folder = tmp_path / "pictures"
+    (folder / "qrels").mkdir(parents=True)
+    for number in range(8):
+        picture(seed=number).save(folder / f"{number}.png")
+    lines = [json.dumps({"_id": str(number), "image": f"{number}.png"}) for number in range(8)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    (folder / "queries.jsonl").write_text('{"_id": "q", "text": "a picture"}')
+    (folder / "qrels" / "test.tsv").write_text("q\t3\t1\n")
+    where = ("--url", open_cluster.url)
+    found = figures("test/clip", "-t", str(folder), "--outputs", "float16", *where)
+    assert scores(found)["sie"]["recall@10"] == 1.0
+    assert scores(found)["sie, float16"] == scores(found)["sie"]
+    assert "takes text" in evaluated("test/dense", "-t", str(folder), *where, status=1).stderr
+    perf = figures("test/clip", "-t", str(folder), "--type", "perf", "--clients", "2", "--seconds", "1", *where)
+    assert perf["rows"][0]["errors"] == {}
+    other = f"infinity:{open_cluster.url}/v1"
+    told = evaluated("test/clip", "-t", str(folder), "-s", other, *where, status=1).stderr
+    assert "takes texts alone, and the task has images" in told
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
     [
         ({"corpus": '{"_id": "a", "text": "x"}\n{"_id": "a", "text": "y"}\n'}, "corpus.jsonl, line 2: the _id 'a'"),
         ({"corpus": '{"_id": "a"}\n'}, 'corpus.jsonl, line 1: expected {"_id": "...", "text": "..."}'),
-        ({"corpus": "[]\n"}, "corpus.jsonl, line 1: expected"),
+        ({"corpus": "[]\n"}, "corpus.jsonl, line 1: Expected `object`, got `array`: expected"),
+        ({"corpus": '{"_id": "a", "image": "no.png"}\n'}, "corpus.jsonl, line 1: there is no file"),
+        ({"corpus": '{"_id": "a", "text": "x", "image": "no.png"}\n'}, "corpus.jsonl, line 1: expected"),
         ({"queries": "{\n"}, "queries.jsonl, line 1: "),
         ({"qrels": "1\tx\t1\n"}, "test.tsv, line 1: corpus.jsonl has no document 'x'"),
         ({"qrels": "1 a 1\n"}, "test.tsv, line 1: expected a query, a document and a whole number"),

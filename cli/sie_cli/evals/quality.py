@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_cli.evals import mteb_tasks
+from sie_cli.evals.inputs import key
 from sie_cli.evals.kept import Kept
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, Output
@@ -98,13 +99,13 @@ class Work:
         for part in batched(texts, PART):
             asked = [*source.identity, output.name, str(is_query)] if source.identity else []
             compute = functools.partial(source.vectors, part, output, is_query=is_query)
-            found += self._kept.part(asked, part, compute)
+            found += self._kept.part(asked, [key(text) for text in part], compute)
             self._told(len(part))
         return found
 
     def scores(self, source: Source, query: str, documents: Sequence[str]) -> Sequence[float]:
-        asked = [*source.identity, "score", query] if source.identity else []
-        found = self._kept.part(asked, documents, lambda: source.scores(query, documents))
+        asked = [*source.identity, "score", key(query)] if source.identity else []
+        found = self._kept.part(asked, [key(text) for text in documents], lambda: source.scores(query, documents))
         self._told(len(documents))
         return found
 

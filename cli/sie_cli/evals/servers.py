@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sie_cli.evals.inputs import only_texts
 from sie_cli.evals.load import NOBODY, PATIENCE_S, Answer, Failed, Request, Send
 from sie_cli.evals.outputs import DENSE, Matrix, Output
 from sie_cli.evals.sources import only_dense
@@ -78,6 +79,7 @@ class Server:
         async with httpx.AsyncClient(base_url=self._client.base_url, timeout=PATIENCE_S, limits=limits) as client:
 
             async def send(request: Request) -> Answer:
+                only_texts(self.name, request.texts)
                 if self.scores_pairs:
                     path, body = "/rerank", self._dialect.rerank_body(self._model, request.query, request.texts)
                 else:
@@ -98,6 +100,7 @@ class Server:
 
     def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
         only_dense(self.name, output)
+        only_texts(self.name, texts)
         parts: list[Matrix] = []
         for start in range(0, len(texts), BATCH):
             part = texts[start : start + BATCH]
@@ -110,6 +113,7 @@ class Server:
         return list(np.concatenate(parts))
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
+        only_texts(self.name, [query, *documents])
         found = [0.0] * len(documents)
         for start in range(0, len(documents), BATCH):
             part = documents[start : start + BATCH]

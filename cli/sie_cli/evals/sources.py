@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from sie_cli.evals.inputs import Picture, item, only_texts
 from sie_cli.evals.load import NOBODY, Answer, Failed, Request, Send
 from sie_cli.evals.outputs import DENSE, Output, find
 from sie_cli.refusal import Refused
@@ -84,11 +85,12 @@ class Sie:
         async with SIEAsyncClient(self.url, api_key=token, wait_for_capacity=False, progress=False) as client:
 
             async def send(request: Request) -> Answer:
+                given = [item(text) for text in request.texts]
                 try:
                     if self.scores_pairs:
-                        ranked = await client.score(self._model, request.query, list(request.texts))
+                        ranked = await client.score(self._model, item(request.query), given)
                         return Answer(ranked["usage"]["total_tokens"], _stages(ranked["timing"]))
-                    results = await client.encode(self._model, list(request.texts), on_item_error="fail")
+                    results = await client.encode(self._model, given, on_item_error="fail")
                     return Answer(results.usage["total_tokens"], _stages(results[0]["timing"]))
                 except SIEConnectionError as error:
                     raise Failed(NOBODY, str(error)) from error
@@ -98,15 +100,18 @@ class Sie:
             yield send
 
     def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
-        params = output.queries if is_query else output.documents
+        params: Any = output.queries if is_query else output.documents
+        given = [item(text) for text in texts]
         results: Any = self._client.encode(
-            self._model, list(texts), is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
+            self._model, given, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
         )
         return [result[output.slot] for result in results]
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         found = [0.0] * len(documents)
-        for each in self._client.rerank(self._model, query, list(documents), priority="bulk", progress=False):
+        for each in self._client.rerank(
+            self._model, item(query), list(map(item, documents)), priority="bulk", progress=False
+        ):
             found[each["index"]] = each["score"]
         return found
 
@@ -138,9 +143,11 @@ class SentenceTransformers:
     def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
         only_dense(self.name, output)
         encode = self._model.encode_query if is_query else self._model.encode_document
-        return list(np.asarray(encode(list(texts), show_progress_bar=False), np.float32))
+        inputs = [_opened(text) if isinstance(text, Picture) else text for text in texts]
+        return list(np.asarray(encode(inputs, show_progress_bar=False), np.float32))
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
+        only_texts(self.name, [query, *documents])
         pairs = [(query, document) for document in documents]
         return [float(score) for score in self._model.predict(pairs, show_progress_bar=False)]
 
@@ -157,6 +164,12 @@ class SentenceTransformers:
             return Answer()
 
         yield send
+
+
+def _opened(picture: Picture) -> Any:
+    from PIL import Image
+
+    return Image.open(picture.path).convert("RGB")
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:

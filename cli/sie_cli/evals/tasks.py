@@ -13,12 +13,12 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
 
 from sie_cli.evals import mteb_tasks
+from sie_cli.evals.inputs import Picture
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.refusal import Refused
 
@@ -29,7 +29,17 @@ RELEVANT_SCORE = (
 )
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
+_EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, or {"_id": "...", "image": "FILE"}'
 _QRELS = ("qrels/test.tsv", "qrels.tsv")
+
+
+class _Line(msgspec.Struct):
+    """Of corpus.jsonl and queries.jsonl. `image`: the path of a file, from where the jsonl lies."""
+
+    id: str = msgspec.field(name="_id")
+    text: str | None = None
+    title: str | None = None
+    image: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,9 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by their ids. `qrels`: query -> document -> relevance, 0 for none. Each query has some."""
+    """Documents and queries by their ids: texts, and instances of Picture. `qrels`: query -> document -> relevance, 0
+    for none. Each query has some.
+    """
 
     name: str
     corpus: Mapping[str, str]
@@ -109,8 +121,8 @@ def of_folder(folder: Path) -> Retrieval:
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: a title stands before the text of a document.
     """
-    corpus = {key: f"{title} {text}".strip() for key, text, title in _texts(folder / "corpus.jsonl")}
-    asked = {key: text for key, text, _ in _texts(folder / "queries.jsonl")}
+    corpus = dict(_texts(folder / "corpus.jsonl"))
+    asked = dict(_texts(folder / "queries.jsonl"))
     places = [folder / each for each in _QRELS]
     file = next((each for each in places if each.is_file()), places[0])
     qrels: dict[str, dict[str, int]] = {}
@@ -169,24 +181,26 @@ def _files_of(package: str) -> Sequence[importlib.metadata.PackagePath]:
         return []
 
 
-def _texts(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Id, text and title of each line. Raises Refused."""
+def _texts(file: Path) -> Iterator[tuple[str, str]]:
+    """Id and text of each line, with its title before it, or its image. Raises Refused."""
     known: set[str] = set()
     for where, line in _lines(file):
         try:
-            value: Any = msgspec.json.decode(line)
+            found = msgspec.json.decode(line, type=_Line)
         except msgspec.DecodeError as error:
-            raise Refused(f"{where}: {error}: expected one JSON object") from error
-        fields = value if isinstance(value, dict) else {}
-        key, text, title = (
-            fields.get(name, default) for name, default in (("_id", None), ("text", None), ("title", ""))
-        )
-        if not (isinstance(key, str) and isinstance(text, str) and isinstance(title, str)):
-            raise Refused(f'{where}: expected {{"_id": "...", "text": "..."}}, with a "title" where there is one')
-        if key in known:
-            raise Refused(f"{where}: the _id {key[:100]!r} is there twice")
-        known.add(key)
-        yield key, text, title
+            raise Refused(f"{where}: {error}: expected {_EXPECTED}") from error
+        if found.id in known:
+            raise Refused(f"{where}: the _id {found.id[:100]!r} is there twice")
+        known.add(found.id)
+        if found.image is None and found.text is not None:
+            yield found.id, f"{found.title or ''} {found.text}".strip()
+        elif found.image is not None and found.text is None:
+            picture = Picture(file.parent / found.image)
+            if not picture.path.is_file():
+                raise Refused(f"{where}: there is no file {picture}")
+            yield found.id, picture
+        else:
+            raise Refused(f"{where}: expected {_EXPECTED}")
 
 
 def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
