@@ -112,7 +112,9 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
         command = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", str(folder), *where]
 
         def begun(parts: int) -> subprocess.Popen[str]:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            # a shell starts what runs in its background with SIGINT ignored, and so all that it starts
+            argv = ["env", "--default-signal=INT", *command]
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             until(lambda: len(list(unfinished.glob("*.msgpack"))) >= parts, 60, "parts to be kept", slow.log)
             return process
 
