@@ -146,6 +146,10 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     other = f"infinity:{open_cluster.url}/v1"
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *where, status=1).stderr
     assert "takes texts alone, and the task has images" in told
+    fast = ("--type", "perf", "--seconds", "1", *where)
+    told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
+    assert told.startswith("Error: infinity:")
+    assert "st takes texts alone" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:

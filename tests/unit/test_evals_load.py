@@ -168,7 +168,7 @@ def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() 
 
 def test_a_sweep_is_drawn() -> None:
     levels = [Level(clients=1), Level(clients=4)]
-    found = [Point("sie", each, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for each in levels]
+    found = [Point("a $ b $", each, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for each in levels]
     made = report.of_perf("a/b", "t", "", found, {}, [])
     assert len(made.pictures) == 2
     assert made.html().count("<svg") == 2

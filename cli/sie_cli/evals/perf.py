@@ -129,7 +129,10 @@ async def _point(
     end_s = start_s + plan.seconds
     watching = asyncio.create_task(watch.run(start_s, end_s)) if watch else None
     used = asyncio.create_task(_used_cores(start_s, end_s))
-    calls = await level.run(send, requests, end_s)
+    try:
+        calls = await level.run(send, requests, end_s)
+    except ExceptionGroup as group:  # of the tasks: what the source refuses to send at all
+        raise group.exceptions[0] from group
     client_cores = await used
     device = await watching if watching else Device()
     window = (start_s, end_s)

@@ -23,7 +23,9 @@ def latencies(points: Sequence[Point]) -> str:
     figure, axes = _made("percentile of requests", "latency, ms")
     for each in points:
         if each.latencies_ms:
-            axes.plot(_PERCENTS, np.percentile(each.latencies_ms, _PERCENTS), label=f"{each.source} {each.level}")
+            axes.plot(
+                _PERCENTS, np.percentile(each.latencies_ms, _PERCENTS), label=_label(f"{each.source} {each.level}")
+            )
     axes.set_ylim(bottom=0)
     return _drawn(figure, axes)
 
@@ -34,9 +36,9 @@ def levels(points: Sequence[Point]) -> str:
     for source in dict.fromkeys(each.source for each in points):
         own = [each.scores for each in points if each.source == source]
         across = [each["items_per_s"] for each in own]
-        (line,) = axes.plot(across, [each["p50_ms"] for each in own], marker="o", label=f"{source} p50")
+        (line,) = axes.plot(across, [each["p50_ms"] for each in own], marker="o", label=_label(f"{source} p50"))
         dashed = [each["p99_ms"] for each in own]
-        axes.plot(across, dashed, marker=".", linestyle="--", color=line.get_color(), label=f"{source} p99")
+        axes.plot(across, dashed, marker=".", linestyle="--", color=line.get_color(), label=_label(f"{source} p99"))
     axes.set(xlim=(0, None), ylim=(0, None))
     return _drawn(figure, axes)
 
@@ -46,9 +48,14 @@ def costs(found: Sequence[Found], metric: str) -> str:
     figure, axes = _made("bytes of an item", metric)
     for each in found:
         if each.bytes_per_item:
-            axes.scatter(each.bytes_per_item, each.scores[metric], label=each.source)
+            axes.scatter(each.bytes_per_item, each.scores[metric], label=_label(each.source))
     axes.set_xscale("log")
     return _drawn(figure, axes)
+
+
+def _label(name: str) -> str:
+    """As it is: matplotlib takes what is between dollars for a formula."""
+    return name.replace("$", r"\$")
 
 
 def _made(across: str, up: str) -> tuple[Figure, Axes]:

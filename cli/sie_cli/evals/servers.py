@@ -41,7 +41,8 @@ class Dialect:
 
 _OPENAI = Dialect(
     "/embeddings",
-    lambda model, texts: {"model": model, "input": list(texts), "encoding_format": "float"},
+    # these servers refuse an empty text
+    lambda model, texts: {"model": model, "input": [text or " " for text in texts], "encoding_format": "float"},
     lambda body: [each["embedding"] for each in sorted(body["data"], key=lambda each: each["index"])],
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
     lambda body: body["results"],

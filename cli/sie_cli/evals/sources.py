@@ -66,7 +66,9 @@ class Sie:
             told = ", ".join(self.info["outputs"])
             raise Refused(f"{model} has {told}: what is measured are models with vectors, and those that score")
         # by an answer: a gateway that has just started may not have heard of the workers that give it
-        answer: Any = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
+        answer: Any = self.info
+        if "text" in self.info["inputs"]:
+            answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
         self.fingerprint = str(answer.get("fingerprint") or "")
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
@@ -136,6 +138,7 @@ class SentenceTransformers:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise Refused(f"-s st: sentence-transformers does not load {where}: {reason}") from error
+        self._takes_images = not scores_pairs and "image" in self._model.modalities
         files = [file for file in Path(where).rglob("*") if file.is_file()]
         told = sorted(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
         self.identity: Sequence[str] = [self.name, sentence_transformers.__version__, where, *told]
@@ -143,6 +146,8 @@ class SentenceTransformers:
     def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
         only_dense(self.name, output)
         encode = self._model.encode_query if is_query else self._model.encode_document
+        if not self._takes_images:
+            only_texts(self.name, texts)
         inputs = [_opened(text) if isinstance(text, Picture) else text for text in texts]
         return list(np.asarray(encode(inputs, show_progress_bar=False), np.float32))
 
