@@ -136,14 +136,15 @@ def of_perf(
 ) -> Report:
     """`points` of each level, sources in turn. `targets`: by level."""
     metrics = list(dict.fromkeys(metric for each in points for metric in each.scores))
-    told = ("requests", "errors", "device %", "client %")
+    told = ("requests", "errors", "device %", "device MB", "client %")
     table = [["source", "load", *metrics, *told]]
     for each in points:
         cells = [_rounded(each.scores.get(metric)) for metric in metrics]
         errors = " ".join(f"{count} {code}" for code, count in each.errors.items()) or "0"
         busy = _rounded(each.device.busy_percent)
+        memory = "-" if each.device.memory_bytes is None else f"{each.device.memory_bytes / 1e6:,.0f}"
         own = "-" if each.client_cores is None else _rounded(100 * each.client_cores)
-        table.append([each.source, str(each.level), *cells, str(len(each.latencies_ms)), errors, busy, own])
+        table.append([each.source, str(each.level), *cells, str(len(each.latencies_ms)), errors, busy, memory, own])
     for level, expected in targets.items():
         cells = [
             f"{expected[metric].value:.4g} ± {expected[metric].tolerance:.2g}" if metric in expected else ""
