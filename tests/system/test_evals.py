@@ -205,6 +205,12 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     assert "no gateway answers at http://127.0.0.1:1" in nobody
     server = evaluated(MODEL, "-t", str(small), "-s", "tei:http://127.0.0.1:1", status=1).stderr
     assert "tei:http://127.0.0.1:1 does not answer" in server
+    texts = evaluated(MODEL, "-t", f"texts/{small}/corpus.jsonl", *where, status=1).stderr
+    assert texts == "Error: nobody judged the texts of corpus.jsonl: --type perf measures how fast they are\n"
+    nowhere = evaluated(MODEL, "-t", str(small), "--results", "/proc/nothing", *where, status=1).stderr
+    assert (
+        nowhere == "Error: /proc/nothing: No such file or directory: name a folder that can be written with --results\n"
+    )
     kind = evaluated("test/gliner", "-t", str(small), *where, status=1).stderr
     assert "test/gliner has json: what is measured are models with vectors, and those that score" in kind
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):

@@ -15,7 +15,7 @@ import msgspec
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.data_dir import default_data_dir
 from sie_cli.display import table
-from sie_cli.evals import evaluation, opened, outputs, tasks
+from sie_cli.evals import evaluation, opened, outputs, targets, tasks
 from sie_cli.evals import results as _results
 from sie_cli.evals.evaluation import Asked
 from sie_cli.evals.load import Level
@@ -134,6 +134,7 @@ def run(
     sie eval BAAI/bge-m3 -t my-documents --outputs int8,binary+rescore,sparse,multivector
     sie eval BAAI/bge-m3 -t mteb/NFCorpus --type perf -s sie --sweep clients=1,4,16,64 --html speed.html
     sie eval BAAI/bge-m3 -t mteb/NFCorpus --type perf -s sie,targets
+    sie eval list
     sie eval compare OLD.json NEW.json
     """
     asked = Asked(
@@ -144,17 +145,20 @@ def run(
         _folder(results, cluster),
         _plan(**load),
         targets_file,
-        save_targets,
         [each.strip() for each in kinds.split(",") if each.strip()],
         rerank,
     )
     if kind == "perf" and (kinds or rerank):
         raise Refused("--outputs and --rerank are of --type quality")
-    made = evaluation.run(asked, cluster)
+    measured = evaluation.run(asked, cluster)
+    made = measured.report
+    _show(made, as_json=as_json)
+    click.echo(f"stored as {_results.store(asked.results, made, measured.about)}", err=True)
+    if save_targets is not None:
+        targets.save(save_targets, model, measured.targets)
     for name, file, page in (("markdown", markdown, made.markdown), ("html", html, made.html)):
         if file is not None:
             _write(f"--{name}", file, page())
-    _show(made, as_json=as_json)
     if made.missed:
         raise SystemExit(EXIT_MISSED)
 

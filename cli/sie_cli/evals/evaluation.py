@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
-
 from sie_cli.cluster import Cluster
 from sie_cli.display import counted, items
 from sie_cli.evals import opened, outputs, perf, quality, report, results, targets, tasks
@@ -36,9 +34,8 @@ HERE = "local"  # in place of a machine profile, where no cluster is measured
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks for. `sources`: their names. `targets_file`: None for that of the catalogue. `save_targets`:
-    where to write what is measured as the next targets. `rerankers`: models of the cluster that order the nearest
-    documents again.
+    """What a user asks for. `sources`: their names. `targets_file`: None for that of the catalogue. `rerankers`:
+    models of the cluster that order the nearest documents again.
     """
 
     model: str
@@ -48,9 +45,19 @@ class Asked:
     results: Path
     plan: Plan
     targets_file: Path | None = None
-    save_targets: Path | None = None
     outputs: Sequence[str] = ()
     rerankers: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`about`: what the stored result says of where it was measured. `targets`: what the first source reached, by the
+    name of the task in a file of targets.
+    """
+
+    report: Report
+    about: Mapping[str, Any]
+    targets: Mapping[str, Targets]
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,14 @@ class _Known:
         return opened.first_cluster(self.sources)
 
 
-def run(asked: Asked, cluster: Cluster) -> Report:
-    """Measure, compare and store. Raises Refused."""
+def run(asked: Asked, cluster: Cluster) -> Measured:
+    """Measure and compare. Raises Refused; what would make the result useless is told before anything is measured."""
     from sie_sdk.errors import SIEConnectionError, SIEError
 
     task = tasks.find(asked.task)
+    if isinstance(task, Texts) and asked.kind == "quality":
+        raise Refused(f"nobody judged the texts of {task.name}: --type perf measures how fast they are")
+    results.check(asked.results)
     with contextlib.ExitStack() as held:
         try:
             sources = Opened(cluster, asked.model, held)
@@ -80,14 +90,11 @@ def run(asked: Asked, cluster: Cluster) -> Report:
                 if name != "targets":
                     sources.open(name)
             known = _known(asked, task, sources.sources)
-            made = _speed(known) if asked.kind == "perf" else _quality(known, sources)
+            return _speed(known) if asked.kind == "perf" else _quality(known, sources)
         except SIEConnectionError as error:
             raise Refused(f"{error}: the cluster went away; the same command goes on from there") from error
         except SIEError as error:
             raise Refused(str(error)) from error
-    file = results.store(asked.results, made, known.about)
-    click.echo(f"stored as {file}", err=True)
-    return made
 
 
 def _known(asked: Asked, task: Task, sources: Sequence[Source]) -> _Known:
@@ -100,10 +107,9 @@ def _known(asked: Asked, task: Task, sources: Sequence[Source]) -> _Known:
     return _Known(asked, task, sources, machine, results.about(told, machine))
 
 
-def _quality(known: _Known, sources: Opened) -> Report:
+def _quality(known: _Known, sources: Opened) -> Measured:
     asked, task = known.asked, known.task
-    if isinstance(task, Texts):
-        raise Refused(f"nobody judged the texts of {task.name}: --type perf measures how fast they are")
+    assert not isinstance(task, Texts)
     rerankers = [sources.of_cluster(name, "", name) for name in asked.rerankers]
     steps = list(_steps(known, rerankers))
     expected, told = _expected(known, task.name, "", is_speed=False)
@@ -115,13 +121,11 @@ def _quality(known: _Known, sources: Opened) -> Report:
             found.append(quality.measure(task, step, Work(kept, functools.partial(bars.advance, bar))))
     first = found[0]
     missed = targets.missed(expected, first.scores, first.source)
-    if asked.save_targets is not None:
-        measured = targets.expected(first.scores, is_speed=False)
-        targets.save(asked.save_targets, asked.model, {task.name: measured})
     about = f"{counts(task)}{told}"
     if kept.found:
         about += f"; answers to {counted(kept.found, 'text')} are those of an interrupted evaluation"
-    return report.of_quality(asked.model, task.name, about, found, expected, missed)
+    made = report.of_quality(asked.model, task.name, about, found, expected, missed)
+    return Measured(made, known.about, {task.name: targets.expected(first.scores, is_speed=False)})
 
 
 def _steps(known: _Known, rerankers: Sequence[Source]) -> Iterator[Step]:
@@ -147,7 +151,7 @@ def _steps(known: _Known, rerankers: Sequence[Source]) -> Iterator[Step]:
         yield Step(known.sources[0], known.sources[0].main, reranker)
 
 
-def _speed(known: _Known) -> Report:
+def _speed(known: _Known) -> Measured:
     asked, task, plan = known.asked, known.task, known.asked.plan
     names = [targets.speed_task(task.name, known.machine, str(level)) for level in plan.levels]
     expected: dict[str, Targets] = {}
@@ -174,8 +178,6 @@ def _speed(known: _Known) -> Report:
     if not any(each.latencies_ms for each in points):
         codes = ", ".join(dict.fromkeys(code for each in points for code in each.errors)) or "none was sent"
         raise Refused(f"no request was answered: {codes}")
-    if asked.save_targets is not None:
-        targets.save(asked.save_targets, asked.model, measured)
     lost = [each for each in points if each.lost_its_server]
     missed += [
         f"{each.source} went away at {each.level}: {counted(each.errors[NOBODY], 'request')} found nobody"
@@ -183,7 +185,9 @@ def _speed(known: _Known) -> Report:
     ]
     texts = f"{counted(plan.batch, 'text')} to a request, {plan.seconds:g} s after {plan.warm_up_s:g} s of warm-up"
     about = f"{counts(task)}, {texts}, on {known.about['processor']}, machine profile {known.machine}{told}"
-    return report.of_perf(asked.model, task.name, about, points, {k: v for k, v in expected.items() if v}, missed)
+    aims = {level: each for level, each in expected.items() if each}
+    made = report.of_perf(asked.model, task.name, about, points, aims, missed)
+    return Measured(made, known.about, measured)
 
 
 def _expected(known: _Known, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         **cluster,
     }
+
+
+def check(folder: Path) -> None:
+    """Raises Refused where nothing can be stored."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(f"{folder}: {error.strerror}: name a folder that can be written with --results") from error
 
 
 def store(folder: Path, report: Report, known: Mapping[str, Any]) -> Path:
