@@ -215,6 +215,8 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     assert "test/gliner has json: what is measured are models with vectors, and those that score" in kind
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
+    scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr
+    assert scored == "Error: --outputs: the model has scores and no vectors\n"
     other = evaluated("test/dense", "-t", str(small), "--outputs", "sparse", *where, status=1).stderr
     assert "params.output_types: test/dense has no such output, it has dense" in other
     for told in (nobody, server, kind, other):

@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from sie_cli.evals import opened, outputs, quality, report, results, targets, tasks
+from sie_cli.evals import evaluation, opened, outputs, quality, report, results, targets, tasks
+from sie_cli.evals.evaluation import Asked
 from sie_cli.evals.kept import Kept
 from sie_cli.evals.load import Send
+from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, Output
+from sie_cli.evals.perf import Plan
 from sie_cli.evals.quality import Found, Step, Work
 from sie_cli.evals.servers import BATCH, DIALECTS, Server
 from sie_cli.evals.targets import Target
@@ -48,9 +51,9 @@ class Table:
             raise KeyboardInterrupt
         self.asked += len(texts)
         rows = np.array([self._rows[text] for text in texts], np.float32)
-        if output.name == "float16":
-            return list(rows.astype(np.float16) if not is_query else rows)
         asked = (output.queries if is_query else output.documents)["output_dtype"]
+        if asked == "float16":
+            return list(rows.astype(np.float16))
         if asked == "int8":
             return list(np.round(rows / abs(rows).max(axis=1, keepdims=True) * 127).astype(np.int8))
         return list(np.packbits(rows > 0, axis=1).view(np.int8) if asked == "binary" else rows)
@@ -164,6 +167,33 @@ def test_a_similarity_is_measured_by_ranks(scores_pairs: bool) -> None:
     found = measured(task, Table(rows, scores_pairs=scores_pairs))
     alike = [np.dot(rows[a], rows[b]) for a, b in zip(task.left, task.right, strict=True)]
     assert found.scores["spearman"] == pytest.approx(spearmanr(alike, task.gold).statistic)
+
+
+def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
+    sparse = Table({})
+    sparse.main = outputs.find("sparse")
+    plan = Plan([], 1.0, 1.0)
+    task = Mteb("any", None)
+    for source, given, message in (
+        (sparse, (), "table has sparse vectors: the library mteb compares dense ones"),
+        (Table({}), ("int8",), "--outputs and --rerank"),
+    ):
+        asked = Asked("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=given)
+        with pytest.raises(Refused, match=message):
+            list(evaluation._steps(evaluation._Known(asked, task, [source], "cpu"), []))
+
+
+@pytest.mark.parametrize("name", ["float16", "int8", "binary", "binary+rescore"])
+def test_a_similarity_of_another_output_is_near_that_of_floats(name: str) -> None:
+    rng = np.random.default_rng(5)
+    texts = [f"text {number}" for number in range(80)]
+    rows = {text: rng.normal(size=256).tolist() for text in texts}
+    for number in range(40):  # pairs that are ever less alike
+        rows[texts[40 + number]] = np.add(rows[texts[number]], rng.normal(size=256) * number / 10).tolist()
+    task = Similarity("pairs", texts[:40], texts[40:], [float(40 - number) for number in range(40)])
+    floats, found = measured(task, Table(rows)), measured(task, Table(rows), outputs.find(name))
+    assert floats.scores["spearman"] > 0.95
+    assert found.scores["spearman"] > 0.9
 
 
 def test_a_reranker_orders_the_judged_documents_among_others() -> None:

@@ -131,6 +131,8 @@ def _quality(known: _Known, sources: Opened) -> Measured:
 def _steps(known: _Known, rerankers: Sequence[Source]) -> Iterator[Step]:
     """Each source with dense vectors, then each other output of the cluster, then each reranker behind the first."""
     for source in known.sources:
+        if isinstance(known.task, Mteb) and source.main != outputs.DENSE:
+            raise Refused(f"{source.name} has {source.main.name} vectors: the library mteb compares dense ones")
         yield Step(source, source.main)
     main = known.cluster.main if known.cluster else outputs.DENSE
     asked = [outputs.find(name) for name in known.asked.outputs if name != main.name]
@@ -138,6 +140,8 @@ def _steps(known: _Known, rerankers: Sequence[Source]) -> Iterator[Step]:
         raise Refused("--outputs and --rerank need single queries, which the library mteb does not tell: use a folder")
     if (asked or rerankers) and known.cluster is None:
         raise Refused("--outputs and --rerank are of a cluster: name it with -s sie")
+    if asked and known.cluster is not None and known.cluster.scores_pairs:
+        raise Refused("--outputs: the model has scores and no vectors")
     for output in asked:
         assert known.cluster is not None
         yield Step(known.cluster, output)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,8 @@ def count(task: Judged, step: Step) -> int | None:
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
-        return len(task.gold) if step.source.scores_pairs else len({*task.left, *task.right})
+        sides = 1 if step.output.queries == step.output.documents else 2
+        return len(task.gold) if step.source.scores_pairs else sides * len({*task.left, *task.right})
     scored = sum(max(FIRST_STAGE, len(own)) for own in task.qrels.values())
     if step.source.scores_pairs:
         return scored
@@ -159,8 +160,12 @@ def _similarity(task: Similarity, step: Step, work: Work) -> Found:
         return Found(step.name, {"spearman": alike}, task.gold)
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
+    asking = rows
+    if step.output.queries != step.output.documents:  # neither side is a question, but one has the form of a query
+        form = replace(step.output, name=f"{step.output.name} of a query", documents=step.output.queries)
+        asking = dict(zip(texts, work.vectors(replace(step, output=form), texts, is_query=False), strict=True))
     alike = [
-        float(step.output.similar([rows[left]], [rows[right]])[0, 0])
+        float(step.output.similar([asking[left]], [rows[right]])[0, 0])
         for left, right in zip(task.left, task.right, strict=True)
     ]
     return Found(step.name, {"spearman": alike}, task.gold, _mean_size(step.output, list(rows.values())))
