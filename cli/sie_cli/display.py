@@ -25,6 +25,16 @@ def counted(count: int, what: str, plural: str | None = None) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {plural or what + 's'}"
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """The same number of characters without one that a terminal would obey: text comes from outside. `lines`: its line
+    breaks stay.
+    """
+    return "".join(
+        letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
+        for letter in text
+    )
+
+
 def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
     """Print rows, the first of which is the header, in columns as wide as need be. `err`: to standard error."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

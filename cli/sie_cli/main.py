@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import functools
 import os
 import sys
@@ -48,6 +49,8 @@ class _Program(AnyPosition):
                     raise click.UsageError(
                         f"No such command '{args[0]}'. Did you mean `sie {group} {args[0]}`?", ctx
                     ) from None
+            if like := difflib.get_close_matches(args[0], self.commands, 1):
+                raise click.UsageError(f"No such command '{args[0]}'. Did you mean `sie {like[0]}`?", ctx) from None
             raise
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -84,6 +87,7 @@ ELSEWHERE = {
     "models": "sie_cli.models:models",
     "bench": "sie_cli.bench:bench",
     "top": "sie_cli.top:top",
+    "try": "sie_cli.trying:try_model",
     "topology": "sie_cli.topology:topology",
     "weights": "sie_cli.models.weights:weights",
 }
@@ -103,6 +107,7 @@ def main() -> None:
     sie serve --standalone     the same without a broker
     sie settings               every setting, its value and where it came from
     sie doctor                 what is wrong with a cluster, and what mends it
+    sie try MODEL "text"       what a model answers, shown for a person
     sie top                    workers, models and queues, live
     sie dlq list               work that was given up
     sie keys create NAME       a token for a client; `list` and `revoke` it
@@ -114,6 +119,12 @@ def main() -> None:
     sie bench replay TRACE     what other settings would do to recorded or generated traffic
     sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """
+
+
+@main.command()
+def version() -> None:
+    """The version, as `sie --version` prints it."""
+    click.echo(f"sie, version {sie_contracts.__version__}")
 
 
 def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from sie_cli.display import counted, size
+from sie_cli.display import counted, printable, size
 from sie_contracts.status import QueueInfo
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but 
 _OLD_S, _STUCK_S = 10.0, 60.0  # of work that waits: the chart's alert SIEQueueStuck
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
 MAX_REASONS = 3  # of failed models, in a picture
+TREND = 60  # frames
+_LEAST_TREND = 10  # cells of a trend line: fewer say nothing
+_STEPS = "▁▂▃▄▅▆▇█"
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -106,16 +111,21 @@ class LaneRow:
 
 @dataclass
 class View:
-    """The last frame, when it came by our monotonic clock, and what is wrong with the connection since."""
+    """The last frame, when it came by our monotonic clock, and what is wrong with the connection since. `trend`: what
+    the last frames told of requests per second and of queued work, None where that was not known.
+    """
 
     url: str
+    takes_keys: bool = False
     frame: Frame | None = None
     came_s: float = 0.0
     trouble: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=TREND))
 
     def take(self, frame: Frame, now_s: float) -> None:
         self.frame, self.came_s, self.trouble = frame, now_s, ""
+        self.trend.append((frame.cluster.total_qps, queued_in(frame)))
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
@@ -141,10 +151,11 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     if frame is None:
         return Group(head)
     version = f"  version {frame.version}"
-    if head.cell_len + len(version) <= width:
-        head.append(version, "bright_black")
+    for told in (version, *(["  q ends it"] if view.takes_keys else [])):
+        if head.cell_len + len(told) <= width:
+            head.append(told, "bright_black")
     lanes, of_models = lanes_of(frame), _queues_of_models(frame)
-    figures = _lines(_figures(frame, lanes), width)
+    figures = [*_lines(_figures(frame, lanes), width), *_trends(view.trend, width)]
     active = sorted(
         (model for model in frame.models if model.state != "available" or of_models[model.name].messages),
         key=lambda model: (-of_models[model.name].messages, model.state != "loaded", model.name),
@@ -212,13 +223,56 @@ def _figures(frame: Frame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
     found = [(workers, "" if sums.worker_count == most and most else "red")]
     found += [(counted(gpus, "GPU"), "")] if gpus else []
     found.append((f"{sums.models_loaded} of {counted(len(frame.models), 'model')} loaded", ""))
-    if frame.queues is None:
+    queued = queued_in(frame)
+    if queued is None:
         found.append(("queue not known", "yellow"))
     else:
         oldest_s = max((lane.queued.oldest_s for lane in lanes if lane.queued), default=0.0)
-        found.append((f"{sum(queue.messages for queue in frame.queues):,} queued", ""))
+        found.append((f"{queued:,} queued", ""))
         found += [(f"oldest {_age(oldest_s)}", _age_colour(oldest_s))] if oldest_s else []
     return [*found, (f"{sums.total_qps:.1f} req/s", "")]
+
+
+def queued_in(frame: Frame) -> int | None:
+    """Messages in all queues, None while a gateway does not know them."""
+    return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
+
+
+def _trends(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
+    """One line with a trend line of each figure, the newest frame at the right end. None before there are two frames,
+    and none where there is no room.
+    """
+    from rich.text import Text
+
+    told = list(trend)
+    if len(told) < 2:
+        return []
+    parts: list[tuple[str, list[float | None]]] = [("req/s ", [rate for rate, _ in told])]
+    if any(count is not None for _, count in told):
+        parts.append(("queued ", [count for _, count in told]))
+    words = sum(len(name) + len(_most(values)) for name, values in parts) + 2 * (len(parts) - 1)
+    cells = min(TREND, (width - words) // len(parts))
+    if cells < _LEAST_TREND:
+        return []
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for number, (name, values) in enumerate(parts):
+        line.append("  " if number else "").append(name, "bright_black")
+        line.append(spark(values[-cells:]), "cyan").append(_most(values[-cells:]), "bright_black")
+    return [line]
+
+
+def _most(values: Iterable[float | None]) -> str:
+    """The largest, which a trend line's highest step stands for."""
+    most = max((value for value in values if value is not None), default=0)
+    return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
+
+
+def spark(values: Iterable[float | None]) -> str:
+    """A character for each value, from 0 to the largest; a blank where a value is not known."""
+    told = list(values)
+    most = max((value for value in told if value is not None), default=0.0) or 1.0
+    top = len(_STEPS) - 1
+    return "".join(" " if value is None else _STEPS[min(top, math.ceil(value / most * top))] for value in told)
 
 
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
@@ -372,4 +426,4 @@ def _plain(text: str) -> str:
     """Without markup of a terminal: names come from outside."""
     from rich.markup import escape
 
-    return escape("".join(letter if letter.isprintable() else "?" for letter in text))
+    return escape(printable(text))

@@ -20,6 +20,7 @@ import click
 import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.keyboard import single_keys, suspend, takes_keys
 from sie_cli.options import refuse
 from sie_cli.picture import Frame, View, picture
 from sie_contracts.settings import public_url
@@ -36,14 +37,15 @@ PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 @cluster_options(GATEWAY_URL)
 @click.option("--once", is_flag=True, help="One picture, then end.")
 def top(cluster: Cluster, once: bool) -> None:
-    """Show workers, models and queues of a cluster, live. Ctrl-C ends it.
+    """Show workers, models and queues of a cluster, live. The key q ends it, or Ctrl-C.
 
-    In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Models
+    In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Where
+    the width allows it, a line shows the trend of the last 60 frames: requests per second, and queued work. Models
     that are neither loaded nor asked for are only counted. A gateway that restarts is waited for. Where it wants a
     token: SIE_AUTH_TOKEN, one with the scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that
     SIE_GATEWAY_URL names.
 
-    Status 0: ended by Ctrl-C, or --once. 2: no gateway answered, or it refused.
+    Status 0: ended by q or Ctrl-C, or --once. 2: no gateway answered, or it refused.
     """
     from rich.console import Console
 
@@ -52,11 +54,12 @@ def top(cluster: Cluster, once: bool) -> None:
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     token = secret.reveal() if secret else None
     console = Console(highlight=False)
+    view = View(public_url(url), takes_keys=console.is_terminal and takes_keys() and not once)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=PIPE_WIDTH, height=PIPE_HEIGHT)
     try:
-        with _quiet_client():
-            asyncio.run(_shown(View(public_url(url)), url, token, console, once))
+        with quiet_client():
+            asyncio.run(_shown(view, url, token, console, once))
     except AuthenticationError as error:
         refuse(ValueError(f"{error}: set SIE_AUTH_TOKEN to a token with the scope read"))
     except SIEConnectionError as error:
@@ -73,8 +76,8 @@ def top(cluster: Cluster, once: bool) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_client() -> Iterator[None]:
-    """The client's warnings of attempts would break the picture, which tells of them."""
+def quiet_client() -> Iterator[None]:
+    """Without the client's warnings of attempts: they would break a picture, and the error at the end says it all."""
     logger = logging.getLogger("sie_sdk")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -99,7 +102,7 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
             asyncio.create_task(each, name=name)
             for name, each in (
                 ("frames", _take(frames, view)),
-                ("picture", _draw(view, console)),
+                ("picture", _draw(view, console, stop)),
                 ("stop", stop.wait()),
             )
         ]
@@ -137,23 +140,43 @@ async def _take(frames: AsyncIterator[Frame], view: View) -> None:
         view.take(frame, time.monotonic())
 
 
-async def _draw(view: View, console: Console) -> None:
+async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
     """In place in a terminal, which is left as it was; else each frame once."""
-    if not console.is_terminal:
-        while True:
-            await view.changed.wait()
-            view.changed.clear()
-            with console.capture() as captured:  # written here: Rich would end the process where the reader has gone
-                console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
-            click.echo(captured.get())
+    if console.is_terminal:
+        await _draw_in_place(view, console, stop)
+    while True:
+        await view.changed.wait()
+        view.changed.clear()
+        with console.capture() as captured:  # written here: Rich would end the process where the reader has gone
+            console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
+        click.echo(captured.get())
+
+
+async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
+    """Until it is cancelled. The key q sets `stop`. Ctrl-Z gives the terminal back until the shell lets it go on."""
     from rich.live import Live
 
-    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        while True:
-            live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
-            view.changed.clear()
-            with contextlib.suppress(
-                TimeoutError
-            ):  # also without a frame: the age of the last one, a new size of the terminal
-                async with asyncio.timeout(REDRAW_S):
-                    await view.changed.wait()
+    asked = asyncio.Event()  # for the terminal, by Ctrl-Z
+
+    def ask() -> None:
+        asked.set()
+        view.changed.set()
+
+    def on_key(key: str) -> None:
+        if key in "qQ":
+            stop.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, ask)
+    while True:
+        keys = single_keys(on_key) if view.takes_keys else contextlib.nullcontext()
+        live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        with keys, live:
+            while not asked.is_set():
+                live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
+                view.changed.clear()
+                # also without a frame: the age of the last one, a new size of the terminal
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REDRAW_S):
+                        await view.changed.wait()
+        asked.clear()
+        suspend()

@@ -9,12 +9,14 @@ import functools
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
@@ -42,7 +44,8 @@ from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers
 from sie_gateway.pools import Pools
-from sie_gateway.routes import PROBES, TABLE, GatewayRoute, InferenceRoute, openapi_document
+from sie_gateway.route_kinds import GatewayRoute, InferenceRoute
+from sie_gateway.routes import PROBES, TABLE, openapi_document
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
 from sie_runtime import config_routes
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.gateway")
 CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was there to read a status
+CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+CORS_AGE_S = 600  # a browser keeps the answer to a preflight
 MAX_VERSIONS = 1024
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
@@ -123,11 +128,44 @@ def create_app(gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Trace
     app.openapi = lambda: openapi_document(about)  # type: ignore[method-assign]  # FastAPI's way to set its schema
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return Edge(app, gateway, gate, readiness, tracer)
+    return _with_cors(Edge(app, gateway, gate, readiness, tracer), gateway.settings.cors_origins or ())
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.scope["sie.call"])
+
+
+def _with_cors(app: App, origins: Sequence[str]) -> App:
+    """Tells browsers that pages of these origins may read the answers of `app` (https://fetch.spec.whatwg.org).
+
+    Without credentials: a page sends its key in a header, and no cookie counts.
+    """
+    if not origins:
+        return app
+    # every header that a page asks for is allowed, and every one of an answer can be read
+    return cast(
+        App,
+        CORSMiddleware(
+            cast(Any, app),
+            allow_origins=origins,
+            allow_methods=CORS_METHODS,
+            allow_headers=["*"],
+            expose_headers=["*"],
+            max_age=CORS_AGE_S,
+        ),
+    )
+
+
+def _options(method: str, path: str, error: Exception) -> Response | None:
+    """The answer to OPTIONS: what a path takes. No row has this method, so who may know gets `error` 405 from the
+    gate.
+    """
+    if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
+        return None
+    methods = TABLE.match(path).methods
+    served = [name for name, route in methods.items() if route.served]
+    head = ["HEAD"] if "GET" in methods and methods["GET"].head else []
+    return Response(status_code=204, headers={"Allow": ", ".join([*served, *head, "OPTIONS"])})
 
 
 def error_response(error: Exception, call: Call) -> Response:
@@ -263,7 +301,7 @@ class Edge:
             status = CLIENT_GONE
         except Exception as error:  # the root of a request; what FastAPI has answered already it raises again
             if not status:
-                await error_response(error, call)(scope, receive, tagged)
+                await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)
             elif is_socket:
                 raise
             elif (
@@ -292,7 +330,8 @@ class Edge:
         check_length(call.headers, CONTROL_BYTES)
         receive = bounded(receive)
         if route.handler is None:
-            await self._app(scope, receive, send)
+            # the page of documents has no route for HEAD; the server leaves the body of its answer out
+            await self._app({**scope, "method": route.method}, receive, send)
             return
         response = await route.handler(self._gateway, Request(scope, receive))
         await response(scope, receive, send)
@@ -328,6 +367,7 @@ class Edge:
             if status != CLIENT_GONE:
                 self._gateway.peers.answered()
             self._log.ended(call, endpoint, status, seconds)
+            self._gateway.status.history.ended(call, endpoint, status, seconds)
 
 
 def _healthy_workers(gateway: Gateway) -> int:

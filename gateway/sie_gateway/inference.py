@@ -48,7 +48,7 @@ from sie_gateway.turns import Pace
 from sie_runtime.feed import CatalogueFeed
 
 if TYPE_CHECKING:
-    from sie_gateway.routes import InferenceRoute
+    from sie_gateway.route_kinds import InferenceRoute
 
 MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
 RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,9 +10,10 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
-from sie_contracts.errors import NotFound
+from sie_contracts.errors import InvalidInput, NotFound
+from sie_gateway.history import STEP_S
 from sie_gateway.models import alias_info, model_info, model_list
-from sie_gateway.status import CONSOLE_POLICY, console
+from sie_gateway.status import CONSOLE_FILES, CONSOLE_POLICY, console
 from sie_runtime.http import scrape
 
 if TYPE_CHECKING:
@@ -60,10 +62,61 @@ async def health(gateway: Gateway, _request: Request) -> Response:
     return json_response(gateway.status.health())
 
 
-async def page(_gateway: Gateway, _request: Request) -> Response:
-    """The console."""
-    headers = {"Content-Security-Policy": CONSOLE_POLICY, "X-Content-Type-Options": "nosniff"}
-    return Response(console(), media_type="text/html; charset=utf-8", headers=headers)
+async def history(gateway: Gateway, request: Request) -> Response:
+    """What this gateway answered over the last hour. Raises InvalidInput."""
+    query = request.query_params
+    since_s = _number(query, "since", 0.0, 0.0, math.inf)
+    step_s = int(_number(query, "step_s", STEP_S, STEP_S, 600))
+    if step_s % STEP_S:
+        raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
+    return json_response(gateway.status.history.since(since_s, step_s))
+
+
+async def requests(gateway: Gateway, request: Request) -> Response:
+    """The requests of the last hour that are kept. Raises InvalidInput."""
+    most = int(_number(request.query_params, "limit", 50, 1, 1000))
+    return json_response({"requests": gateway.status.history.requests(most)})
+
+
+async def request(gateway: Gateway, request: Request) -> Response:
+    """One of them. Raises NotFound."""
+    found = gateway.status.history.find(request.path_params["request"])
+    if found is None:
+        raise NotFound(
+            "this gateway keeps no request with this id: it keeps the slowest and some failed ones of each minute, for "
+            "an hour; its log and the trace have all"
+        )
+    return json_response(found)
+
+
+def _number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
+    """A number of the query. Raises InvalidInput."""
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:  # nan neither
+        raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
+    return value
+
+
+async def page(_gateway: Gateway, request: Request) -> Response:
+    """The console, or one of its files. Raises NotFound."""
+    name = request.path_params.get("file", "index.html")
+    if name not in CONSOLE_FILES:
+        raise NotFound("no such path")
+    headers = {
+        "Content-Security-Policy": CONSOLE_POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(console(name), media_type=f"{CONSOLE_FILES[name]}; charset=utf-8", headers=headers)
+
+
+async def cluster(gateway: Gateway, request: Request) -> Response:
+    """What the console shows of the cluster."""
+    return json_response(gateway.status.shown(request.query_params.get("filter", "")))
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:

@@ -155,6 +155,7 @@ async def serve(
         setting="--port",
         websockets=WebSocketProtocol,
         allowed_hosts=names,
+        cors_origins=settings.cors_origins or (),
         refused=metrics.count_refused,
     )
     try:

@@ -6,8 +6,8 @@ To add a route, see "Where to change what" in ARCHITECTURE.md.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -17,67 +17,14 @@ from sie_contracts.api import inference as native_api
 from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
-from sie_contracts.api.shapes import MINI
 from sie_contracts.configs import config_shape
 from sie_gateway import assignments, configs, operations, reserving
-from sie_gateway.call import Answer, Call, ErrorShape, family, native_shape
+from sie_gateway.call import ErrorShape, family
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
-from sie_gateway.inference import Inference
+from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute
 from sie_gateway.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime import config_routes, openapi
 from sie_runtime.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
-
-Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayRoute(Route):
-    """A route of a gateway. `handler` takes the Gateway and a Request; without one the application of the documents
-    answers. `shape` is how its errors look, `shapes` are others that its body may choose.
-    """
-
-    head: bool = False  # HEAD is answered as well
-    shape: ErrorShape = native_shape
-    shapes: tuple[ErrorShape, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceRoute(GatewayRoute):
-    """A route whose handler asks a model. Only a native one says "not yet" with 202."""
-
-    handler: Handler
-    is_native: bool = False
-
-
-_ShortText = Annotated[str, Meta(max_length=128)]
-_TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
-HEADERS = (
-    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "The budget of the request; work past it is dropped."),
-    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may overtake it."),
-    Parameter("X-SIE-Pool", "header", str, "The pool that serves it."),
-    Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves it, or pool/profile."),
-    Parameter(
-        "X-SIE-Route-Key",
-        "header",
-        _ShortText,
-        "For an alias with several models: requests with the same key get the same model.",
-    ),
-    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: where its time was spent."),
-    Parameter(
-        "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
-    ),
-    Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
-)
-PLACEHOLDERS = {
-    **config_routes.PLACEHOLDERS,
-    "model": Parameter(
-        "model", "path", str, "[bundle:/]id[@revision][:profile]; slashes as they are or as %2F", example=MINI
-    ),
-    "name": Parameter("name", "path", example="search"),
-    "lane": Parameter("lane", "path", str, "pool.machine_profile.bundle", "_default.l4.default"),
-    "file": Parameter("file", "path", example="swagger-ui.css"),
-}
-
 
 # encode, score, extract
 
@@ -276,7 +223,7 @@ def _control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """`names`: the tag and the summary."""
+    """`names`: the tag and the summary. What GET answers, HEAD answers as well (RFC 9110, 9.1)."""
     return GatewayRoute(
         method=method,
         path=path,
@@ -287,6 +234,7 @@ def _control(
         handler=handler,
         body=None if body is None else Content(body),
         replies={status: reply if isinstance(reply, Content) else Content(reply)},
+        head=method == "GET" and status == 200,
         **more,
     )
 
@@ -419,25 +367,64 @@ OPERATIONS = (
         ("Operations", "The load of a lane, and the number of workers that it needs"),
         operations_api.LaneFigures,
     ),
+    _control(
+        "GET",
+        "/v1/cluster",
+        "other",
+        operations.cluster,
+        ("Operations", "The state of the cluster in brief: counts, workers and models, at most 50 of each"),
+        operations_api.ClusterView,
+        parameters=(Parameter("filter", "query", str, "Only models with this in their name."),),
+    ),
+    _control(
+        "GET",
+        "/v1/history",
+        "other",
+        operations.history,
+        ("Operations", "Requests, errors and latency by stage of the last hour, at this gateway"),
+        operations_api.History,
+        parameters=(
+            Parameter("since", "query", float, "Only steps that end after this time, seconds since the epoch."),
+            Parameter("step_s", "query", Literal["10", "60", "300"], "Seconds of a step.", "10"),
+        ),
+    ),
+    _control(
+        "GET",
+        "/v1/requests",
+        "other",
+        operations.requests,
+        ("Operations", "The slowest and some failed requests of the last hour at this gateway, the slowest first"),
+        operations_api.SlowRequests,
+        parameters=(Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most."),),
+    ),
+    _control(
+        "GET",
+        "/v1/requests/{request}",
+        "other",
+        operations.request,
+        ("Operations", "One of these requests"),
+        operations_api.SlowRequest,
+    ),
     _operated(
         "/metrics",
         "The metrics for Prometheus, if SIE_GATEWAY_API_METRICS is on",
         TEXT,
         operations.metrics,
         scope="metrics",
-        head=True,
     ),
-    _operated("/", "A live page of the cluster", HTML, operations.page),
-    _operated("/docs", "This document as a page", HTML, head=True),
-    _operated("/docs/static/{file}", "Files of that page", "*/*", head=True),
-    _operated("/openapi.json", "This document", JSON, head=True),
+    # a page without any data, which asks for the key that reading it needs
+    _operated("/", "The console: try models, see the cluster", HTML, operations.page, scope=OPEN),
+    _operated("/console/{file}", "Files of that page", "*/*", operations.page, scope=OPEN),
+    _operated("/docs", "This document as a page", HTML),
+    _operated("/docs/static/{file}", "Files of that page", "*/*"),
+    _operated("/openapi.json", "This document", JSON),
     _socket(CLUSTER_PATH, "The status of workers and models, every second"),
     _socket(WORKER_PATH, "The status of a worker of this gateway, every 200 ms"),
 )
 
 ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *CATALOGUE, *OPERATIONS)
 TABLE = Table(ROUTES)
-PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN)
+PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN and route.handler is None)
 
 
 def _errors(route: Route) -> openapi.Statuses:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -28,6 +29,7 @@ from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet
+from sie_gateway.history import History
 from sie_gateway.lag import Labels, Lag
 from sie_gateway.peers import Peers
 from sie_gateway.planner import Waiting
@@ -43,11 +45,13 @@ FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
 CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
-CONSOLE = Path(__file__).parent / "console" / "index.html"
+CONSOLE = Path(__file__).parent / "console"
+CONSOLE_FILES = {"index.html": "text/html", "main.js": "text/javascript", "style.css": "text/css"}
 CONSOLE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
+MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
 _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 
@@ -168,6 +172,7 @@ class Status:
         self._lag = lag
         self._nats_monitor_url = nats_monitor_url
         self.sockets = Workers(settings)
+        self.history = History()
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
@@ -246,6 +251,31 @@ class Status:
             }
         ).decode()
 
+    def shown(self, wanted: str) -> dict[str, Any]:
+        """What the page at `/` shows: counts of everything; of the workers those that are not healthy first, then the
+        busiest; of the models whose name has `wanted` in it those that are in use first. At most MAX_SHOWN of each.
+        """
+        workers, cluster, models = self.view()
+        found = [model for model in models if wanted.lower() in model.name.lower()]
+        found.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
+        infos = sorted((seen.info for seen in workers), key=lambda info: (info.healthy, -info.queue_depth, info.name))
+        shown, queues = found[:MAX_SHOWN], self.queues()
+        why = failures(workers)
+        return {
+            "version": sie_contracts.__version__,
+            "cluster": cluster,
+            "counts": {
+                "workers": len(infos),
+                "models": len(found),
+                "in_flight": sum(info.queue_depth for info in infos),
+                "dead_letters": self.dead_letters,
+            },
+            "workers": infos[:MAX_SHOWN],
+            "models": shown,
+            "queues": queues[0] if queues else None,
+            "failures": {model.name: why[model.name] for model in shown if model.name in why},
+        }
+
     async def show(self, path: str, query: str, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a websocket to its end; `key` names the credential it was let in with.
 
@@ -300,6 +330,6 @@ def _public(url: str | None) -> str | None:
 
 
 @functools.cache
-def console() -> bytes:
-    """The page at `/`, which needs nothing from elsewhere."""
-    return CONSOLE.read_bytes()
+def console(name: str) -> bytes:
+    """A file of the page at `/`, one of CONSOLE_FILES. The page needs nothing from elsewhere."""
+    return (CONSOLE / name).read_bytes()

@@ -102,9 +102,11 @@ class HttpServer:
         root_path: str = "",
         websockets: type[asyncio.Protocol] | None = None,
         allowed_hosts: Sequence[str] | None = None,
+        cors_origins: Sequence[str] = (),
         refused: Callable[[str], object] | None = None,
     ) -> None:
         """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `Names`.
+        Pages of `cors_origins` may act.
         `refused` is called with the reason of each request that is refused before an application sees it, one of
         `refusals.REFUSED`.
         """
@@ -115,7 +117,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(app, Names(host, allowed_hosts), refusals),
+            Guarded(app, Names(host, allowed_hosts, cors_origins), refusals),
             interface="asgi3",
             loop="none",
             http=Protocol,

@@ -7,8 +7,8 @@ request comes from, and a page cannot change that:
     Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
     all? ──► application
 
-Reads by GET and HEAD need no check of the origin: no CORS headers are ever sent, so no page sees the answer of another
-origin.
+Reads by GET and HEAD need no check of the origin: CORS headers are sent to the pages of SIE_CORS_ORIGINS alone, so no
+other page sees the answer of another origin.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Names:
     and of this machine.
     """
 
-    def __init__(self, address: str, allowed: Sequence[str] | None) -> None:
+    def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
+        """`cors_origins`: SIE_CORS_ORIGINS, whose pages may act as its own do."""
+        self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
         self._is_loopback = is_loopback(address)
         self._address = address
         self._allowed = [name.strip().lower() for name in allowed or ()]
@@ -55,6 +57,8 @@ class Names:
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
         """Whether a page of this origin may act: its host is the host that is asked now, or an allowed one."""
+        if origin in self._origins:
+            return True
         scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https"):
             return False
@@ -83,8 +87,8 @@ class Names:
             return
         if not all(self.is_own_page(origin, host) for origin in origins):
             raise PermissionDenied(
-                "Origin: a page of another origin may change and compute nothing here; SIE_ALLOWED_HOSTS lists the "
-                "hosts whose pages may",
+                "Origin: a page of another origin may change and compute nothing here; SIE_CORS_ORIGINS lists the "
+                "origins whose pages may, SIE_ALLOWED_HOSTS the other names of this server",
                 reason="origin",
                 param="Origin",
             )

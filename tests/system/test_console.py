@@ -5,8 +5,10 @@ gateway.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,9 +136,34 @@ def page(devtools: str) -> Iterator[Page]:
         httpx.get(f"http://{devtools}/json/close/{tab['id']}", timeout=20)
 
 
+def typed(page: Page, element: str, text: str) -> None:
+    """Put a text into a field, as a person who pastes it does."""
+    page.evaluate(
+        f"(() => {{ const field = document.querySelector({json.dumps(element)}); "
+        "Object.getOwnPropertyDescriptor(Object.getPrototypeOf(field), 'value').set.call(field, "
+        f"{json.dumps(text)}); field.dispatchEvent(new Event('input', {{bubbles: true}})); "
+        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+
+
+def click(page: Page, element: str) -> None:
+    page.evaluate(f"document.querySelector({json.dumps(element)}).click()")
+
+
+FORGED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
+  const answer = await real(...given);
+  if (!String(given[0]).includes('/v1/cluster')) return answer;
+  const told = await answer.json();
+  told.models[0].state = 'failed';
+  told.failures = {[told.models[0].name]: '<img src=x onerror="window.harmed = 1">'};
+  told.workers[0].name = '<script>window.harmed = 1</script>';
+  return new Response(JSON.stringify(told), {status: 200});
+}; })()"""
+
+
 def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: Cluster, page: Page) -> None:
-    own = f"{HOST}:{cluster.port}"
-    page.open(f"http://{own}/")
+    own = f"http://{HOST}:{cluster.port}/"
+    page.open(f"{own}#cluster")
     (worker,) = page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     assert worker[2:6] == ["_default", "cpu", "default", "cpu"]
     assert "GiB" in worker[6]
@@ -146,12 +173,13 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
         "Number([...document.querySelectorAll('#figures div')].find(pair => "
         "pair.innerText.startsWith({0})).lastChild.innerText)"
     )
-    assert page.evaluate(figure.format("'GPUs'")) == 0
+    assert page.evaluate(figure.format("'dead letters'")) == 0
 
-    # an answered request, then work that a worker holds while its engine is stopped, come over the websocket: nothing
-    # is loaded again
+    # an answered request, then work that a worker holds while its engine is stopped, are seen without loading the page
+    # again
     encode = f"{cluster.url}/v1/encode/{ENCODER}"
-    assert httpx.post(encode, json={"items": ["one"]}, timeout=60).status_code == 200
+    ran = httpx.post(encode, json={"items": ["one"]}, timeout=60)
+    assert ran.status_code == 200
     page.wait(ROWS.format("models"), lambda rows: rows[0][1:3] == ["loaded", "1"])
     page.wait(ROWS.format("workers"), lambda rows: rows[0][8] == ENCODER)
     page.wait(figure.format("'requests/s'"), lambda rate: rate > 0)
@@ -169,30 +197,97 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     waiting.join(30)
     page.wait(figure.format("'in flight'"), lambda count: count == 0)
 
-    failed = "show({...last, models: [{...last.models[0], state: 'failed'}], failures: {[last.models[0].name]: 'why'}})"
-    shown = page.evaluate(f"({failed}, {ROWS.format('models')})")
-    assert [each.split() for each in shown[0][:2]] == [[ENCODER], ["failed", "why"]]
+    # the slow request is found, and explained
+    slow = ran.headers["x-sie-request-id"]
+    page.wait(ROWS.format("requests"), lambda rows: any(row[1] == slow for row in rows), timeout_s=20)
+    page.evaluate(
+        f"[...document.querySelectorAll('#requests button')].find(each => each.innerText === '{slow}').click()"
+    )
+    page.wait("document.querySelector('#requests .waterfall')?.textContent", lambda text: text and "inference" in text)
 
-    filtered = "(text => { const box = document.getElementById('filter'); box.value = text; box.oninput(); })"
-    page.evaluate(f"{filtered}('no such')")
-    assert page.evaluate(ROWS.format("models")) == []
-    page.evaluate(f"{filtered}('MINI')")
-    assert len(page.evaluate(ROWS.format("models"))) == 1
+    typed(page, "#filter", "no such")
+    page.wait(ROWS.format("models"), lambda rows: rows == [])
+    typed(page, "#filter", "MINI")
+    page.wait(ROWS.format("models"), lambda rows: len(rows) == 1)
 
-    assert set(page.asked) == {f"http://{own}/", f"ws://{own}/ws/cluster-status"}
-    assert len(page.asked) == 2
+    page.evaluate(FORGED)  # markup in names and reasons stays text
+    shown = page.wait(ROWS.format("models"), lambda rows: rows and "failed" in rows[0][1])
+    assert "<img src=x" in shown[0][1]
+    assert page.evaluate(ROWS.format("workers"))[0][0].startswith("<script>")
+    assert page.evaluate("window.harmed ?? null") is None
+
+    assert all(asked.startswith(own) for asked in page.asked), page.asked
     assert page.complaints == []
 
 
-def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
+def test_the_playground_compares_texts_and_its_commands_give_the_same_numbers(cluster: Cluster, page: Page) -> None:
     page.open(f"http://{HOST}:{cluster.port}/")
+    page.wait("document.querySelector('#model')?.value", lambda model: model == ENCODER)
+    typed(page, "#texts", 'a cat\na <b>kitten</b>\nit\'s "stocks"')
+    click(page, "#run")
+    cells = "[...document.querySelectorAll('.heat td')].map(cell => Number(cell.innerText))"
+    shown = page.wait(cells, lambda found: len(found) == 9, timeout_s=60)
+    code = page.evaluate("document.querySelector('.code[data-kind=curl]').textContent")
+    command = code.replace(f"//{HOST}:", "//127.0.0.1:")  # the name is the browser's alone
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=60)
+    vectors = [item["dense"]["values"] for item in json.loads(ran.stdout)["items"]]
+    cosines = [
+        sum(a * b for a, b in zip(one, other, strict=True)) / (math.hypot(*one) * math.hypot(*other))
+        for one in vectors
+        for other in vectors
+    ]
+    assert shown == pytest.approx(cosines, abs=0.0051)
+    code = page.evaluate("document.querySelector('.code[data-kind=Python]').textContent")
+    program = code.replace(f"//{HOST}:", "//127.0.0.1:")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
+    assert [item["dense"]["values"] for item in json.loads(told.stdout)["items"]] == vectors
+    assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
+    assert page.complaints == []
+
+
+def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, page: Page
+) -> None:
+    models = local_models.under(tmp_path_factory.mktemp("signed-models"))
+    models.build(ENCODER.partition("/")[2])
+    environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "a-right-key"}
+    with running(
+        tmp_path_factory.mktemp("signed"), *models.arguments, "--no-spare", "--allowed-hosts", HOST, environ=environ
+    ) as signed:
+        page.open(f"http://{HOST}:{signed.port}/#models")
+        page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
+        for key, good in (("a-wrong-key", False), ("a-right-key", True)):
+            typed(page, "#key", key)
+            click(page, "button[type=submit]")
+            if good:
+                page.wait(ROWS.format("catalogue"), lambda rows: rows and rows[0][0] == ENCODER)
+            else:
+                page.wait(
+                    "document.querySelector('[role=alert]')?.innerText", lambda text: text and "not known" in text
+                )
+        assert page.evaluate("sessionStorage.getItem('sie.key')") == "a-right-key"
+        assert page.evaluate("localStorage.length + document.cookie.length") == 0
+        assert not any("right-key" in asked for asked in page.asked)
+        click(page, "#sign-out")
+        page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
+        assert page.evaluate("sessionStorage.getItem('sie.key')") is None
+
+
+def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
+    page.open(f"http://{HOST}:{cluster.port}/#cluster")
     state = "document.getElementById('connection')?.innerText"  # nothing before the page is there
     page.wait(state, lambda text: text == "healthy")
     page.evaluate("window.kept = 1")
     (gateway,) = cluster.pids("gateway")
+    cluster.signal(gateway, signal.SIGSTOP)
+    try:
+        page.wait(state, lambda text: text == "no connection, trying again")
+        assert len(page.evaluate(ROWS.format("workers"))) == 1  # what was known last stays to be read
+    finally:
+        cluster.signal(gateway, signal.SIGCONT)
+    page.wait(state, lambda text: text == "healthy", timeout_s=30)
     cluster.signal(gateway, signal.SIGKILL)
-    page.wait(state, lambda text: text == "no connection, trying again")
-    assert len(page.evaluate(ROWS.format("workers"))) == 1  # what was known last stays to be read
+    until(lambda: cluster.pids("gateway") not in ([], [gateway]), 30, "another gateway")
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
     assert page.evaluate("window.kept") == 1
 

@@ -101,10 +101,10 @@ def test_the_broker_refuses_whoever_has_no_password(cluster: Cluster, attack: di
 
 
 def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any]) -> None:
-    """But the ports of probes and metrics, which are never behind a token."""
+    """But the ports of probes and metrics, which are never behind a token, and the page of the console."""
     config = cluster.access().config_url.rpartition(":")[2]
     probes = {*OPEN, "/metrics"}
-    allowed_at = {str(cluster.port): OPEN, config: probes, str(cluster.worker_port): probes}
+    allowed_at = {str(cluster.port): {*OPEN, "/"}, config: probes, str(cluster.worker_port): probes}
     for port, told in attack["ports"].items():
         if told["kind"] == "nats":
             continue

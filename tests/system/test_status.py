@@ -255,7 +255,9 @@ def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -
     with pytest.raises(InvalidStatus) as refused:
         connect(f"ws://127.0.0.1:{cluster.worker_port}/ws/status", additional_headers=AUTHORIZATION, proxy=None)
     assert refused.value.response.status_code == 401
-    assert httpx.get(f"{cluster.url}/").status_code == 401
+    assert httpx.get(f"{cluster.url}/").status_code == 200  # a page without data
+    for path in ("/v1/cluster", "/v1/history", "/v1/requests", "/health"):
+        assert httpx.get(cluster.url + path).status_code == 401
     page = httpx.get(f"{cluster.url}/", headers=AUTHORIZATION)
     assert page.headers["content-type"].startswith("text/html")
     assert not cluster.said(TOKEN)

@@ -50,9 +50,11 @@ DOCUMENTED = """
     infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
     infer  GET /info /tei/org/name/info
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
-    read   GET /v1/pools/assignments /health / /docs
+    read   GET /v1/pools/assignments /health /docs /v1/cluster
+    open   GET / /console/mine
     metrics GET /metrics
     read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status
+    read   GET /v1/history /v1/requests /v1/requests/{request}
     read   GET /v1/configs/models /v1/configs/models/org/name /v1/configs/models/org/name/status
     read   GET /v1/configs/models/org/name/history
     read   GET /v1/configs/bundles /v1/configs/bundles/org/name /v1/configs/epoch

@@ -33,6 +33,7 @@ BROWSED = {
     "sie dlq",
     "sie topology",
     "sie top",
+    "sie try",
     "sie doctor",
     "sie models list",
     "sie models compare",
@@ -102,6 +103,7 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
         "dlq list",
         "topology check",
         "top --once",
+        "try m text",
         "models list",
         "models show a",
         "models compare a b --sample {sample}",
@@ -115,6 +117,7 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.trying.command.FIRST_S", 0.2)
     monkeypatch.setattr("sie_cli.models.compare.PATIENCE_S", 0.2)
     found = CliRunner().invoke(main, line.format(sample=sample).split())
     assert found.exit_code in (1, 2), found.output
@@ -158,6 +161,26 @@ def test_the_help_of_serve_begins_with_what_is_needed_first_and_groups_the_rest(
         assert flags - set(FIRST) == set(found[heading]), heading
 
 
+# what somebody decides who starts a server: where it listens and who may ask, where its files and models are, what it
+# loads and on which device, how much of it runs
+TEN = {
+    "listens": {"--host", "--port", "--auth-mode"},
+    "keeps": {"--data-dir", "--models-dir", "--local-cache"},
+    "computes": {"--preload-models", "--device", "--workers", "--standalone"},
+}
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_ten_options_of_serve_come_before_all_others_in_a_terminal_of_any_width(width: int) -> None:
+    result = CliRunner().invoke(main, ["serve", "--help"], terminal_width=width)
+    shown = re.findall(r"^  (--?[a-z][a-z-]*)", result.output, re.MULTILINE)
+    assert len(set(FIRST)) == 10
+    assert set(FIRST) == set().union(*TEN.values())
+    assert tuple(shown[:10]) == FIRST
+    assert not set(FIRST) & set(shown[10:]), "each stands once"
+    assert result.output.index("Most used options:") < result.output.index("\nOptions:")
+
+
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
     """Every command in backticks in what it may print: each name and each option of it."""
     told = {line for text in doctor_templates() for line in commands_of(text)}
@@ -192,3 +215,14 @@ def test_a_command_of_a_group_is_found_without_it() -> None:
     told = CliRunner().invoke(main, ["inspect", "folder"]).output
     assert "Did you mean `sie models inspect`?" in told
     assert "Did you mean" not in CliRunner().invoke(main, ["nonsense"]).output
+
+
+def test_a_mistyped_command_is_told_the_nearest_name() -> None:
+    for typed, meant in (("serv", "serve"), ("setings", "settings"), ("docter", "doctor")):
+        result = CliRunner().invoke(main, [typed])
+        assert result.exit_code == 2
+        assert f"Did you mean `sie {meant}`?" in result.output
+
+
+def test_version_is_a_command_too() -> None:
+    assert CliRunner().invoke(main, ["version"]).output == CliRunner().invoke(main, ["--version"]).output

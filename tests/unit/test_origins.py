@@ -240,6 +240,59 @@ async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: 
         config.result()
 
 
+async def test_pages_of_listed_origins_read_answers(tmp_path: Path) -> None:
+    """SIE_CORS_ORIGINS, with tokens on; a page that is not listed, and the metrics port, are as before."""
+    page, foreign = "https://search.example.com", "https://search.example.com.evil.com"
+    readable = "access-control-allow-origin"
+    async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        gateway = await cluster.gateway(
+            SIE_CORS_ORIGINS=page, SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret", SIE_ADMIN_TOKEN="root"
+        )
+        url = f"{gateway.url}/v1/pools"
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type,x-sie-explain",
+        }
+        answer = await client.options(url, headers={"origin": page, **asked})  # a preflight has no token
+        assert (answer.status_code, answer.headers[readable]) == (200, page)
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert {*asked["access-control-request-headers"].split(",")} <= {
+            each.strip() for each in answer.headers["access-control-allow-headers"].split(",")
+        }
+        answer = await client.options(url, headers={"origin": foreign, **asked})
+        assert (answer.status_code, answer.headers.get(readable)) == (400, None)
+        key = {"authorization": "Bearer secret"}
+        answer = await client.get(url, headers={"origin": page, **key})
+        assert (answer.status_code, answer.headers[readable]) == (200, page)
+        assert "access-control-allow-credentials" not in answer.headers
+        answer = await client.get(url, headers={"origin": page})  # why it failed, a page can read too
+        assert (answer.status_code, answer.headers[readable]) == (401, page)
+        answer = await client.get(url, headers={"origin": foreign, **key})
+        assert (answer.status_code, answer.headers.get(readable)) == (200, None)
+        answer = await client.post(url, headers={"origin": page, **key}, content=b"{")
+        assert (answer.status_code, answer.headers[readable]) == (400, page)
+        answer = await client.post(url, headers={"origin": foreign, **key}, content=b"{")
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "origin")
+        assert readable not in answer.headers
+        answer = await client.get(f"{gateway.side_url}/metrics", headers={"origin": page})
+        assert (answer.status_code, answer.headers.get(readable)) == (200, None)
+
+
+async def test_options_tells_what_a_path_takes(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        gateway = await cluster.gateway()
+        for path, allowed in (
+            ("/v1/pools", {"GET", "HEAD", "POST", "OPTIONS"}),
+            ("/v1/encode/a/b", {"POST", "OPTIONS"}),
+            ("/health", {"GET", "HEAD", "OPTIONS"}),
+        ):
+            answer = await client.options(gateway.url + path, headers={"origin": "https://evil.com"})
+            assert (answer.status_code, answer.content) == (204, b"")
+            assert {*answer.headers["allow"].split(", ")} == allowed
+            assert "access-control-allow-origin" not in answer.headers
+        assert (await client.options(gateway.url + "/nothing")).status_code == 404
+
+
 def test_what_is_no_name_is_a_bad_setting() -> None:
     with pytest.raises(SettingError, match="SIE_ALLOWED_HOSTS"):
         settings_of(SIE_ALLOWED_HOSTS="https://sie.example.com")

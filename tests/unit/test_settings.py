@@ -103,6 +103,11 @@ DOCUMENTED = {
     "SIE_GATEWAY_REQUEST_TIMEOUT": Documented("120", "0.5", ("0", "600.1", "-1", "nan", "2m", "")),
     "SIE_LOAD_HOLD_S": Documented("20", "0", ("-0.1", "30", "x", "")),
     "SIE_ALLOWED_HOSTS": Documented(UNSET, "sie.example.com,*.example.org", (",", "http://a", "a/b", "a:port")),
+    "SIE_CORS_ORIGINS": Documented(
+        UNSET,
+        "https://a.example.com,http://localhost:3000",
+        (",", "*", "null", "a.example.com", "https://a/", "https://A"),
+    ),
     "SIE_IMAGE_URL_HOSTS": Documented(UNSET, "a.example.com,*.example.org:8443,*", (",", "http://a", "a/b", "a:port")),
     "SIE_ROOT_PATH": Documented(UNSET, "/sie", ("sie", "/sie/", "/", "//")),
     "SIE_DEFAULT_MODELS": Documented(UNSET, "embed=a/b,rerank=c/d", ("embed", "chat=a/b", "embed=", ",")),

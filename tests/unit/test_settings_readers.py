@@ -114,6 +114,7 @@ EFFECTS = {
     "SIE_GATEWAY_METRICS_PORT": f"{GATEWAY}::test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token",
     "SIE_GATEWAY_REQUEST_TIMEOUT": f"{GATEWAY}::test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs",
     "SIE_DEFAULT_MODELS": f"{GATEWAY}::test_the_default_models_answer_what_names_none",
+    "SIE_CORS_ORIGINS": "tests/unit/test_origins.py::test_pages_of_listed_origins_read_answers",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
     "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_gateway import status as statuses
 from sie_gateway import workers
 from sie_gateway.peers import Peers
-from sie_gateway.status import CONSOLE, Seen, failures, of_heartbeat, of_socket, summaries
+from sie_gateway.status import CONSOLE, CONSOLE_FILES, Seen, failures, of_heartbeat, of_socket, summaries
 from sie_runtime.websocket import Seats
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
@@ -239,11 +240,19 @@ async def test_the_page_needs_nothing_from_elsewhere(cluster: InProcess) -> None
     answer = await gateway.client.get("/sie/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    text = answer.text
-    assert text == CONSOLE.read_text("utf-8")
-    assert "ws/cluster-status" in text
-    for outside in ("http://", "https://", "src=", "@import", "innerHTML", "stylesheet"):
-        assert outside not in text, outside
+    assert answer.text == (CONSOLE / "index.html").read_text("utf-8")
+    assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|style=", answer.text), "no code in the page itself"
+    named = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
+    assert {name for name in named if not name.startswith("data:")} == {
+        f"console/{name}" for name in CONSOLE_FILES if name != "index.html"
+    }, "relative, so that they are found behind a prefix"
+    for name, kind in CONSOLE_FILES.items():
+        path = "/sie/" if name == "index.html" else f"/sie/console/{name}"
+        answer = await gateway.client.get(path)
+        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
+        assert not re.search(r"@import|url\((?!data:)|\beval\(|new Function", answer.text), name
+    for source in (Path(__file__).parents[2] / "console" / "src").iterdir():
+        assert "innerHTML" not in source.read_text("utf-8"), f"{source}: markup in names and texts would take effect"
     async with looking(gateway, "/sie/ws/cluster-status") as socket:
         await frame(socket)
 

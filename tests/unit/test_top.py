@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from click.testing import CliRunner
 from cluster import until
@@ -31,7 +32,7 @@ from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.main import main
-from sie_cli.picture import MAX_REASONS, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
+from sie_cli.picture import MAX_REASONS, TREND, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
 from sie_cli.ports import free_port
 
 SIE = str(Path(sys.executable).with_name("sie"))
@@ -237,6 +238,45 @@ def test_an_empty_cluster_says_so() -> None:
     assert text.count("  none") == 3
 
 
+def trend_line(width: int, figures: list[tuple[float, int | None]]) -> str:
+    """The line of a picture after these frames; empty where there is none."""
+    view = View("http://gateway:8080")
+    for rate, messages in figures:
+        sums = {"worker_count": 0, "models_loaded": 0, "total_qps": rate}
+        view.take(told(cluster=sums, queues=None if messages is None else [queue("l4", messages)]), 100.0)
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(picture(view, width, 24, 100.0))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line.rstrip()) <= width for line in lines)
+    return next((line.rstrip() for line in lines if line.startswith("req/s")), "")
+
+
+def test_a_trend_goes_from_nothing_to_the_largest() -> None:
+    rates = [0.0, 0.1, 5.0, 10.0]
+    assert (
+        trend_line(80, list(zip(rates, [3, 0, 0, 300_000], strict=True)))
+        == "req/s ▁▂▅█ max 10.0  queued ▂▁▁█ max 300,000"
+    )
+    assert trend_line(80, [(0.0, 0), (0.0, 0)]) == "req/s ▁▁ max 0.0  queued ▁▁ max 0"
+
+
+def test_a_trend_is_of_the_last_frames_and_as_long_as_the_width_allows() -> None:
+    figures: list[tuple[float, int | None]] = [(1000.0, 9), *((number / 10, number) for number in range(TREND))]
+    wide = trend_line(200, figures)
+    assert len(re.findall("[▁-█]", wide)) == 2 * TREND
+    assert "█ max 5.9  queued ▁▂" in wide, "what came before 60 frames is gone"
+    narrow = trend_line(60, figures)
+    assert narrow.startswith("req/s ▇▇"), "the newest are shown"
+    assert narrow.endswith("█ max 59")
+    assert trend_line(40, figures) == "", "no room"
+
+
+def test_a_trend_leaves_blank_what_was_not_known() -> None:
+    assert trend_line(80, [(1.0, None), (1.0, 4), (1.0, 8)]) == "req/s ███ max 1.0  queued  ▅█ max 8"
+    assert trend_line(80, [(1.0, None), (1.0, None)]) == "req/s ██ max 1.0", "nothing is known of the queue"
+    assert trend_line(80, [(1.0, 4)]) == "", "one frame has no trend"
+
+
 # ---- with a gateway, of which only its websocket is there
 
 
@@ -266,12 +306,20 @@ def gateway(port: int, told: dict[str, Any]) -> Iterator[Server]:
 class Terminal:
     """`sie top` in a pseudo terminal of 24 lines of 80 columns."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, is_job: bool = False, has_keyboard: bool = True) -> None:
+        """`is_job`: as a shell starts one, which Ctrl-Z stops; else the terminal is its own, and controls it."""
         self.parent, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        environ = {**os.environ, "TERM": "xterm-256color"}
+        self.before = termios.tcgetattr(self.parent)
         self.process = subprocess.Popen(
-            [SIE, "top", *args], stdin=child, stdout=child, stderr=child, env=environ, start_new_session=True
+            [SIE, "top", *args],
+            stdin=child if has_keyboard else subprocess.DEVNULL,
+            stdout=child,
+            stderr=child,
+            env={**os.environ, "TERM": "xterm-256color"},
+            process_group=0 if is_job else None,
+            start_new_session=not is_job,
+            preexec_fn=None if is_job else lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
         )
         os.close(child)
         self.said = ""
@@ -286,13 +334,27 @@ class Terminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self.parent, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
+    def type(self, keys: bytes) -> None:
+        os.write(self.parent, keys)
+
+    @property
+    def reads_single_keys(self) -> bool:
+        return not termios.tcgetattr(self.parent)[3] & (termios.ICANON | termios.ECHO)
+
+    @property
+    def is_as_before(self) -> bool:
+        return termios.tcgetattr(self.parent) == self.before
+
+    def end(self, number: signal.Signals | None = None) -> int:
+        """`number`: by this signal; else it is to end by itself."""
+        if number is not None:
+            self.process.send_signal(number)
         try:
             return self.process.wait(30)
         finally:
             self.process.kill()
             self._reader.join(30)
+            self.was_left_as_before = self.is_as_before
             os.close(self.parent)
 
 
@@ -321,6 +383,93 @@ def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> N
     assert "worker-" not in after
     assert "Traceback" not in terminal.said
     assert "next attempt" not in terminal.said, "nothing else writes into the picture"
+
+
+@contextlib.contextmanager
+def live(**how: bool) -> Iterator[Terminal]:
+    """A terminal with a picture in it, which is killed at an error."""
+    port = free_port()
+    with gateway(port, frame()):
+        terminal = Terminal("--url", f"http://127.0.0.1:{port}", **how)
+        try:
+            until(lambda: "worker-1" in terminal.said, 30, "a picture", lambda: terminal.said)
+            yield terminal
+        except BaseException:
+            terminal.end(signal.SIGKILL)
+            raise
+
+
+@pytest.mark.parametrize("way", ["q", "Q", "xyzq", "\x03", signal.SIGINT, signal.SIGTERM])
+def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(way: str | signal.Signals) -> None:
+    """Ctrl-C too, as a key of a terminal that controls it, and signals."""
+    with live() as terminal:
+        until(lambda: terminal.reads_single_keys, 30, "it reads single keys")
+        assert "q ends it" in terminal.said
+        if isinstance(way, str):
+            terminal.type(way.encode())
+        status = terminal.end(None if isinstance(way, str) else way)
+    assert status == 0
+    assert terminal.was_left_as_before
+    assert LEFT in terminal.said
+    assert "Traceback" not in terminal.said
+
+
+def test_an_error_leaves_the_terminal_as_it_was() -> None:
+    terminal = Terminal("--url", f"http://127.0.0.1:{free_port()}")
+    assert terminal.end() == 2
+    assert terminal.was_left_as_before
+    assert "no gateway answers" in terminal.said[terminal.said.rindex(LEFT) :]
+
+
+def test_ctrl_z_gives_the_terminal_back_until_it_goes_on() -> None:
+    with live(is_job=True) as terminal:
+        until(lambda: terminal.reads_single_keys, 30, "it reads single keys")
+        process = psutil.Process(terminal.process.pid)
+        for round in (1, 2):
+            terminal.process.send_signal(signal.SIGTSTP)
+            until(lambda: process.status() == psutil.STATUS_STOPPED, 30, "it is stopped")
+            assert terminal.is_as_before
+            until(lambda round=round: terminal.said.count(LEFT) == round, 30, "its picture is gone")
+            terminal.process.send_signal(signal.SIGCONT)
+            until(lambda: terminal.reads_single_keys, 30, "it reads single keys again")
+            shown = terminal.said.rindex(LEFT)
+            until(lambda shown=shown: "worker-1" in terminal.said[shown:], 30, "a picture again")
+        terminal.type(b"q")
+        assert terminal.end() == 0
+    assert terminal.was_left_as_before
+
+
+def test_without_a_keyboard_no_key_is_read() -> None:
+    with live(has_keyboard=False) as terminal:
+        assert "q ends it" not in terminal.said
+        assert terminal.is_as_before
+        assert terminal.end(signal.SIGINT) == 0
+
+
+def test_the_terminal_of_a_pipe_is_left_to_its_reader() -> None:
+    """As that of `sie top | less`, which reads the keys."""
+    port = free_port()
+    parent, child = pty.openpty()
+    try:
+        before = termios.tcgetattr(parent)
+        with gateway(port, frame()):
+            process = subprocess.Popen(
+                [SIE, "top", "--url", f"http://127.0.0.1:{port}"], stdin=child, stdout=subprocess.PIPE
+            )
+            assert process.stdout is not None
+            with process.stdout:
+                os.write(parent, b"q\n")
+                heads = 0
+                while heads < 3:
+                    line = process.stdout.readline()
+                    assert line, "the key is not for it"
+                    heads += line.startswith(b"sie top")
+                assert termios.tcgetattr(parent) == before
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 0
+    finally:
+        os.close(parent)
+        os.close(child)
 
 
 def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:

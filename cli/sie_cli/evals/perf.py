@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,14 +141,9 @@ async def _point(
 async def _used_cores(start_s: float, end_s: float) -> float:
     """Processor time of this process a second between two times."""
     await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
-    before, began_s = _processor_s(), time.perf_counter()
+    before, began_s = time.process_time(), time.perf_counter()
     await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
-    return (_processor_s() - before) / (time.perf_counter() - began_s)
-
-
-def _processor_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return (time.process_time() - before) / (time.perf_counter() - began_s)
 
 
 def _summed(

@@ -329,6 +329,102 @@ class LaneFigures(Struct, kw_only=True):
     demand: int
 
 
+class ClusterView(Struct, kw_only=True):
+    """The state of the cluster in brief. Workers that are not healthy and models that are in use come first."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "version": __version__,
+        "cluster": {"worker_count": 1, "gpu_count": 1, "models_loaded": 1, "total_qps": 2.5},
+        "counts": {"workers": 1, "models": 12, "in_flight": 0, "dead_letters": 0},
+        "workers": [],
+        "models": [],
+        "queues": None,
+        "failures": {},
+    }
+
+    version: str
+    cluster: ClusterInfo
+    counts: dict[str, int]
+    workers: list[WorkerInfo]
+    models: list[ModelSummary]
+    queues: list[dict[str, Any]] | None
+    failures: dict[str, str]
+
+
+class HistoryStep(Struct, kw_only=True):
+    """Some seconds from `at` on, seconds since the epoch. Latency is that of requests that ran, in the order of
+    `stages`, at most a fifth too high.
+    """
+
+    at: int
+    requests: int
+    errors: dict[str, int]
+    p50_ms: list[float] | UnsetType = UNSET
+    p99_ms: list[float] | UnsetType = UNSET
+
+
+class History(Struct, kw_only=True):
+    """What a gateway answered over the last hour. Steps in which nothing was answered are left out."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "now": 1790000000.0,
+        "step_s": 10,
+        "stages": ["queue_time", "total_time"],
+        "steps": [
+            {"at": 1789999990, "requests": 3, "errors": {}, "p50_ms": [1.2, 9.3], "p99_ms": [2.1, 13.4]},
+        ],
+    }
+
+    now: float
+    step_s: int
+    stages: list[str]
+    steps: list[HistoryStep]
+
+
+class SlowRequest(Struct, kw_only=True):
+    """A request without its inputs. What only a request that ran has is missing from others."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "0192f0c1-7d3e-7000-8000-000000000000",
+        "at": 1790000000.0,
+        "endpoint": "encode",
+        "status": 200,
+        "code": "",
+        "model": MINI,
+        "total_ms": 812.4,
+        "items": 3,
+        "trace_id": "",
+        "lane": "_default.l4.default",
+        "priority": "interactive",
+        "tokens": 24,
+        "timing": {"queue_time": 800.1, "total_time": 812.4},
+        "chunks": [{"worker": "w0", "chunk": 0, "batch": {"id": "b1", "items": 3}, "stages": {"inference_ms": 7.1}}],
+    }
+
+    id: str
+    at: float
+    endpoint: str
+    status: int
+    code: str
+    model: str
+    total_ms: float
+    items: int
+    trace_id: str
+    lane: Text = UNSET
+    priority: Text = UNSET
+    tokens: Whole = UNSET
+    timing: dict[str, float] | UnsetType = UNSET
+    chunks: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class SlowRequests(Struct, kw_only=True):
+    """The requests of the last hour that a gateway keeps."""
+
+    EXAMPLE: ClassVar[Any] = {"requests": [SlowRequest.EXAMPLE]}
+
+    requests: list[SlowRequest]
+
+
 class Readiness(Struct, kw_only=True):
     """Whether a process can serve. `healthy_workers` of a gateway."""
 

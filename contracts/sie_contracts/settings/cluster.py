@@ -13,6 +13,7 @@ from sie_contracts.settings.values import (
     LABEL,
     LIST,
     NATS,
+    ORIGINS,
     PASSWORD,
     PAYLOAD_STORE,
     PORT,
@@ -187,6 +188,13 @@ class ClusterSettings:
         "gateway sidecar config",
         HOSTS,
         "Names that a request may have in Host, in addition to the addresses and local names of the server itself. Web pages of these names may call the server from a browser. `*` allows any name. Unset: on loopback the names of loopback and of this machine, elsewhere any name.",
+    )
+    cors_origins: tuple[str, ...] | None = row(
+        None,
+        "SIE_CORS_ORIGINS",
+        "gateway",
+        ORIGINS,
+        "Origins whose web pages may call the API from a browser and read its answers (CORS), for example `https://search.example.com`. A page sends its key itself; cookies are not used. Unset: none but the pages of the gateway itself.",
     )
     image_url_hosts: tuple[str, ...] | None = row(
         None,

@@ -113,6 +113,7 @@ def _list_of(text: str) -> tuple[str, ...]:
     return values
 
 
+_ORIGIN = re.compile(r"https?://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:]+\])(:\d{1,5})?")  # as browsers send it
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?", re.IGNORECASE)
 
 
@@ -227,6 +228,19 @@ CLUSTER_STORE = "s3://bucket/prefix or gs://bucket/prefix", _store(file_urls=Fal
 PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _store()
 POOL = "1 to 63 letters, digits, _ or -", pool_name
 NATS = _url("nats", "tls")
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(each.strip() for each in text.split(","))
+    if any(not _ORIGIN.fullmatch(each) for each in origins):
+        raise ValueError
+    return origins
+
+
+ORIGINS = (
+    "a comma-separated list of origins, each http:// or https://, a host in lower case and a port if it has one",
+    _origins,
+)
 HOSTS = "a comma-separated list of host names, *.suffixes or *", _hosts
 SOCKET = "an absolute path of at most 100 bytes", _socket_path
 DEFAULT_MODELS = (

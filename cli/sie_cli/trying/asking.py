@@ -1,0 +1,162 @@
+"""One question to a gateway: which verb the model and the options call for, and what comes back.
+
+GET /v1/models/MODEL ──► verb ──► SIEClient ──► Answer      (sparse: POST /tei/MODEL/decode ──► the words of the ids)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+
+from sie_cli.refusal import Refused
+from sie_cli.trying.inputs import Input
+
+if TYPE_CHECKING:
+    from sie_sdk import SIEClient
+    from sie_sdk.types import ExtractParams
+
+STRONGEST = 10  # words of a sparse vector
+DECODE_S = 10.0
+# what belongs to a request, in the reply to one; the rest of a result belongs to its item
+_OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to ask a model. `threshold` and `labels` are for extract alone."""
+
+    model: str
+    inputs: tuple[Input, ...]
+    query: Input | None = None
+    labels: tuple[str, ...] = ()
+    threshold: float | None = None
+    explain: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`results`: one for each input, in their order; of score one for each input, best first. `shared`: what the reply
+    tells of the request. `info`: the model before it was asked. `words`: texts of token ids, empty where they are not
+    known.
+    """
+
+    verb: str
+    info: Mapping[str, Any]
+    question: Question
+    results: Sequence[Mapping[str, Any]]
+    shared: Mapping[str, Any]
+    words: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> int:
+        """How many of the inputs have an error in place of a result."""
+        return sum("error" in each for each in self.results)
+
+    def place(self, entry: Mapping[str, Any]) -> int:
+        """The position of the input that a score is of."""
+        return int(str(entry["item_id"]).removeprefix("item-"))
+
+
+def verb_of(info: Mapping[str, Any], question: Question) -> str:
+    """The verb that the options call for, else the first that the model does. Raises Refused."""
+    tasks, name = list(info["tasks"]), info["name"]
+    does = f"{name} does {' and '.join(tasks)}"
+    if question.query is not None and question.labels:
+        raise Refused("--query ranks texts and --labels finds parts of them: give one of the two")
+    if question.query is not None:
+        if "score" not in tasks:
+            more = "; without --query the vectors of the texts are compared" if "encode" in tasks else ""
+            raise Refused(f"--query wants a model that scores; {does}{more}")
+        return "score"
+    if question.labels or question.threshold is not None:
+        if "extract" not in tasks:
+            option = "--labels" if question.labels else "--threshold"
+            raise Refused(f"{option} wants a model that extracts; {does}")
+        return "extract"
+    if tasks[0] == "score":
+        if "encode" in tasks:
+            return "encode"
+        raise Refused(f'{name} scores texts against a query: name it with --query "a question"')
+    return str(tasks[0])
+
+
+def ask(client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None) -> Answer:
+    """`info`: what the gateway tells of the model. Raises Refused, and what the client raises."""
+    verb = verb_of(info, question)
+    items = [each.item for each in question.inputs]
+    if verb == "score":
+        assert question.query is not None
+        scored = dict(client.score(question.model, question.query.item, items, explain=question.explain))
+        scored.pop("headers", None)
+        entries: list[Mapping[str, Any]] = scored.pop("scores")  # type: ignore[assignment]
+        return Answer(verb, info, question, entries, scored)
+    if verb == "extract":
+        params: ExtractParams = {"explain": question.explain}
+        if question.labels:
+            params["labels"] = question.labels
+        if question.threshold is not None:
+            params["threshold"] = question.threshold
+        found: Any = client.extract(question.model, items, **params)
+    else:
+        found = client.encode(question.model, items, output_types=list(info["dims"]), explain=question.explain)
+    results = [{name: value for name, value in each.items() if name not in (*_OF_REQUEST, "headers")} for each in found]
+    slowest = max(found, key=lambda each: each["timing"]["total_ms"])  # long lists are several requests
+    shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": found.usage}
+    ids = {int(number) for each in results if "sparse" in each for number in strongest(each["sparse"])[0]}
+    return Answer(verb, info, question, results, shared, words_of(ids, question.model, url, token))
+
+
+def strongest(sparse: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """The ids of a sparse vector with the largest weights, largest first, and these."""
+    values = np.asarray(sparse["values"], np.float64)
+    places = np.argsort(-values, kind="stable")[:STRONGEST]
+    return np.asarray(sparse["indices"])[places].tolist(), values[places].tolist()
+
+
+def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dict[int, str]:
+    """The text of each token id, by the model's tokenizer; nothing where the gateway does not tell."""
+    from sie_sdk.core import quoted
+
+    asked = sorted(ids)
+    if not asked:
+        return {}
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    body = {"ids": [[each] for each in asked], "skip_special_tokens": False}
+    try:
+        answer = httpx.post(
+            f"{url}/tei/{quoted(model)}/decode", json=body, headers=headers, timeout=DECODE_S, trust_env=False
+        )
+        told = answer.json() if answer.status_code == 200 else None
+    except (httpx.HTTPError, ValueError):
+        return {}
+    if not isinstance(told, list) or len(told) != len(asked) or not all(isinstance(each, str) for each in told):
+        return {}
+    return dict(zip(asked, told, strict=True))
+
+
+def reply(answer: Answer) -> dict[str, Any]:
+    """The answer as the API gives it in JSON, with the request's id beside."""
+    if answer.verb == "score":
+        return {**answer.shared, "scores": list(answer.results)}
+    return {**answer.shared, "items": [_slot(each) for each in answer.results]}
+
+
+def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with each output as a map: what describes it, and its values."""
+    slot = {name: value for name, value in result.items() if name != "outputs"}
+    for name, described in result.get("outputs", {}).items():
+        held = result[name]
+        values = (
+            {key: np.asarray(value).tolist() for key, value in held.items()}
+            if name == "sparse"
+            else {"values": np.asarray(held).tolist()}
+        )
+        slot[name] = {
+            **{key: each.tolist() if isinstance(each, np.ndarray) else each for key, each in described.items()},
+            **values,
+        }
+    return slot

@@ -1,0 +1,129 @@
+"""`sie try`: the command."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+import msgspec
+
+from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.display import printable
+from sie_cli.options import refuse
+from sie_cli.refusal import Refused
+from sie_cli.top import quiet_client
+from sie_cli.trying.asking import Answer, Question, ask, reply
+from sie_cli.trying.inputs import read
+from sie_cli.trying.shown import shown
+from sie_contracts.settings import public_url
+
+if TYPE_CHECKING:
+    from sie_sdk.errors import SIEError
+
+FIRST_S = 5.0  # of attempts to connect
+
+
+@click.command("try")
+@click.argument("model")
+@click.argument("texts", metavar="TEXT...", nargs=-1)
+@click.option("--query", "-q", metavar="TEXT", help="Rank the texts by how well they answer this. - or @FILE too.")
+@click.option("--labels", "-l", metavar="A,B", multiple=True, help="Find these in the texts. May be repeated.")
+@click.option(
+    "--threshold", metavar="NUMBER", type=click.FloatRange(0, 1), help="How sure the model has to be of what it finds."
+)
+@click.option("--explain", is_flag=True, help="Show each stage of the request as a bar.")
+@cluster_options(GATEWAY_URL)
+@click.option("--json", "as_json", is_flag=True, help="Print the reply as JSON, for programs.")
+def try_model(
+    cluster: Cluster,
+    model: str,
+    texts: tuple[str, ...],
+    query: str | None,
+    labels: tuple[str, ...],
+    threshold: float | None,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Ask MODEL about one TEXT or more, and show the answer.
+
+    What is shown follows the model. One that encodes: the vector of each text, and the cosine of each pair; the
+    strongest words of a sparse vector. One that scores: the texts, ranked for --query. One that extracts: what it
+    found, marked in the text.
+
+    \b
+    sie try sentence-transformers/all-MiniLM-L6-v2 "a cat" "a kitten" "a tax form"
+    sie try BAAI/bge-reranker-v2-m3 --query "Who wrote the first program?" "Paris." "Ada Lovelace, in 1843."
+    sie try urchade/gliner_multi-v2.1 --labels person,place "Ada met Charles in London."
+    sie try openai/clip-vit-base-patch32 @cat.jpg "a photo of a cat"
+    git log -1 --format=%B | sie try BAAI/bge-m3 - --explain
+
+    - is standard input, as one text. @FILE is an image, a sound or a document, where the model takes it; a text that
+    begins with @ is written @@. Texts that begin with - stand behind --. `sie models list` shows the models. Where the
+    gateway wants a token: SIE_AUTH_TOKEN; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL
+    names.
+
+    Status 0: answered. 1: refused, or a text has no result. 2: no gateway answered, or an option is wrong.
+    """
+    named = tuple(label for each in labels for label in (part.strip() for part in each.split(",")) if label)
+    if labels and not named:
+        raise Refused("--labels is empty: name what to find, as in --labels person,place")
+    inputs, asked = read(texts, query)
+    answer = _answered(cluster, Question(model, inputs, asked, named, threshold, explain))
+    if as_json:
+        click.echo(json_of(answer))
+    else:
+        _print(answer)
+    if answer.failed:
+        sys.exit(1)
+
+
+def _answered(cluster: Cluster, question: Question) -> Answer:
+    """What the gateway answers. Where it does not the process ends."""
+    from sie_sdk import SIEClient
+    from sie_sdk.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
+
+    url, secret = cluster.gateway_urls[0], cluster.gateway_token
+    token = secret.reveal() if secret else None
+    try:
+        with SIEClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
+            with quiet_client():
+                info = client.get_model(question.model)
+            return ask(client, info, question, url, token)
+    except AuthenticationError as error:
+        refuse(printable(f"{error}: set SIE_AUTH_TOKEN to a token with the scopes read and infer"))
+    except SIEConnectionError as error:
+        refuse(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}")
+    except ModelNotFoundError as error:
+        raise Refused(f"{printable(str(error))} (`sie models list` shows all)") from error
+    except SIEError as error:
+        _refused(error)
+
+
+def _refused(error: SIEError) -> NoReturn:
+    """Raises Refused, with the option that is missing."""
+    missing = {"labels_required": "; name them with --labels a,b"}.get(error.reason, "")
+    raise Refused(printable(f"{error}{missing}")) from error
+
+
+def _print(answer: Answer) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    has_colours = console.color_system is not None and not console.no_color
+    for part in shown(answer, console.width, has_colours=has_colours):
+        console.print(part, soft_wrap=False)
+
+
+def json_of(answer: Answer) -> str:
+    """The reply. What a terminal would obey is escaped, as JSON allows everywhere that it can stand."""
+    text = msgspec.json.format(msgspec.json.encode(reply(answer))).decode()
+    return re.sub(r"[^ -~]", lambda found: _escaped(found[0]), text)
+
+
+def _escaped(letter: str) -> str:
+    if letter.isprintable() or letter == "\n":
+        return letter
+    units = letter.encode("utf-16-be")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

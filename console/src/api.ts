@@ -1,0 +1,110 @@
+/** Requests to the gateway that served this page. The key stays in the session storage of the page. */
+
+const STORED = "sie.key";
+const TIMEOUT_MS = 130_000; // above the longest budget of a request by default
+
+export interface Sent {
+  method: string;
+  path: string;
+  body?: unknown;
+  explain?: boolean;
+}
+
+/** An answer that is an error, or no answer at all (status 0). */
+export class Refusal extends Error {
+  constructor(
+    message: string,
+    readonly status: number,
+    readonly code: string,
+    readonly requestId: string,
+  ) {
+    super(message);
+  }
+}
+
+export const key = (): string => sessionStorage.getItem(STORED) ?? "";
+
+export function keep(value: string): void {
+  if (value) sessionStorage.setItem(STORED, value);
+  else sessionStorage.removeItem(STORED);
+}
+
+/** The address of a path, below the prefix that this page has behind a proxy. */
+export const address = (path: string): string => new URL(path.replace(/^\//, ""), new URL(".", location.href)).href;
+
+/** Raises Refusal. */
+export async function ask<T>(sent: Sent, timeoutMs = TIMEOUT_MS): Promise<T> {
+  const headers: Record<string, string> = { accept: "application/json" };
+  if (key()) headers["authorization"] = `Bearer ${key()}`;
+  if (sent.body !== undefined) headers["content-type"] = "application/json";
+  if (sent.explain) headers["x-sie-explain"] = "1";
+  let answer: Response;
+  try {
+    answer = await fetch(address(sent.path), {
+      method: sent.method,
+      headers,
+      body: sent.body === undefined ? undefined : JSON.stringify(sent.body),
+      signal: AbortSignal.timeout(timeoutMs),
+      cache: "no-store",
+    });
+  } catch {
+    throw new Refusal("the gateway does not answer", 0, "", "");
+  }
+  const told: unknown = await answer.json().catch(() => ({}));
+  if (answer.ok) return told as T;
+  const error = (told as { error?: { message?: string; code?: string } }).error ?? {};
+  const id = answer.headers.get("x-sie-request-id") ?? "";
+  throw new Refusal(error.message ?? `status ${answer.status}`, answer.status, error.code ?? "", id);
+}
+
+export const get = <T>(path: string, timeoutMs?: number): Promise<T> => ask<T>({ method: "GET", path }, timeoutMs);
+
+const quoted = (text: string): string => `'${text.replaceAll("'", "'\\''")}'`;
+
+/** The request as a command of a shell. The key is read from a variable, so it is in no history of commands. */
+export function asCurl(sent: Sent): string {
+  const parts = [`curl -sS ${quoted(address(sent.path))}`, "-H 'Content-Type: application/json'"];
+  if (key()) parts.push('-H "Authorization: Bearer $SIE_API_KEY"');
+  if (sent.explain) parts.push("-H 'X-SIE-Explain: 1'");
+  parts.push(`-d ${quoted(JSON.stringify(sent.body))}`);
+  return parts.join(" \\\n  ");
+}
+
+/** The request as a program of Python, without more than its standard library and httpx. */
+export function asPython(sent: Sent): string {
+  const headers = [
+    ...(key() ? ['"Authorization": "Bearer " + os.environ["SIE_API_KEY"]'] : []),
+    ...(sent.explain ? ['"X-SIE-Explain": "1"'] : []),
+  ];
+  return [
+    "import json",
+    ...(key() ? ["import os"] : []),
+    "",
+    "import httpx",
+    "",
+    `body = json.loads(${JSON.stringify(JSON.stringify(sent.body))})`,
+    `reply = httpx.post(${JSON.stringify(address(sent.path))}, json=body, headers={${headers.join(", ")}}, timeout=130)`,
+    "reply.raise_for_status()",
+    "print(reply.text)",
+    "",
+  ].join("\n");
+}
+
+/** The request as a program of TypeScript, for Node 18 and later. */
+export function asTypeScript(sent: Sent): string {
+  const headers = [
+    '"content-type": "application/json"',
+    ...(key() ? ["authorization: `Bearer ${process.env.SIE_API_KEY}`"] : []),
+    ...(sent.explain ? ['"x-sie-explain": "1"'] : []),
+  ];
+  return [
+    `const reply = await fetch(${JSON.stringify(address(sent.path))}, {`,
+    '  method: "POST",',
+    `  headers: { ${headers.join(", ")} },`,
+    `  body: JSON.stringify(${JSON.stringify(sent.body)}),`,
+    "});",
+    "if (!reply.ok) throw new Error(await reply.text());",
+    "console.log(await reply.text());",
+    "",
+  ].join("\n");
+}

@@ -1,0 +1,107 @@
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { get, keep, key, Refusal } from "./api";
+import { Cluster } from "./cluster";
+import { Models } from "./models";
+import { Playground } from "./playground";
+import type { Model } from "./types";
+
+const VIEWS = { playground: "Playground", models: "Models", cluster: "Cluster" } as const;
+type View = keyof typeof VIEWS;
+const MODELS_EVERY_MS = 15_000;
+
+const viewOf = (hash: string): View => (hash.slice(1) in VIEWS ? (hash.slice(1) as View) : "playground");
+
+function App() {
+  const [view, setView] = useState<View>(viewOf(location.hash));
+  const [models, setModels] = useState<Model[]>();
+  const [refusal, setRefusal] = useState<Refusal>();
+  const [signedIn, setSignedIn] = useState(0);
+
+  useEffect(() => {
+    const changed = () => setView(viewOf(location.hash));
+    window.addEventListener("hashchange", changed);
+    return () => window.removeEventListener("hashchange", changed);
+  }, []);
+  useEffect(() => {
+    let ended = false;
+    let timer = 0;
+    async function turn() {
+      try {
+        const told = await get<{ models: Model[] }>("/v1/models?variants=true");
+        if (ended) return;
+        setModels(told.models);
+        setRefusal(undefined);
+      } catch (error) {
+        if (!(error instanceof Refusal)) throw error;
+        if (ended) return;
+        setRefusal(error);
+      }
+      timer = window.setTimeout(turn, MODELS_EVERY_MS);
+    }
+    void turn();
+    return () => {
+      ended = true;
+      window.clearTimeout(timer);
+    };
+  }, [signedIn]);
+
+  function signIn(value: string) {
+    keep(value);
+    setModels(undefined);
+    setRefusal(undefined);
+    setSignedIn((count) => count + 1);
+  }
+
+  if (refusal && (refusal.status === 401 || refusal.status === 403)) return <SignIn refusal={refusal} onKey={signIn} />;
+  return (
+    <>
+      <header>
+        <h1>SIE</h1>
+        <nav aria-label="Views">
+          {Object.entries(VIEWS).map(([name, title]) => (
+            <a href={`#${name}`} aria-current={view === name ? "page" : undefined}>{title}</a>
+          ))}
+        </nav>
+        <span class="rest">
+          <a href="docs">API</a>
+          {key() && <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>}
+        </span>
+      </header>
+      <main>
+        {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.message}</p>}
+        {view === "cluster" ? <Cluster key={signedIn} />
+          : !models ? <p class="dim" role="status">{refusal ? "" : "reading the catalogue"}</p>
+          : view === "models" ? <Models models={models} />
+          : <Playground models={models} />}
+      </main>
+    </>
+  );
+}
+
+function SignIn({ refusal, onKey }: { refusal: Refusal; onKey: (value: string) => void }) {
+  const [value, setValue] = useState("");
+  return (
+    <main class="sign-in">
+      <form
+        class="panel"
+        onSubmit={(event) => {
+          event.preventDefault();
+          if (value.trim()) onKey(value.trim());
+        }}
+      >
+        <h1>SIE</h1>
+        <label>
+          API key
+          <input id="key" type="password" autocomplete="off" spellcheck={false} value={value} onInput={(event) => setValue(event.currentTarget.value)} />
+        </label>
+        {key() && <p class="bad" role="alert">{refusal.message}</p>}
+        <button type="submit">Sign in</button>
+        <p class="dim">The key needs the scope read; the playground also needs infer. It is kept in this tab until it is closed, and nowhere else.</p>
+      </form>
+    </main>
+  );
+}
+
+const place = document.getElementById("app");
+if (place) render(<App />, place);

@@ -1,0 +1,37 @@
+/** Figures over dense vectors. */
+
+export const dot = (a: number[], b: number[]): number => a.reduce((sum, value, place) => sum + value * (b[place] ?? 0), 0);
+export const norm = (a: number[]): number => Math.sqrt(dot(a, a));
+
+/** Cosines of all against all, shape (n, n). A vector of zeros has the cosine 0 with every other. */
+export function cosines(vectors: number[][]): number[][] {
+  const norms = vectors.map(norm);
+  return vectors.map((a, i) => vectors.map((b, j) => dot(a, b) / ((norms[i] ?? 0) * (norms[j] ?? 0) || 1)));
+}
+
+/** The first two principal components of the vectors, shape (n, 2): eigenvectors of the centred Gram matrix, by power
+ * iteration with deflation. */
+export function projected(vectors: number[][]): [number, number][] {
+  const count = vectors.length;
+  const width = vectors[0]?.length ?? 0;
+  const mean = Array.from({ length: width }, (_, place) => vectors.reduce((sum, v) => sum + (v[place] ?? 0), 0) / count);
+  const centred = vectors.map((v) => v.map((value, place) => value - (mean[place] ?? 0)));
+  const gram = centred.map((a) => centred.map((b) => dot(a, b)));
+  const axes: number[][] = [];
+  for (let axis = 0; axis < 2; axis++) {
+    let found = gram.map((_, place) => Math.cos(place * (axis + 1) + 1)); // any start that no eigenvector is orthogonal to
+    for (let turn = 0; turn < 200; turn++) {
+      const next = gram.map((row) => dot(row, found));
+      const size = norm(next);
+      if (size < 1e-12) {
+        found = found.map(() => 0);
+        break;
+      }
+      found = next.map((value) => value / size);
+    }
+    const value = dot(gram.map((row) => dot(row, found)), found);
+    axes.push(found.map((each) => each * Math.sqrt(Math.max(0, value))));
+    gram.forEach((row, i) => row.forEach((_, j) => (row[j] = (row[j] ?? 0) - value * (found[i] ?? 0) * (found[j] ?? 0))));
+  }
+  return vectors.map((_, place) => [axes[0]?.[place] ?? 0, axes[1]?.[place] ?? 0]);
+}

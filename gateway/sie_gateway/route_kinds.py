@@ -1,0 +1,67 @@
+"""What a row of the routes of a gateway is, and the parameters that several rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from sie_contracts.api.shapes import MINI
+from sie_gateway.call import Answer, Call, ErrorShape, native_shape
+from sie_gateway.inference import Inference
+from sie_runtime import config_routes
+from sie_runtime.routes import Parameter, Route
+
+Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayRoute(Route):
+    """A route of a gateway. `handler` takes the Gateway and a Request; without one the application of the documents
+    answers. `shape` is how its errors look, `shapes` are others that its body may choose.
+    """
+
+    head: bool = False  # HEAD is answered as well
+    shape: ErrorShape = native_shape
+    shapes: tuple[ErrorShape, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRoute(GatewayRoute):
+    """A route whose handler asks a model. Only a native one says "not yet" with 202."""
+
+    handler: Handler
+    is_native: bool = False
+
+
+_ShortText = Annotated[str, Meta(max_length=128)]
+_TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
+HEADERS = (
+    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "The budget of the request; work past it is dropped."),
+    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may overtake it."),
+    Parameter("X-SIE-Pool", "header", str, "The pool that serves it."),
+    Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves it, or pool/profile."),
+    Parameter(
+        "X-SIE-Route-Key",
+        "header",
+        _ShortText,
+        "For an alias with several models: requests with the same key get the same model.",
+    ),
+    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: where its time was spent."),
+    Parameter(
+        "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
+    ),
+    Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
+)
+PLACEHOLDERS = {
+    **config_routes.PLACEHOLDERS,
+    "model": Parameter(
+        "model", "path", str, "[bundle:/]id[@revision][:profile]; slashes as they are or as %2F", example=MINI
+    ),
+    "name": Parameter("name", "path", example="search"),
+    "lane": Parameter("lane", "path", str, "pool.machine_profile.bundle", "_default.l4.default"),
+    "file": Parameter("file", "path", example="swagger-ui.css"),
+    "request": Parameter("request", "path", str, "Its X-SIE-Request-ID.", "0192f0c1-7d3e-7000-8000-000000000000"),
+}

@@ -1,0 +1,156 @@
+"""`sie try` against a real cluster: each verb, images, refusals, a pipe and a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import shared
+from click.testing import CliRunner, Result
+from cluster import MODEL, SIE, Cluster
+from image_files import encoded, picture
+
+from sie_cli.main import main
+
+pytestmark = shared.OPEN
+TEXTS = ["a cat", "a kitten", "a tax form"]
+
+
+def tried(cluster: Cluster, *args: str, given: bytes | None = None) -> Result:
+    return CliRunner().invoke(main, ["try", *args, "--url", cluster.url], input=given)
+
+
+def answered(cluster: Cluster, *args: str, given: bytes | None = None) -> str:
+    """What is printed, the ends of lines without blanks."""
+    result = tried(cluster, *args, given=given)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout
+    return "\n".join(line.rstrip() for line in result.stdout.splitlines())
+
+
+def test_vectors_have_the_cosines_of_the_public_library(open_cluster: Cluster) -> None:
+    text = answered(open_cluster, MODEL, *TEXTS)
+    vectors = oracle.encode(TEXTS)
+    assert f"{MODEL}  encode\n\ndense: 384 numbers, float32\n" in text
+    rows = [line.split() for line in text.partition("cosine of each pair\n")[2].splitlines()[1:4]]
+    found = np.array([[float(each) for each in row[1:]] for row in rows])
+    assert np.abs(found - np.asarray(vectors) @ np.asarray(vectors).T).max() < 2e-3
+    assert re.search(r"^[\d.]+ m?s in total: [\d.]+ m?s queue, [\d.]+ m?s inference, .* other; 13 tokens$", text, re.M)
+    assert "loaded for this request" not in text
+
+
+def test_all_outputs_of_a_model_are_shown_and_sparse_ids_have_their_words(open_cluster: Cluster) -> None:
+    text = answered(open_cluster, "test/m3", "hello world", "--explain")
+    assert "dense: 32 numbers" in text
+    assert "sparse: weights of 72 words" in text
+    assert re.search(r"^h +\d+\.\d+  █{24}|^. +\d+\.\d+  █{24}$", text, re.M), "the tokenizer has letters"
+    assert re.search(r"^1 +\d+ x 32 +hello world$", text, re.M)
+    assert re.search(r"^in the queue +[\d.]+", text, re.M)
+    assert "lane _default.cpu.default" in text
+
+
+def test_documents_are_ranked_as_the_api_ranks_them(open_cluster: Cluster) -> None:
+    args = ("test/cross", "--query", "river search", "queue", "river search", "kernel")
+    scores = json.loads(answered(open_cluster, *args, "--json"))["scores"]
+    text = answered(open_cluster, *args)
+    shown = re.findall(r"^ +(\d)  (\d\.\d{4})  █*[▏▎▍▌▋▊▉]? +(\d)  (.+)$", text, re.M)
+    assert [(int(rank) - 1, score, f"item-{int(place) - 1}") for rank, score, place, _ in shown] == [
+        (each["rank"], f"{each['score']:.4f}", each["item_id"]) for each in scores
+    ]
+    assert {name for *_, name in shown} == set(args[3:])
+
+
+def test_what_is_found_stands_where_it_is_in_the_text(open_cluster: Cluster) -> None:
+    text = "Ada met\n\x1b[2JCharles in 東京."
+    args = ("test/gliner", "-l", "person, place", "--threshold", "0.3", text)
+    entities = json.loads(answered(open_cluster, *args, "--json"))["items"][0]["entities"]
+    assert entities
+    assert all(text[each["start"] : each["end"]] == each["text"] for each in entities)
+    shown = answered(open_cluster, *args)
+    for each in entities:
+        assert re.search(rf"{each['label']} .* {each['score']:.3f}  {each['start']} to {each['end']}$", shown, re.M)
+    assert "?[2J" in shown
+
+
+def test_classes_are_shown_as_bars(open_cluster: Cluster) -> None:
+    text = answered(open_cluster, "test/classes", "I am calm")
+    assert text.count("█") > 10
+    assert {"calm", "anger", "joy"} <= set(text.split())
+
+
+def test_an_image_is_compared_with_a_text(open_cluster: Cluster, tmp_path: Path) -> None:
+    image = tmp_path / "red.png"
+    image.write_bytes(encoded(picture()))
+    told = json.loads(answered(open_cluster, "test/clip", f"@{image}", "red", "--json"))
+    one, two = (np.array(each["dense"]["values"]) for each in told["items"])
+    text = answered(open_cluster, "test/clip", f"@{image}", "red")
+    assert f"{one @ two / np.linalg.norm(one) / np.linalg.norm(two):.3f}" in text
+    refused = tried(open_cluster, "test/mini", f"@{image}")
+    assert (refused.exit_code, "test/mini takes text, not image" in refused.output) == (1, True), refused.output
+
+
+def test_standard_input_is_one_text(open_cluster: Cluster) -> None:
+    text = "two\nlines"
+    told = json.loads(answered(open_cluster, MODEL, "-", "--json", given=f"{text}\n".encode()))
+    assert len(told["items"]) == 1
+    assert np.abs(np.array(told["items"][0]["dense"]["values"]) - oracle.encode([text])[0]).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("test/min", "a"), "did you mean test/mini"),
+        (("test/cross", "a"), 'name it with --query "a question"'),
+        (("test/gliner", "a"), "name them with --labels a,b"),
+        (("test/mini", "--query", "q", "a"), "test/mini does encode"),
+        (("test/mini", " "), "text 1 is empty"),
+        (("test/mini",), "nothing to try"),
+        (("test/gliner", "-l", " , ", "a"), "--labels is empty"),
+    ],
+)
+def test_what_cannot_be_answered_says_what_to_do(open_cluster: Cluster, args: tuple[str, ...], why: str) -> None:
+    result = tried(open_cluster, *args)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert why in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_pipe_that_closes_ends_it_without_a_traceback(open_cluster: Cluster) -> None:
+    command = f"{SIE} try test/mini {' '.join(map(str, range(300)))} --json --url {open_cluster.url} | head -1"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.stdout, found.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_has_colours_where_they_are_wanted(open_cluster: Cluster, no_color: bool) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    environ |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_color else {})}
+    parent, child = pty.openpty()
+    with contextlib.closing(os.fdopen(parent, "rb", buffering=0)) as screen:
+        args = [SIE, "try", "test/gliner", "-l", "person", "Ada", "--threshold", "0", "--url", open_cluster.url]
+        process = subprocess.Popen(args, stdin=child, stdout=child, stderr=child, env=environ)
+        os.close(child)
+        said = b""
+        with contextlib.suppress(OSError):  # EIO: the other side has ended
+            while data := screen.read(65536):
+                said += data
+        assert process.wait(30) == 0, said
+    assert (b"[Ada]" in said, re.search(rb"\x1b\[[\d;]*4\dm", said) is None) == (no_color, no_color), said
+
+
+@shared.GUARDED
+def test_a_token_is_found_as_other_commands_find_it(guarded_cluster: Cluster) -> None:
+    found = CliRunner().invoke(main, ["try", "test/mini", "a", "--data-dir", str(guarded_cluster.data_dir)])
+    assert found.exit_code == 0, found.output
+    refused = tried(guarded_cluster, "test/mini", "a")
+    assert refused.exit_code == 2
+    assert "set SIE_AUTH_TOKEN to a token with the scopes read and infer" in refused.stderr

@@ -1,0 +1,30 @@
+"""The files of the console that the gateway serves are those that its sources make."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "gateway" / "sie_gateway" / "console"
+MAX_BYTES = 300_000  # compressed
+
+
+def test_the_console_was_built_from_its_sources() -> None:
+    """As `console/build.mjs` counts it, which needs Node; this does not."""
+    folder = ROOT / "console"
+    digest = hashlib.sha256()
+    for name in ("package-lock.json", *sorted(f"src/{path.name}" for path in (folder / "src").iterdir())):
+        digest.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    assert (BUILT / "sources.sha256").read_text().strip() == digest.hexdigest(), "run `npm run build` in console/"
+    assert (BUILT / "index.html").read_bytes() == (folder / "src" / "index.html").read_bytes()
+
+
+def test_the_console_is_small_and_names_no_other_host() -> None:
+    files = [path for path in BUILT.iterdir() if path.suffix in (".html", ".js", ".css")]
+    assert sum(len(gzip.compress(path.read_bytes())) for path in files) <= MAX_BYTES
+    page = (BUILT / "index.html").read_text()
+    assert "//" not in page
+    assert "<script>" not in page
+    assert "<style" not in page

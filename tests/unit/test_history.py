@@ -1,0 +1,151 @@
+"""What a gateway keeps of the last hour: counts, errors, latency by stage, and the slowest requests."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from inprocess import InProcess
+
+from sie_gateway.call import Call
+from sie_gateway.history import BOUNDS_MS, FAILED, MINUTE_S, SLOWEST, STAGES_TOLD, STEP_S, STEPS, History, quantile
+
+START_S = 1_790_000_000  # a whole minute is not needed, a whole step is
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = float(START_S)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def history(clock: Clock) -> History:
+    return History(clock)
+
+
+def end(history: History, name: str = "r", ms: float = 5.0, code: str = "", status: int = 200) -> None:
+    history.ended(Call(name, 0.0, {}, {"model": "toy/one"}, code=code), "encode", status, ms / 1000)
+
+
+def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: History, clock: Clock) -> None:
+    end(history)
+    end(history, code="INVALID_INPUT", status=400)
+    end(history, code="PROVISIONING", status=202)  # "not yet" is no error
+    clock.now_s += STEP_S
+    end(history)
+    told = history.since()
+    assert [(step["at"], step["requests"], step["errors"]) for step in told["steps"]] == [
+        (START_S, 3, {"INVALID_INPUT": 1}),
+        (START_S + STEP_S, 1, {}),
+    ]
+    assert [step["at"] for step in history.since(START_S + STEP_S)["steps"]] == [START_S + STEP_S]
+    (joined,) = history.since(step_s=60)["steps"]
+    assert (joined["requests"], joined["errors"]) == (4, {"INVALID_INPUT": 1})
+    clock.now_s = START_S + STEPS * STEP_S + STEP_S
+    assert [step["at"] for step in history.since()["steps"]] == [START_S + STEP_S]
+    clock.now_s += 3600
+    assert history.since()["steps"] == []
+    assert history.requests(1000) == []
+
+
+def test_what_is_kept_is_bounded(history: History, clock: Clock) -> None:
+    """A day of requests, half of them failed, and overload."""
+    numbers = random.Random(0)
+    for minute in range(24 * 60):
+        clock.now_s = START_S + minute * MINUTE_S
+        for _ in range(20):
+            end(history, ms=numbers.expovariate(0.01), code=numbers.choice(["", "INFERENCE_ERROR"]), status=500)
+        end(history, ms=1e6, code="QUEUE_FULL", status=503)
+    assert len(history.since()["steps"]) <= STEPS
+    kept = history.requests(10_000)
+    assert 60 * SLOWEST <= len(kept) <= 61 * (SLOWEST + FAILED)
+    assert {each["code"] for each in kept} == {"", "INFERENCE_ERROR"}  # refusals are counted, and never crowd out
+
+
+def test_the_slowest_of_each_minute_are_kept_in_order(history: History, clock: Clock) -> None:
+    took = [float(number) for number in range(1, 101)]
+    random.Random(1).shuffle(took)
+    for ms in took:
+        end(history, f"r{ms:.0f}", ms)
+    assert [each["id"] for each in history.requests(1000)] == [f"r{100 - number}" for number in range(SLOWEST)]
+    assert history.requests(1)[0]["total_ms"] == 100.0
+    end(history, "bad", 0.1, "INFERENCE_ERROR", 500)
+    found = history.find("bad")
+    assert found is not None
+    assert (found["code"], found["status"]) == ("INFERENCE_ERROR", 500)
+    assert history.find("r1") is None
+    clock.now_s += MINUTE_S
+    end(history, "later", 2.0)
+    assert [each["id"] for each in history.requests(1000)][-2:] == ["later", "bad"]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.99])
+def test_a_quantile_is_at_most_a_fifth_too_high(share: float) -> None:
+    numbers = random.Random(2)
+    values = sorted(numbers.lognormvariate(3, 1.5) for _ in range(5000))
+    counts = array("I", bytes(4 * (len(BOUNDS_MS) + 1)))
+    for value in values:
+        counts[next((place for place, bound in enumerate(BOUNDS_MS) if value <= bound), len(BOUNDS_MS))] += 1
+    true = values[int(share * len(values)) - 1]
+    assert true <= quantile(counts, share) <= 1.2 * true + 0.001
+
+
+def test_more_than_the_last_bound_is_told_as_the_last_bound() -> None:
+    counts = array("I", bytes(4 * (len(BOUNDS_MS) + 1)))
+    counts[-1] = 1
+    assert quantile(counts, 0.99) == round(BOUNDS_MS[-1], 3)
+    assert BOUNDS_MS[-1] > 60_000
+
+
+async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        gateway = await cluster.gateway()
+        await cluster.sidecar()
+
+        async def get(path: str) -> Any:
+            answer = await client.get(gateway.url + path)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        ran = await client.post(f"{gateway.url}/v1/encode/toy/one", json={"items": ["canary-41", "two words"]})
+        assert ran.status_code == 200
+        assert (await client.post(f"{gateway.url}/v1/encode/toy/none", json={"items": ["x"]})).status_code == 404
+        told = await get("/v1/history?step_s=60")
+        assert told["stages"] == list(STAGES_TOLD)
+        assert sum(step["requests"] for step in told["steps"]) == 2
+        assert [step["errors"] for step in told["steps"] if step["errors"]] == [{"MODEL_NOT_FOUND": 1}]
+        (timed,) = (step for step in told["steps"] if "p99_ms" in step)
+        total_ms = float(ran.headers["x-total-time"])
+        assert 0.9 * total_ms <= timed["p99_ms"][-1] <= 1.3 * total_ms + 0.1
+        kept = await get("/v1/requests")
+        (slow,) = (each for each in kept["requests"] if each["status"] == 200)
+        assert slow["id"] == ran.headers["x-sie-request-id"]
+        assert (slow["model"], slow["items"], slow["endpoint"]) == ("toy/one", 2, "encode")
+        assert sum(slow["timing"][name] for name in STAGES_TOLD[:-1]) == pytest.approx(
+            slow["timing"]["total_time"], 0.01
+        )
+        assert slow["chunks"][0]["batch"]["items"] == 2
+        assert await get(f"/v1/requests/{slow['id']}") == slow
+        assert len((await get("/v1/requests?limit=1"))["requests"]) == 1
+        assert "canary" not in str(kept)
+        for path, param in (
+            ("/v1/history?step_s=15", "step_s"),
+            ("/v1/history?since=soon", "since"),
+            ("/v1/requests?limit=0", "limit"),
+            ("/v1/requests?limit=nan", "limit"),
+        ):
+            answer = await client.get(gateway.url + path)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert (await client.get(f"{gateway.url}/v1/requests/unknown")).status_code == 404
