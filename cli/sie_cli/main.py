@@ -149,18 +149,15 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
     "--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]"
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
+@click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Of the `sie serve` it is a part of.")
 @settings_options("gateway")
-def gateway(
-    host: str, port: int, nats_monitor_url: str | None, drain_s: float | None, lame_duck_s: float, **values: Any
-) -> None:
+def gateway(host: str, port: int, **values: Any) -> None:
     """The HTTP edge: validates, routes, queues, collects."""
     from sie_gateway.process import run
 
+    own = {name: values.pop(name) for name in ("nats_monitor_url", "drain_s", "lame_duck_s", "data_dir")}
     settings = loaded(values).settings
-    begun = functools.partial(
-        run, settings, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s, lame_duck_s=lame_duck_s
-    )
-    _run(settings.log_json, begun)
+    _run(settings.log_json, functools.partial(run, settings, host=host, port=port, **own))
 
 
 @main.command(cls=ManyOptions, short_help="The config service: writes the catalogue.")

@@ -203,6 +203,7 @@ class LocalCluster:
         gateways = []
         for number in range(plan.gateways):
             extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S)]
+            extra += ["--data-dir", str(plan.data_dir)]
             own = {"SIE_GATEWAY_METRICS_PORT": str(gateway_port + number)}
             name = _numbered("gateway", number, plan.gateways)
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))

@@ -37,7 +37,7 @@ from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
 from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
-from sie_gateway.fleet import Fleet
+from sie_gateway.doctor import Doctor
 from sie_gateway.grant import Quotas
 from sie_gateway.inference import Inference
 from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
@@ -96,7 +96,7 @@ class Gateway:
         self,
         settings: Settings,
         metrics: Metrics,
-        fleet: Fleet,
+        doctor: Doctor,
         pools: Pools,
         peers: Peers,
         inference: Inference,
@@ -105,7 +105,8 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.fleet = fleet
+        self.doctor = doctor
+        self.fleet = status.fleet
         self.pools = pools
         self.peers = peers
         self.inference = inference

@@ -5,8 +5,9 @@ load.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sie_contracts import families
 from sie_contracts.aliases import Alias
@@ -133,25 +134,64 @@ def score_scale(entry: ModelEntry) -> str | None:
     return {"identity": "logit", None: None}.get(entry.head.activation, "probability")
 
 
+class Listed(NamedTuple):
+    """Some models, and how many there are of their kind."""
+
+    infos: list[dict[str, Any]]
+    total: int
+
+
 async def model_list(
-    catalogue: Catalogue, fleet: Fleet, *, task: str = "", output: str = "", loaded: bool = False, variants: bool = True
-) -> list[dict[str, Any]]:
-    """All models in order of name, each followed by its variants, then the aliases."""
+    catalogue: Catalogue,
+    fleet: Fleet,
+    *,
+    task: str = "",
+    output: str = "",
+    loaded: bool = False,
+    variants: bool = True,
+    named: str = "",
+    limit: int | None = None,
+) -> Listed:
+    """All models in order of name, each followed by its variants, then the aliases. `named`: only those with this in
+    their name, in any case. `limit`: only the first ones, of which alone the rest is looked up.
+    """
+    names = _names(catalogue, named.lower(), variants=variants)
+    picks = bool(task or output or loaded)
     infos: list[dict[str, Any]] = []
-    for number, (_, entry) in enumerate(sorted(catalogue.entries.items()), 1):
-        infos += [
-            model_info(catalogue, fleet, entry, profile)
-            for profile in ("default", *(sorted(entry.profiles) if variants else ()))
-        ]
+    for number, (name, profile) in enumerate(names, 1):
+        if profile is None:
+            infos.append(_of_alias(catalogue, fleet, catalogue.aliases[name]))
+        else:
+            infos.append(model_info(catalogue, fleet, catalogue.entries[name], profile))
+        if number == limit and not picks:
+            break
         if number % _SLICE == 0:
             await asyncio.sleep(0)
-    return [
-        info
-        for info in infos + alias_infos(catalogue, fleet)
-        if (not task or task in info["tasks"])
-        and (not output or output in info["outputs"])
-        and (not loaded or info["loaded"])
+    if picks:
+        infos = [
+            info
+            for info in infos
+            if (not task or task in info["tasks"])
+            and (not output or output in info["outputs"])
+            and (not loaded or info["loaded"])
+        ]
+    return Listed(infos[:limit], len(infos) if picks else len(names))
+
+
+def _names(catalogue: Catalogue, wanted: str, *, variants: bool) -> list[tuple[str, str | None]]:
+    """Entries and profiles in order, then the aliases that can serve, which have no profile."""
+    found: list[tuple[str, str | None]] = [
+        (entry.id, profile)
+        for _, entry in sorted(catalogue.entries.items())
+        for profile in ("default", *(sorted(entry.profiles) if variants else ()))
+        if not wanted or wanted in (entry.id if profile == "default" else f"{entry.id}:{profile}").lower()
     ]
+    for _, alias in sorted(catalogue.aliases.items()):
+        if wanted in alias.id.lower():
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # its model is gone
+                catalogue.resolve(alias.heaviest.model, follow=False)
+                found.append((alias.id, None))
+    return found
 
 
 def alias_info(info: dict[str, Any], alias: Alias) -> dict[str, Any]:
@@ -165,13 +205,6 @@ def alias_info(info: dict[str, Any], alias: Alias) -> dict[str, Any]:
     return {**rest, "name": alias.id, "id": alias.id, "owned_by": alias.id.partition("/")[0], "alias": told}
 
 
-def alias_infos(catalogue: Catalogue, fleet: Fleet) -> list[dict[str, Any]]:
-    """Those that can serve, in order of name: one whose model is gone is not listed."""
-    found = []
-    for _, alias in sorted(catalogue.aliases.items()):
-        try:
-            resolved = catalogue.resolve(alias.heaviest.model, follow=False)
-        except (ModelNotFound, BundleConflict):
-            continue
-        found.append(alias_info(model_info(catalogue, fleet, resolved.entry, resolved.profile), alias))
-    return found
+def _of_alias(catalogue: Catalogue, fleet: Fleet, alias: Alias) -> dict[str, Any]:
+    resolved = catalogue.resolve(alias.heaviest.model, follow=False)
+    return alias_info(model_info(catalogue, fleet, resolved.entry, resolved.profile), alias)

@@ -1,7 +1,8 @@
-"""Handlers of models, health, scaling, metrics and the console: what operators and programs ask a gateway."""
+"""Handlers of models, health, scaling and metrics: what operators and programs ask a gateway."""
 
 from __future__ import annotations
 
+import gzip
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,41 +12,68 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from sie_contracts.errors import InvalidInput, NotFound
-from sie_gateway.history import STEP_S
 from sie_gateway.models import alias_info, model_info, model_list
-from sie_gateway.status import CONSOLE_FILES, CONSOLE_POLICY, console
 from sie_runtime.http import scrape
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    """A struct or builtins as JSON."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
 
 
-async def _listed(gateway: Gateway, query: QueryParams) -> list[dict[str, Any]]:
-    return await model_list(
+def json_response(body: Any, status: int = 200, *, to: Request | None = None) -> Response:
+    """A struct or builtins as JSON; compressed where it is long and `to` takes that (RFC 9110, 12.5.3)."""
+    data, headers = msgspec.json.encode(body), {}
+    if to is not None:
+        headers["Vary"] = "Accept-Encoding"
+        if len(data) > GZIP_OVER and _takes_gzip(to.headers.get("accept-encoding", "")):
+            data, headers["Content-Encoding"] = gzip.compress(data, 1, mtime=0), "gzip"
+    return Response(data, status, headers, "application/json")
+
+
+def _takes_gzip(accepted: str) -> bool:
+    codings = (each.partition(";") for each in accepted.lower().split(","))
+    return any(name.strip() == "gzip" and rest.replace(" ", "") not in ("q=0", "q=0.0") for name, _, rest in codings)
+
+
+def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
+    """A number of the query. Raises InvalidInput."""
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:  # nan neither
+        raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
+    return value
+
+
+async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
+    """The part of the catalogue that a query names: `models`, and `total` where it has a limit. Raises InvalidInput."""
+    found = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
         task=query.get("task", ""),
         output=query.get("output", ""),
         loaded=query.get("loaded", "") == "true",
         variants=query.get("variants", "") != "false",
+        named=query.get("filter", "").strip(),
+        limit=int(number(query, "limit", 1, 1, 1000)) if "limit" in query else None,
     )
+    return {"models": found.infos, **({"total": found.total} if "limit" in query else {})}
 
 
 async def models(gateway: Gateway, request: Request) -> Response:
-    """The catalogue."""
-    infos = await _listed(gateway, request.query_params)
-    return json_response({"object": "list", "data": infos, "models": infos})
+    """The catalogue. Raises InvalidInput."""
+    told = await _listed(gateway, request.query_params)
+    return json_response({"object": "list", "data": told["models"], **told}, to=request)
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity."""
-    infos = [{**info, "owned_by": "infinity"} for info in await _listed(gateway, request.query_params)]
-    return json_response({"object": "list", "data": infos, "models": infos})
+    """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity. Raises InvalidInput."""
+    told = await _listed(gateway, request.query_params)
+    told["models"] = [{**info, "owned_by": "infinity"} for info in told["models"]]
+    return json_response({"object": "list", "data": told["models"], **told}, to=request)
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
@@ -60,63 +88,6 @@ async def model(gateway: Gateway, request: Request) -> Response:
 async def health(gateway: Gateway, _request: Request) -> Response:
     """The catalogue in use, and the workers."""
     return json_response(gateway.status.health())
-
-
-async def history(gateway: Gateway, request: Request) -> Response:
-    """What this gateway answered over the last hour. Raises InvalidInput."""
-    query = request.query_params
-    since_s = _number(query, "since", 0.0, 0.0, math.inf)
-    step_s = int(_number(query, "step_s", STEP_S, STEP_S, 600))
-    if step_s % STEP_S:
-        raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
-    return json_response(gateway.status.history.since(since_s, step_s))
-
-
-async def requests(gateway: Gateway, request: Request) -> Response:
-    """The requests of the last hour that are kept. Raises InvalidInput."""
-    most = int(_number(request.query_params, "limit", 50, 1, 1000))
-    return json_response({"requests": gateway.status.history.requests(most)})
-
-
-async def request(gateway: Gateway, request: Request) -> Response:
-    """One of them. Raises NotFound."""
-    found = gateway.status.history.find(request.path_params["request"])
-    if found is None:
-        raise NotFound(
-            "this gateway keeps no request with this id: it keeps the slowest and some failed ones of each minute, for "
-            "an hour; its log and the trace have all"
-        )
-    return json_response(found)
-
-
-def _number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
-    """A number of the query. Raises InvalidInput."""
-    try:
-        value = float(query.get(name, default))
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:  # nan neither
-        raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
-    return value
-
-
-async def page(_gateway: Gateway, request: Request) -> Response:
-    """The console, or one of its files. Raises NotFound."""
-    name = request.path_params.get("file", "index.html")
-    if name not in CONSOLE_FILES:
-        raise NotFound("no such path")
-    headers = {
-        "Content-Security-Policy": CONSOLE_POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Response(console(name), media_type=f"{CONSOLE_FILES[name]}; charset=utf-8", headers=headers)
-
-
-async def cluster(gateway: Gateway, request: Request) -> Response:
-    """What the console shows of the cluster."""
-    return json_response(gateway.status.shown(request.query_params.get("filter", "")))
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:

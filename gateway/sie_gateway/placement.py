@@ -71,9 +71,9 @@ class Placer:
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
-        self._fleet = fleet
+        self.fleet = fleet
         self._waiting = waiting
-        self._now_s = now_s
+        self.now_s = now_s
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that may host, as of the last look
         self._tables: dict[str, StoredTable] = {}  # by the key of the lane
@@ -120,6 +120,11 @@ class Placer:
         stored = self._tables.get(topology.lane_key(lane))
         return stored.table if stored is not None else None
 
+    def tables(self) -> dict[Lane, Placement]:
+        """Of all lanes that have one, and work or a worker."""
+        lanes = {*self._planners, *self.fleet.lanes()}
+        return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
+
     def forget(self, pool: str) -> None:
         """The pool is there no more."""
         for lane in [lane for lane in self._planners if lane.pool == pool]:
@@ -164,9 +169,9 @@ class Placer:
 
     async def _look(self) -> None:
         """One pool without a stream holds up no other."""
-        live, silent, heard = self._fleet.lanes(), self._fleet.silent(), set(self._fleet.known())
+        live, silent, heard = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.known())
         if self._first_s is None:
-            self._first_s = self._now_s()
+            self._first_s = self.now_s()
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
             functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), heard)
@@ -176,7 +181,7 @@ class Placer:
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], heard: set[str]) -> None:
         """The look at one lane. `live`, `silent`: the last heartbeats of its workers."""
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
-        if stored.table is not None and self._now_s() - (self._first_s or 0.0) < UNHEARD_S:
+        if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
             unheard = _unheard(lane, stored.table, heard)
             silent = [*silent, *unheard]
             self._hosts |= {beat.worker for beat in unheard}
@@ -188,7 +193,7 @@ class Placer:
             raise
         older = {beat.worker for beat in (*live, *silent) if not beat.reads_parts and beat.worker in heard}
         older |= stored.older() - heard
-        look = functools.partial(planner.step, stored.table, live, silent, backlog, self._now_s())
+        look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
         change = await asyncio.to_thread(self._changed, stored, look, older)
         if change is not None:
             await self._write(stored, change)
@@ -230,7 +235,7 @@ class Ages:
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
         self._backlog = backlog
-        self._now_s = now_s
+        self.now_s = now_s
         self._looks: dict[str, int] = {}  # subject -> looks since its age was asked for
         self._ages_s: dict[str, float] = {}
         self._names: dict[Lane, dict[str, str]] = {}
@@ -262,7 +267,7 @@ class Ages:
             self._looks[subject] = self._looks.get(subject, 0) + 1
         for subject, first in zip(due, await self._backlog.oldest(lane.pool, due), strict=True):
             self._looks[subject] = 0
-            self._ages_s[subject] = max(0.0, self._now_s() - first.sent_s) if first is not None else 0.0
+            self._ages_s[subject] = max(0.0, self.now_s() - first.sent_s) if first is not None else 0.0
         oldest_s: dict[str, float] = {}
         for subject, model in subjects.items():
             oldest_s[model] = max(oldest_s.get(model, 0.0), self._ages_s.get(subject, 0.0))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts import topology
@@ -21,6 +22,7 @@ from sie_gateway.app import Gateway, Readiness, create_app, metrics_app
 from sie_gateway.auth import Gate, require_tokens
 from sie_gateway.backlog import Backlog
 from sie_gateway.demand import ColdStarts, DemandRecords
+from sie_gateway.doctor import Doctor
 from sie_gateway.fleet import Fleet
 from sie_gateway.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inbox import Inbox
@@ -72,9 +74,11 @@ async def serve(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
     network: Network = NETWORK,
+    data_dir: Path | None = None,
 ) -> int:
     """Serve until `stop`, go on for `lame_duck_s`, then finish what was accepted, for `drain_s` seconds at most; by
-    default as long as any request may take. Images at URLs are fetched over `network`.
+    default as long as any request may take. Images at URLs are fetched over `network`. `data_dir`: of the
+    `sie serve` that it is a part of.
 
     Returns the exit status. Raises SettingError.
     """
@@ -141,11 +145,12 @@ async def serve(
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
-    status = Status(settings, broker, feed, fleet, admission.peers, record.own, lag, nats_monitor_url)
+    status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys)
+    doctor = Doctor(host, port, data_dir)
     readiness = Readiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, fleet, pools, admission.peers, inference, status, scaling)
+    gateway = Gateway(settings, metrics, doctor, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     names = settings.allowed_hosts
     main = HttpServer(
@@ -295,6 +300,7 @@ async def run(
     nats_monitor_url: str | None = None,
     drain_s: float | None = None,
     lame_duck_s: float = 0.0,
+    data_dir: Path | None = None,
 ) -> int:
     """The gateway against NATS. Raises SettingError."""
     require_tokens(settings)  # also while there is no broker to connect to
@@ -312,4 +318,5 @@ async def run(
             nats_monitor_url=nats_monitor_url,
             drain_s=drain_s,
             lame_duck_s=lame_duck_s,
+            data_dir=data_dir,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -12,7 +12,7 @@ from sie_contracts.api.shapes import MINI
 from sie_gateway.call import Answer, Call, ErrorShape, native_shape
 from sie_gateway.inference import Inference
 from sie_runtime import config_routes
-from sie_runtime.routes import Parameter, Route
+from sie_runtime.routes import Content, Parameter, Route
 
 Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
 
@@ -65,3 +65,32 @@ PLACEHOLDERS = {
     "file": Parameter("file", "path", example="swagger-ui.css"),
     "request": Parameter("request", "path", str, "Its X-SIE-Request-ID.", "0192f0c1-7d3e-7000-8000-000000000000"),
 }
+
+
+def control(
+    method: str,
+    path: str,
+    endpoint: str,
+    handler: Any,
+    names: tuple[str, str],
+    reply: Any,
+    *,
+    scope: str = "read",
+    status: int = 200,
+    body: Any = None,
+    **more: Any,
+) -> GatewayRoute:
+    """`names`: the tag and the summary. What GET answers, HEAD answers as well (RFC 9110, 9.1)."""
+    return GatewayRoute(
+        method=method,
+        path=path,
+        scope=scope,
+        summary=names[1],
+        tag=names[0],
+        endpoint=endpoint,
+        handler=handler,
+        body=None if body is None else Content(body),
+        replies={status: reply if isinstance(reply, Content) else Content(reply)},
+        head=method == "GET" and status == 200,
+        **more,
+    )

@@ -18,10 +18,10 @@ from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.configs import config_shape
-from sie_gateway import assignments, configs, operations, reserving
+from sie_gateway import assignments, configs, operations, overview, reserving
 from sie_gateway.call import ErrorShape, family
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
-from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute
+from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute, control
 from sie_gateway.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime import config_routes, openapi
 from sie_runtime.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
@@ -210,43 +210,16 @@ TEI = (
 # models, pools, the catalogue
 
 
-def _control(
-    method: str,
-    path: str,
-    endpoint: str,
-    handler: Any,
-    names: tuple[str, str],
-    reply: Any,
-    *,
-    scope: str = "read",
-    status: int = 200,
-    body: Any = None,
-    **more: Any,
-) -> GatewayRoute:
-    """`names`: the tag and the summary. What GET answers, HEAD answers as well (RFC 9110, 9.1)."""
-    return GatewayRoute(
-        method=method,
-        path=path,
-        scope=scope,
-        summary=names[1],
-        tag=names[0],
-        endpoint=endpoint,
-        handler=handler,
-        body=None if body is None else Content(body),
-        replies={status: reply if isinstance(reply, Content) else Content(reply)},
-        head=method == "GET" and status == 200,
-        **more,
-    )
-
-
 _FLAG = Literal["true", "false"]
 _MODEL_QUERY = (
     Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that support this operation."),
     Parameter("output", "query", str, "Only models with this output."),
     Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
     Parameter("variants", "query", _FLAG, "Whether the list has profiles too, as `model:profile`."),
+    Parameter("filter", "query", str, "Only models with this in their name."),
+    Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most; `total` tells how many fit."),
 )
-_MODELS = _control(
+_MODELS = control(
     "GET",
     "/v1/models",
     "models",
@@ -255,7 +228,7 @@ _MODELS = _control(
     operations_api.Models,
     parameters=_MODEL_QUERY,
 )
-_MODEL = _control(
+_MODEL = control(
     "GET", "/v1/models/{model:path}", "models", operations.model, ("SIE", "One model"), operations_api.ModelInfo
 )
 _WORKER = Parameter("worker", "query", str, "The id of the worker, as in its heartbeats.", "w0", required=True)
@@ -264,8 +237,8 @@ CONTROL: tuple[GatewayRoute, ...] = (
     _MODEL,
     replace(_MODELS, path="/models", summary="As /v1/models", handler=operations.models_of_infinity),
     replace(_MODEL, path="/models/{model:path}", summary="As /v1/models/{model}"),
-    _control("GET", "/v1/pools", "pools", reserving.pools, ("Pools", "All pools"), operations_api.Pools),
-    _control(
+    control("GET", "/v1/pools", "pools", reserving.pools, ("Pools", "All pools"), operations_api.Pools),
+    control(
         "POST",
         "/v1/pools",
         "pools",
@@ -276,7 +249,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
         status=201,
         body=operations_api.PoolRequest,
     ),
-    _control(
+    control(
         "GET",
         assignments.PATH,
         "pools",
@@ -286,8 +259,8 @@ CONTROL: tuple[GatewayRoute, ...] = (
         parameters=(_WORKER,),
         reader=True,
     ),
-    _control("GET", "/v1/pools/{name}", "pools", reserving.pool, ("Pools", "One pool"), operations_api.Pool),
-    _control(
+    control("GET", "/v1/pools/{name}", "pools", reserving.pool, ("Pools", "One pool"), operations_api.Pool),
+    control(
         "DELETE",
         "/v1/pools/{name}",
         "pools",
@@ -296,7 +269,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
         operations_api.PoolDeleted,
         scope="pools",
     ),
-    _control(
+    control(
         "POST",
         "/v1/pools/{name}/renew",
         "pools",
@@ -317,7 +290,7 @@ CATALOGUE = tuple(
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
     """A GET of something that is no JSON, or no API."""
     reply = Content(dict[str, Any], (media,))
-    return _control("GET", path, "other", handler, ("Operations", summary), reply, **more)
+    return control("GET", path, "other", handler, ("Operations", summary), reply, **more)
 
 
 def _probe(path: str, summary: str, ready: tuple[str, ...], refused: Content) -> GatewayRoute:
@@ -334,7 +307,7 @@ def _probe(path: str, summary: str, ready: tuple[str, ...], refused: Content) ->
 
 def _socket(path: str, summary: str) -> GatewayRoute:
     frames = Content(media=(), description="A websocket: frames of JSON, from the server to the client")
-    return _control("GET", path, "ws", None, ("Operations", summary), frames, status=101)
+    return control("GET", path, "ws", None, ("Operations", summary), frames, status=101)
 
 
 _NOT_READY = Content(media=(TEXT,), description="Not ready")
@@ -351,7 +324,7 @@ OPERATIONS = (
             {"status": "not ready", "reason": "starting", "healthy_workers": 0},
         ),
     ),
-    _control(
+    control(
         "GET",
         "/health",
         "health",
@@ -359,51 +332,13 @@ OPERATIONS = (
         ("Operations", "The catalogue in use, and the workers"),
         operations_api.Health,
     ),
-    _control(
+    control(
         "GET",
         "/v1/scaling/{lane}",
         "scaling",
         operations.scaling,
         ("Operations", "The load of a lane, and the number of workers that it needs"),
         operations_api.LaneFigures,
-    ),
-    _control(
-        "GET",
-        "/v1/cluster",
-        "other",
-        operations.cluster,
-        ("Operations", "The state of the cluster in brief: counts, workers and models, at most 50 of each"),
-        operations_api.ClusterView,
-        parameters=(Parameter("filter", "query", str, "Only models with this in their name."),),
-    ),
-    _control(
-        "GET",
-        "/v1/history",
-        "other",
-        operations.history,
-        ("Operations", "Requests, errors and latency by stage of the last hour, at this gateway"),
-        operations_api.History,
-        parameters=(
-            Parameter("since", "query", float, "Only steps that end after this time, seconds since the epoch."),
-            Parameter("step_s", "query", Literal["10", "60", "300"], "Seconds of a step.", "10"),
-        ),
-    ),
-    _control(
-        "GET",
-        "/v1/requests",
-        "other",
-        operations.requests,
-        ("Operations", "The slowest and some failed requests of the last hour at this gateway, the slowest first"),
-        operations_api.SlowRequests,
-        parameters=(Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most."),),
-    ),
-    _control(
-        "GET",
-        "/v1/requests/{request}",
-        "other",
-        operations.request,
-        ("Operations", "One of these requests"),
-        operations_api.SlowRequest,
     ),
     _operated(
         "/metrics",
@@ -412,9 +347,6 @@ OPERATIONS = (
         operations.metrics,
         scope="metrics",
     ),
-    # a page without any data, which asks for the key that reading it needs
-    _operated("/", "The console: try models, see the cluster", HTML, operations.page, scope=OPEN),
-    _operated("/console/{file}", "Files of that page", "*/*", operations.page, scope=OPEN),
     _operated("/docs", "This document as a page", HTML),
     _operated("/docs/static/{file}", "Files of that page", "*/*"),
     _operated("/openapi.json", "This document", JSON),
@@ -422,7 +354,7 @@ OPERATIONS = (
     _socket(WORKER_PATH, "The status of a worker of this gateway, every 200 ms"),
 )
 
-ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *CATALOGUE, *OPERATIONS)
+ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *CATALOGUE, *overview.OVERVIEW, *OPERATIONS)
 TABLE = Table(ROUTES)
 PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN and route.handler is None)
 

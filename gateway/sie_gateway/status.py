@@ -10,11 +10,9 @@ Nothing here decides where work goes: that is the fleet's, from heartbeats, in b
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -26,12 +24,15 @@ from sie_contracts import topology
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import Placement
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
-from sie_gateway.fleet import STATES, Fleet
+from sie_contracts.topology import Lane
+from sie_gateway.fleet import STATES
 from sie_gateway.history import History
 from sie_gateway.lag import Labels, Lag
 from sie_gateway.peers import Peers
+from sie_gateway.placement import Placer
 from sie_gateway.planner import Waiting
 from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
 from sie_runtime.feed import CatalogueFeed
@@ -45,12 +46,7 @@ FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
 CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
-CONSOLE = Path(__file__).parent / "console"
-CONSOLE_FILES = {"index.html": "text/html", "main.js": "text/javascript", "style.css": "text/css"}
-CONSOLE_POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
+COST_SHARE = 0.005  # of a core, which open pages may cost together before they see older figures
 MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
 _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
@@ -146,6 +142,20 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
     )
 
 
+@dataclass(frozen=True)
+class Glance:
+    """What the page at `/` shows, of the whole cluster: workers and models in the order in which they are shown. It
+    stands until `until_s` of the monotonic clock.
+    """
+
+    cluster: ClusterInfo
+    workers: Sequence[WorkerInfo]
+    models: Sequence[ModelSummary]
+    failures: Mapping[str, str]
+    in_flight: int
+    until_s: float
+
+
 class Status:
     """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker
     last told.
@@ -156,7 +166,7 @@ class Status:
         settings: Settings,
         queue: Queue,
         feed: CatalogueFeed,
-        fleet: Fleet,
+        placer: Placer,
         peers: Peers,
         pools: Iterable[str],
         lag: Lag,
@@ -166,7 +176,8 @@ class Status:
         self._settings = settings
         self._queue = queue
         self._feed = feed
-        self._fleet = fleet
+        self._placer = placer
+        self.fleet = placer.fleet
         self._peers = peers
         self._pools = pools
         self._lag = lag
@@ -177,6 +188,7 @@ class Status:
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
         self._worker_frames: dict[WorkerSocket, Frames] = {}
+        self._last: Glance | None = None
 
     async def run(self, stop: Stop) -> None:
         """Until `stop`: ask how much work was given up."""
@@ -194,7 +206,7 @@ class Status:
         """All workers that are known, healthy or not, by name or URL."""
         if self._settings.gateway_health_mode == "ws":
             return [of_socket(url, status) for url, status in self.sockets.statuses()]
-        return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self._fleet.workers()]
+        return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self.fleet.workers()]
 
     def view(self) -> tuple[list[Seen], ClusterInfo, list[ModelSummary]]:
         """Workers, sums and models of now."""
@@ -251,29 +263,53 @@ class Status:
             }
         ).decode()
 
+    def _glance(self) -> Glance:
+        """What all open pages share. Building it takes at most COST_SHARE of the time, however large the cluster is."""
+        if self._last is None or time.monotonic() >= self._last.until_s:
+            began_s = time.perf_counter()
+            workers, cluster, models = self.view()
+            models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
+            infos = [seen.info for seen in workers]
+            infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
+            in_flight, why = sum(info.queue_depth for info in infos), failures(workers)
+            took_s = time.perf_counter() - began_s
+            self._last = Glance(cluster, infos, models, why, in_flight, time.monotonic() + took_s / COST_SHARE)
+        return self._last
+
     def shown(self, wanted: str) -> dict[str, Any]:
         """What the page at `/` shows: counts of everything; of the workers those that are not healthy first, then the
         busiest; of the models whose name has `wanted` in it those that are in use first. At most MAX_SHOWN of each.
         """
-        workers, cluster, models = self.view()
-        found = [model for model in models if wanted.lower() in model.name.lower()]
-        found.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
-        infos = sorted((seen.info for seen in workers), key=lambda info: (info.healthy, -info.queue_depth, info.name))
-        shown, queues = found[:MAX_SHOWN], self.queues()
-        why = failures(workers)
+        glance, queues = self._glance(), self.queues()
+        found = [each for each in glance.models if wanted.lower() in each.name.lower()] if wanted else glance.models
+        shown = found[:MAX_SHOWN]
         return {
             "version": sie_contracts.__version__,
-            "cluster": cluster,
+            "cluster": glance.cluster,
             "counts": {
-                "workers": len(infos),
+                "workers": len(glance.workers),
                 "models": len(found),
-                "in_flight": sum(info.queue_depth for info in infos),
+                "in_flight": glance.in_flight,
                 "dead_letters": self.dead_letters,
             },
-            "workers": infos[:MAX_SHOWN],
+            "workers": glance.workers[:MAX_SHOWN],
             "models": shown,
             "queues": queues[0] if queues else None,
-            "failures": {model.name: why[model.name] for model in shown if model.name in why},
+            "failures": {model.name: glance.failures[model.name] for model in shown if model.name in glance.failures},
+        }
+
+    def placed(self, wanted: str) -> dict[str, Any]:
+        """The placement table of each lane: models whose name has `wanted` in it, those with work first, at most
+        MAX_SHOWN of a lane.
+        """
+        lanes, waiting = self.fleet.lanes(), dict[tuple[str, ...], list[Waiting]]()
+        for (model, *lane, _priority), each in self._lag.models().items():
+            waiting.setdefault((model, *lane), []).append(each)
+        return {
+            "lanes": [
+                _placed(table, lane, lanes.get(lane, []), waiting, self._placer.now_s(), wanted.lower())
+                for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
+            ]
         }
 
     async def show(self, path: str, query: str, key: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -321,15 +357,46 @@ def _queues(names: tuple[str, ...], found: Mapping[Labels, Waiting]) -> list[Que
     ]
 
 
+def _placed(
+    table: Placement,
+    lane: Lane,
+    beats: Sequence[Heartbeat],
+    waiting: Mapping[tuple[str, ...], Sequence[Waiting]],
+    now_s: float,
+    wanted: str,
+) -> dict[str, Any]:
+    reports = {(beat.worker, status.model): status for beat in beats for status in beat.models}
+    rows = list[dict[str, Any]]()
+    for model, hosts in table.hosts.items():
+        if wanted not in model.lower():
+            continue
+        queued = waiting.get((model, lane.pool, lane.machine_profile, lane.bundle), ())
+        told = [status for host in hosts if (status := reports.get((host, model))) is not None]
+        raised_s = table.raised_s.get(model)
+        rows.append(
+            {
+                "model": model,
+                "hosts": {host: state.state if (state := reports.get((host, model))) else "-" for host in hosts},
+                "memory_bytes": sum(status.memory_bytes for status in told),
+                "tokens_per_s": round(sum(status.cost_rate for status in told), 1),
+                "waiting": sum(each.count for each in queued),
+                "oldest_s": round(max((each.oldest_s for each in queued), default=0.0), 3),
+                "raised_s": None if raised_s is None else round(max(0.0, now_s - raised_s), 1),
+            }
+        )
+    rows.sort(key=lambda row: (-row["waiting"], -row["tokens_per_s"], row["model"]))
+    return {
+        "lane": str(lane),
+        "age_s": round(max(0.0, now_s - table.at_s), 1),
+        "workers": len(beats),
+        "models": len(rows),
+        "shown": rows[:MAX_SHOWN],
+    }
+
+
 def _letters(pool: str) -> str:
     return topology.dead_letter_stream(pool, storage="file", replicas=1).name
 
 
 def _public(url: str | None) -> str | None:
     return public_url(url) if url else None
-
-
-@functools.cache
-def console(name: str) -> bytes:
-    """A file of the page at `/`, one of CONSOLE_FILES. The page needs nothing from elsewhere."""
-    return (CONSOLE / name).read_bytes()

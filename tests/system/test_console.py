@@ -273,6 +273,13 @@ def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
         assert page.evaluate("sessionStorage.getItem('sie.key')") is None
 
 
+def answers(cluster: Cluster) -> bool:
+    try:
+        return httpx.get(f"{cluster.url}/readyz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     page.open(f"http://{HOST}:{cluster.port}/#cluster")
     state = "document.getElementById('connection')?.innerText"  # nothing before the page is there
@@ -288,6 +295,7 @@ def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
     cluster.signal(gateway, signal.SIGKILL)
     until(lambda: cluster.pids("gateway") not in ([], [gateway]), 30, "another gateway")
+    until(lambda: answers(cluster), 30, "the other gateway listens")
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
     assert page.evaluate("window.kept") == 1
 

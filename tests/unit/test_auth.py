@@ -51,6 +51,8 @@ DOCUMENTED = """
     infer  GET /info /tei/org/name/info
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
+    read   GET /v1/placement
+    admin  GET /v1/doctor
     open   GET / /console/mine
     metrics GET /metrics
     read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status
@@ -325,7 +327,7 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
         has_keys = mode == "token"
         for token, status in (
             ("", 401),
-            ("wrong", 401),
+            ("not-a-token", 401),
             *([(own[row.scope], 0), (other[row.scope], 403)] if row.scope and has_keys else []),
             *([(USER, 0 if row.scope in USER_SCOPES else 403), (ADMIN, 0)] if row.scope else []),
         ):

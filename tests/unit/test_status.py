@@ -26,8 +26,9 @@ from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_gateway import status as statuses
 from sie_gateway import workers
+from sie_gateway.pages import CONSOLE, CONSOLE_FILES
 from sie_gateway.peers import Peers
-from sie_gateway.status import CONSOLE, CONSOLE_FILES, Seen, failures, of_heartbeat, of_socket, summaries
+from sie_gateway.status import Seen, failures, of_heartbeat, of_socket, summaries
 from sie_runtime.websocket import Seats
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")

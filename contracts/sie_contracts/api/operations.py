@@ -95,13 +95,14 @@ class ModelInfo(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
-    """All models, twice: as clients of OpenAI and as our own read them."""
+    """All models, twice: as clients of OpenAI and as our own read them. `total`, with a limit: how many there are."""
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [ModelInfo.EXAMPLE], "models": [ModelInfo.EXAMPLE]}
 
     object: str
     data: list[ModelInfo]
     models: list[ModelInfo]
+    total: Whole = UNSET
 
 
 # pools
@@ -349,6 +350,89 @@ class ClusterView(Struct, kw_only=True):
     models: list[ModelSummary]
     queues: list[dict[str, Any]] | None
     failures: dict[str, str]
+
+
+class PlacedModel(Struct, kw_only=True):
+    """A model of a lane and its hosts. `state`: of each host, as it reports. `tokens_per_s`: what they take in for it.
+    `waiting`, `oldest_s`: messages in the queue, leased ones included. `raised_s`: seconds since it last got one more
+    host.
+    """
+
+    model: str
+    hosts: dict[str, str]
+    memory_bytes: int
+    tokens_per_s: float
+    waiting: int
+    oldest_s: float
+    raised_s: float | None
+
+
+class PlacedLane(Struct, kw_only=True):
+    """The placement table of a lane. `age_s`: seconds since it was written. `workers`: healthy ones. `models`: how many
+    the table has; at most 50 are `shown`, those with work first.
+    """
+
+    lane: str
+    age_s: float
+    workers: int
+    models: int
+    shown: list[PlacedModel]
+
+
+class PlacementView(Struct, kw_only=True):
+    """Which workers host which models."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "lanes": [
+            {
+                "lane": "_default.l4.default",
+                "age_s": 3.2,
+                "workers": 1,
+                "models": 1,
+                "shown": [
+                    {
+                        "model": MINI,
+                        "hosts": {"w0": "loaded"},
+                        "memory_bytes": 91000000,
+                        "tokens_per_s": 120.5,
+                        "waiting": 0,
+                        "oldest_s": 0.0,
+                        "raised_s": 61.0,
+                    }
+                ],
+            }
+        ]
+    }
+
+    lanes: list[PlacedLane]
+
+
+class DoctorFinding(Struct, kw_only=True):
+    """What is wrong, and what mends it."""
+
+    wrong: str
+    fix: str
+
+
+class DoctorCheck(Struct, kw_only=True):
+    """One check. `absent`: there is nothing to look at. `blind`: it could not look, and `says` why."""
+
+    check: str
+    state: Literal["fine", "wrong", "absent", "blind"]
+    says: str
+    findings: list[DoctorFinding]
+
+
+class DoctorReport(Struct, kw_only=True):
+    """What `sie doctor` finds from the machine of this gateway, with its settings."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "status": "fine",
+        "checks": [{"check": "broker", "state": "fine", "says": "3 streams", "findings": []}],
+    }
+
+    status: Literal["fine", "wrong", "blind"]
+    checks: list[DoctorCheck]
 
 
 class HistoryStep(Struct, kw_only=True):

@@ -1,0 +1,19 @@
+"""The files of the page at `/`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+CONSOLE = Path(__file__).parent / "console"
+CONSOLE_FILES = {"index.html": "text/html", "main.js": "text/javascript", "style.css": "text/css"}
+CONSOLE_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@functools.cache
+def console(name: str) -> bytes:
+    """One of CONSOLE_FILES. The page needs nothing from elsewhere."""
+    return (CONSOLE / name).read_bytes()

@@ -1,0 +1,181 @@
+"""What the page at `/` reads: size and cost in a large cluster, the placement table, the report of the doctor."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gzip
+import importlib.util
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+from fake_adapter import toy_entry
+from inprocess import GatewayProcess, InProcess, Source, free_port, settings_of, until_told
+
+from sie_broker.memory import MemoryServer
+from sie_contracts.errors import NotFound, NotReady
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_gateway import doctor as doctor_module
+from sie_gateway.call import Call
+from sie_gateway.doctor import Doctor
+from sie_gateway.fleet import Fleet
+from sie_gateway.history import STEP_S, STEPS, History
+from sie_gateway.status import COST_SHARE, MAX_SHOWN, Status
+
+MODELS, WORKERS, LOADED = 10_000, 1_000, 12
+MINUTE_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def large() -> Status:
+    """Of 10,000 models and 1,000 workers, each of which has loaded 12 models."""
+    names = [f"org/model-{number:05}" for number in range(MODELS)]
+    fleet = Fleet(MemoryServer().connect("g"), settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000"))
+    for number in range(WORKERS):
+        told = [
+            ModelStatus(names[(number * 37 + place * 101) % MODELS], "loaded", 1 << 28, queued=place)
+            for place in range(LOADED)
+        ]
+        worker = f"worker-of-a-large-cluster-{number:04}"
+        fleet.note(Heartbeat(worker, "_default", "l4", "default", ready=True, version="1", models=tuple(told)))
+    feed, lag, placer, peers = Mock(), Mock(is_known=False), Mock(fleet=fleet), Mock()
+    feed.catalogue.entries = dict.fromkeys(names)
+    peers.qps.return_value = 1234.5
+    return Status(settings_of(SIE_GATEWAY_HEALTH_MODE="nats"), Mock(), feed, placer, peers, (), lag, None)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry("toy/one")) as cluster:
+        yield cluster
+
+
+def compressed(body: Any) -> int:
+    return len(gzip.compress(msgspec.json.encode(body), 1))
+
+
+def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: Status) -> None:
+    """It asks for the state each second, for history and requests each ten seconds."""
+    now_s = 1_790_000_000.0
+    history = History(lambda: now_s)
+    for _ in range(STEPS):
+        for number in range(20):
+            history.ended(
+                Call(f"r{now_s}{number}", 0.0, {}, {"model": "toy/one"}, code="QUEUE_FULL" if number % 7 == 0 else ""),
+                "encode",
+                200,
+                now_s % 977 / 1000,
+            )
+        now_s += STEP_S
+    shown = large.shown("")
+    assert (len(shown["workers"]), len(shown["models"])) == (MAX_SHOWN, MAX_SHOWN)
+    assert (shown["counts"]["workers"], shown["counts"]["models"]) == (WORKERS, MODELS)
+    each_second, each_ten = compressed(shown), compressed(history.since()) + compressed(history.requests(20))
+    assert 60 * each_second + 6 * each_ten < MINUTE_BYTES, (each_second, each_ten)
+
+
+def test_a_large_cluster_is_looked_at_more_rarely(large: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    view = large.view
+
+    def counted() -> Any:
+        began_s = time.perf_counter()
+        try:
+            return view()
+        finally:
+            looks.append(time.perf_counter() - began_s)
+
+    monkeypatch.setattr(large, "view", counted)
+    monkeypatch.setattr(large, "_last", None)
+    began_s = time.monotonic()
+    first = large.shown("")
+    assert [large.shown("")["models"] == first["models"] for _ in range(20)] == [True] * 20
+    assert len(looks) == 1 or time.monotonic() - began_s >= looks[0] / COST_SHARE
+    assert large._last is not None
+    monkeypatch.setattr(large, "_last", dataclasses.replace(large._last, until_s=0.0))
+    large.shown("")
+    assert len(looks) >= 2, "after that time it looks again"
+
+
+def test_a_filter_finds_models_that_are_not_among_the_first(large: Status) -> None:
+    found = large.shown("MODEL-0999")
+    assert [each.name for each in found["models"]][-1].startswith("org/model-0999")
+    assert found["counts"]["models"] == 10
+
+
+async def test_the_placement_table_says_which_worker_hosts_a_model(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    assert (await gateway.encode("x")).status_code == 200
+
+    async def row() -> Any:
+        (lane,) = (await gateway.client.get("/v1/placement")).json()["lanes"] or [None]
+        return lane and lane["shown"] and lane["shown"][0]["hosts"] == {"w0": "loaded"} and lane
+
+    lane = await until_told(row, "the model is loaded on the worker")
+    assert (lane["lane"], lane["workers"], lane["models"]) == ("_default._default.default", 1, 1)
+    assert lane["shown"][0]["model"] == "toy/one"
+    assert (await gateway.client.get("/v1/placement?filter=other")).json()["lanes"][0]["shown"] == []
+
+
+async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:
+    told = (await gateway.client.get(f"/v1/models{query}")).json()
+    return [each["name"] for each in told["models"]], told.get("total")
+
+
+async def test_a_part_of_the_catalogue_is_told_with_its_size(cluster: InProcess) -> None:
+    cluster.source = Source(*(toy_entry(f"toy/{name}") for name in ("ant", "bee", "bear", "cat")))
+    gateway = await cluster.gateway()
+    assert await names(gateway, "") == (["toy/ant", "toy/bear", "toy/bee", "toy/cat"], None)
+    assert await names(gateway, "?limit=2") == (["toy/ant", "toy/bear"], 4)
+    assert await names(gateway, "?limit=1&filter=%20BE") == (["toy/bear"], 2)
+    assert await names(gateway, "?filter=zebra&limit=5") == ([], 0)
+    assert await names(gateway, "?loaded=true&limit=5") == ([], 0)
+    assert await names(gateway, "?task=encode&limit=3") == (["toy/ant", "toy/bear", "toy/bee"], 4)
+    for wrong in ("0", "1001", "x", "nan"):
+        refused = await gateway.client.get(f"/v1/models?limit={wrong}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [("gzip", True), ("br, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False), ("", False)],
+)
+async def test_long_answers_are_compressed_for_whoever_takes_that(
+    cluster: InProcess, accepted: str, is_compressed: bool
+) -> None:
+    cluster.source = Source(*(toy_entry(f"toy/{number}") for number in range(20)))
+    gateway = await cluster.gateway()
+    answer = await gateway.client.get("/v1/models", headers={"accept-encoding": accepted})
+    assert (answer.headers.get("content-encoding") == "gzip") == is_compressed
+    assert answer.headers["vary"] == "Accept-Encoding"
+    assert len(answer.json()["models"]) == 20
+    short = await gateway.client.get("/v1/cluster", headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in short.headers
+
+
+async def test_the_doctor_reports_as_the_command_does() -> None:
+    """Two who ask at once get one examination, which looks at the gateway that runs it."""
+    doctor = Doctor("0.0.0.0", free_port(), None)
+    one, other = await asyncio.gather(doctor.report(), doctor.report())
+    assert one is other
+    checks = {each["check"]: each for each in one["checks"]}
+    assert {"settings", "gateway", "broker", "streams", "config", "disk", "clock", "versions"} <= set(checks)
+    (nobody,) = checks["gateway"]["findings"]
+    assert doctor._environ["SIE_GATEWAY_URL"] in nobody["wrong"]
+    assert nobody["fix"]
+
+
+async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = Doctor("::", 1, tmp_path)
+    monkeypatch.setattr(doctor_module, "LIMIT_S", 0.01)
+    with pytest.raises(NotReady, match="no end"):
+        await doctor.report()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotFound, match="extra `cli`"):
+        await doctor.report()
