@@ -77,6 +77,11 @@ async def request(gateway: Gateway, request: Request) -> Response:
     return json_response(found)
 
 
+async def request_log(gateway: Gateway, request: Request) -> Response:
+    """What this gateway's log says of a request; empty where it says nothing, or nothing any more."""
+    return json_response({"lines": gateway.status.log.of(request.path_params["request"])}, to=request)
+
+
 _FILTER = Parameter("filter", "query", str, "Only models with this in their name.")
 
 
@@ -123,6 +128,7 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
         parameters=(Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most."),),
     ),
     _row("/v1/requests/{request}", request, "One of these requests", api.SlowRequest),
+    _row("/v1/requests/{request}/log", request_log, "What this gateway's log says of a request", api.RequestLog),
     _file("/", "The console: try models, see the cluster", HTML),
     _file("/console/{file}", "Files of that page", "*/*"),
 )

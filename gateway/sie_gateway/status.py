@@ -31,6 +31,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.fleet import STATES
 from sie_gateway.history import History
 from sie_gateway.lag import Labels, Lag
+from sie_gateway.log_tail import LogTail
 from sie_gateway.peers import Peers
 from sie_gateway.placement import Placer
 from sie_gateway.planner import Waiting
@@ -184,6 +185,7 @@ class Status:
         self._nats_monitor_url = nats_monitor_url
         self.sockets = Workers(settings)
         self.history = History()
+        self.log = LogTail()
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
@@ -191,9 +193,10 @@ class Status:
         self._last: Glance | None = None
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`: ask how much work was given up."""
-        while not await stop.wait_for(DEAD_EVERY_S):
-            await self._count_dead_letters()
+        """Until `stop`: keep the log of requests, ask how much work was given up."""
+        with self.log.listening():
+            while not await stop.wait_for(DEAD_EVERY_S):
+                await self._count_dead_letters()
 
     async def _count_dead_letters(self) -> None:
         try:

@@ -51,7 +51,7 @@ DOCUMENTED = """
     infer  GET /info /tei/org/name/info
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
-    read   GET /v1/placement
+    read   GET /v1/placement /v1/requests/{request}/log
     admin  GET /v1/doctor
     open   GET / /console/mine
     metrics GET /metrics

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gzip
 import importlib.util
+import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from sie_gateway.call import Call
 from sie_gateway.doctor import Doctor
 from sie_gateway.fleet import Fleet
 from sie_gateway.history import STEP_S, STEPS, History
+from sie_gateway.log_tail import MAX_CHARS, MAX_LINES, LogTail
 from sie_gateway.status import COST_SHARE, MAX_SHOWN, Status
 
 MODELS, WORKERS, LOADED = 10_000, 1_000, 12
@@ -121,6 +123,38 @@ async def test_the_placement_table_says_which_worker_hosts_a_model(cluster: InPr
     assert (lane["lane"], lane["workers"], lane["models"]) == ("_default._default.default", 1, 1)
     assert lane["shown"][0]["model"] == "toy/one"
     assert (await gateway.client.get("/v1/placement?filter=other")).json()["lanes"][0]["shown"] == []
+
+
+async def test_the_log_of_a_request_is_told_without_its_inputs(
+    cluster: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sie")
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    answer = await gateway.encode("a private text")
+
+    async def lines() -> Any:
+        path = f"/v1/requests/{answer.headers['x-sie-request-id']}/log"
+        return (await gateway.client.get(path)).json()["lines"]
+
+    (line,) = await until_told(lines, "the line of the request")
+    assert line["message"].startswith("encode 200 in ")
+    assert "private" not in str(line)
+    assert (await gateway.client.get("/v1/requests/no-such/log")).json() == {"lines": []}
+
+
+def test_the_tail_of_the_log_is_bounded() -> None:
+    tail, logger = LogTail(), logging.getLogger("sie.test.tail")
+    logger.setLevel(logging.INFO)
+    with tail.listening():
+        for number in range(MAX_LINES + 7):
+            logger.info("%s", "x" * 10 * MAX_CHARS, extra={"request_id": f"r{number}"})
+        logger.info("of no request")
+    logger.info("not kept", extra={"request_id": "r9"})
+    assert tail.of("r6") == []
+    (line,) = tail.of("r7")
+    assert len(line["message"]) == MAX_CHARS
+    assert len(tail.of(f"r{MAX_LINES + 6}")) == 1
 
 
 async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:

@@ -509,6 +509,32 @@ class SlowRequests(Struct, kw_only=True):
     requests: list[SlowRequest]
 
 
+class LogLine(Struct, kw_only=True):
+    """A line of a log. `at`: seconds since the epoch."""
+
+    at: float
+    level: str
+    logger: str
+    message: str
+
+
+class RequestLog(Struct, kw_only=True):
+    """The lines of a gateway's log that belong to a request, of its last 5,000 such lines."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "lines": [
+            {
+                "at": 1790000000.123,
+                "level": "INFO",
+                "logger": "sie.gateway",
+                "message": "encode 200 in 9.3 ms items=1 tokens=4",
+            }
+        ]
+    }
+
+    lines: list[LogLine]
+
+
 class Readiness(Struct, kw_only=True):
     """Whether a process can serve. `healthy_workers` of a gateway."""
 
