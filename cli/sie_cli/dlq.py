@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
-from sie_broker import Broker, Write
+from sie_broker import Broker
+from sie_broker.dead_letters import Found, Letters, letter_stream
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import Refused
-from sie_contracts import messages, topology
-from sie_contracts.messages import DeadLetter, Failed, WorkItem, WorkResult
+from sie_contracts.messages import Failed, WorkResult
 from sie_contracts.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,67 +28,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 NOTE_S = 5.0  # between notes that a replay still waits
 
 
-@dataclass(frozen=True)
-class Found:
-    """A dead letter and its place in the stream. `item` is None for work that nobody can read."""
+def _letters(broker: Broker, pool: str) -> Letters:
+    def on_unreadable(sequence: int, error: msgspec.DecodeError) -> None:
+        click.echo(f"letter {sequence} cannot be read by this version and is left out: {error}", err=True)
 
-    sequence: int
-    letter: DeadLetter
-    item: WorkItem | None
+    return Letters(broker, pool, on_unreadable)
 
-    @property
-    def model(self) -> str:
-        return self.item.model if self.item else "?"
 
-    @property
-    def error(self) -> str:
-        return f"{self.letter.error.code} {self.letter.error.reason}".strip()
-
-    @property
-    def at(self) -> str:
-        return (
-            datetime.fromtimestamp(self.letter.at_s, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+async def _one(letters: Letters, name: str) -> Found:
+    """The letter whose id begins with `name`. Raises Refused unless it is exactly one."""
+    found = await letters.named(name)
+    if len(found) != 1:
+        raise Refused(
+            f"{len(found)} dead letters have an id that begins with {name}"
+            if found
+            else f"there is no dead letter {name}"
         )
+    return found[0]
 
 
-class Letters:
-    """The dead letters of a pool. Raises BrokerError."""
-
-    def __init__(self, broker: Broker, pool: str) -> None:
-        self._broker = broker
-        self._stream = topology.dead_letter_stream(pool, storage="file", replicas=1).name
-
-    async def all(self) -> AsyncIterator[Found]:
-        """Every letter, oldest first."""
-        sequence = 0
-        while (stored := await self._broker.first_stored(self._stream, sequence)) is not None:
-            sequence = stored.sequence + 1
-            try:
-                letter = messages.decode_dead_letter(stored.data)
-            except msgspec.DecodeError as error:
-                click.echo(
-                    f"letter {stored.sequence} cannot be read by this version and is left out: {error}", err=True
-                )
-                continue
-            try:
-                item = messages.decode_work(letter.item)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                item = None
-            yield Found(stored.sequence, letter, item)
-
-    async def one(self, name: str) -> Found:
-        """The letter whose id begins with `name`. Raises Refused unless it is exactly one."""
-        found = [each async for each in self.all() if each.letter.id.startswith(name)]
-        if len(found) != 1:
-            raise Refused(
-                f"{len(found)} dead letters have an id that begins with {name}"
-                if found
-                else f"there is no dead letter {name}"
-            )
-        return found[0]
-
-    async def remove(self, found: Found) -> None:
-        await self._broker.delete(self._stream, found.sequence)
+def _at(found: Found) -> str:
+    """When it was given up, in UTC."""
+    at = datetime.fromtimestamp(found.letter.at_s, UTC)
+    return at.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
 
 
 _options = cluster_options(BROKER_URL, "SIE_POOL")
@@ -114,15 +74,15 @@ def list_command(cluster: Cluster) -> None:
     """When, which model, why, and how often it was tried."""
 
     async def body(broker: Broker) -> list[Found]:
-        return [found async for found in Letters(broker, cluster.settings.pool).all()]
+        return [found async for found in _letters(broker, cluster.settings.pool).all()]
 
     rows = [("ID", "TIME (UTC)", "MODEL", "ERROR", "INPUTS", "DELIVERIES", "DEATHS")]
     for found in _on(cluster, body):
-        inputs = str(_count(found.item)) if found.item else "?"
+        inputs = "?" if found.inputs is None else str(found.inputs)
         rows.append(
             (
                 found.letter.id,
-                found.at,
+                _at(found),
                 found.model,
                 found.error,
                 inputs,
@@ -142,11 +102,11 @@ def list_command(cluster: Cluster) -> None:
 @_options
 def show(cluster: Cluster, name: str, with_input: bool) -> None:
     """Everything that is known of one dead letter."""
-    found = _on(cluster, lambda broker: Letters(broker, cluster.settings.pool).one(name))
+    found = _on(cluster, lambda broker: _one(_letters(broker, cluster.settings.pool), name))
     letter, item = found.letter, found.item
     lines = {
         "id": letter.id,
-        "time": f"{found.at} UTC",
+        "time": f"{_at(found)} UTC",
         "error": found.error,
         "message": letter.error.message,
         "workers": ", ".join(letter.workers),
@@ -164,7 +124,7 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
             "profile": item.profile,
             "revision": item.revision,
             "operation": item.operation,
-            "inputs": _count(item),
+            "inputs": found.inputs,
         }
     if with_input:
         lines |= {"item": msgspec.json.encode(item).decode() if item is not None else repr(letter.item)}
@@ -196,47 +156,19 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
     """The result of the work, run again; its letter is removed if every input has a value. Raises
     Refused, BrokerError.
     """
-    from sie_gateway.inbox import Inbox
     from sie_gateway.metrics import Metrics
-    from sie_sidecar.poison import content_keys
+    from sie_gateway.replaying import Unreadable, open_replays
 
-    letters = Letters(broker, settings.pool)
-    found = await letters.one(name)
-    if found.item is None:
-        raise Refused(f"{found.letter.id} holds a message that nobody can read; nothing was published")
-    marks = await broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
-    for key in dict.fromkeys(content_keys(found.item)):
-        if await marks.get(key) is not None:
-            await marks.write([Write(key, None)])
-    spec = topology.consumer_of(found.letter.subject, float(settings.ack_wait_s))
-    if spec.name not in await broker.consumers(spec.stream):
-        await broker.ensure_consumer(spec)
-    inbox = Inbox(broker, Metrics())
-    await inbox.start()
-    request = f"{found.item.request}-{secrets.token_hex(4)}"
-    collector = inbox.open(request, 1)
-    try:
-        item = msgspec.structs.replace(
-            found.item,
-            request=request,
-            chunk=0,
-            attempt=found.item.attempt + 1,
-            reply=inbox.address(request),
-            budget_ms=round(timeout_s * 1000),
-        )
-        await broker.publish(found.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
-        await _waiting(collector.wait(timeout_s), timeout_s)
-        (result,) = collector.results
-        assert result is not None
-        if not any(isinstance(outcome, Failed) for outcome in result.outcomes):
-            await letters.remove(found)
-        return result
-    finally:
-        inbox.close(collector)
-        await inbox.stop()
+    letters = _letters(broker, settings.pool)
+    found = await _one(letters, name)
+    async with open_replays(broker, letters, Metrics(), float(settings.ack_wait_s)) as replays:
+        try:
+            return await _waiting(replays.run(found, timeout_s), timeout_s)
+        except Unreadable as error:
+            raise Refused(str(error)) from None
 
 
-async def _waiting(answer: Awaitable[None], timeout_s: float) -> None:
+async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
     """Wait, with a note on the terminal each NOTE_S. Raises Refused when it takes too long."""
     task = asyncio.ensure_future(answer)
     passed_s = 0.0
@@ -244,7 +176,7 @@ async def _waiting(answer: Awaitable[None], timeout_s: float) -> None:
         passed_s += NOTE_S
         click.echo(f"waiting for the answer, {passed_s:.0f} of {timeout_s:.0f} s", err=True)
     try:
-        await task
+        return await task
     except TimeoutError:
         raise Refused(
             f"no answer within {timeout_s:.0f} s; the dead letter is kept, and the work runs if a worker comes in time"
@@ -260,8 +192,8 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
     pool = cluster.settings.pool
 
     async def chosen(broker: Broker) -> list[Found]:
-        letters = Letters(broker, pool)
-        return [await letters.one(name)] if name else [found async for found in letters.all()]
+        letters = _letters(broker, pool)
+        return [await _one(letters, name)] if name else [found async for found in letters.all()]
 
     found = _on(cluster, chosen)
     if found and not yes:
@@ -276,17 +208,13 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
     click.echo(f"{len(found)} removed")
 
 
-def _count(item: WorkItem) -> int:
-    return item.count or len(item.inputs)
-
-
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
     """Run against the broker, which must have dead letters of the pool. Raises Refused where it has not."""
 
     pool = cluster.settings.pool
 
     async def run(broker: NatsBroker) -> T:
-        stream = topology.dead_letter_stream(pool, storage="file", replicas=1).name
+        stream = letter_stream(pool)
         if all(info.config.get("name") != stream for info in await broker.stream_infos()):
             raise Refused(f"this broker has no stream {stream}: no gateway of pool {pool} was ever here")
         return await body(broker)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from sie_contracts import ipc
+from sie_contracts.contents import content_keys
 from sie_contracts.errors import GatewayTimeout, LoraLoading, ModelLoading, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome
 from sie_runtime.failpoints import failpoint
@@ -26,7 +27,7 @@ from sie_sidecar.link import AdapterGone
 from sie_sidecar.loading import Loading
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.models import Hosted
-from sie_sidecar.poison import Marks, content_keys, refusal
+from sie_sidecar.poison import Marks, refusal
 from sie_sidecar.settle import Settle
 
 SLICE_S = 0.05

@@ -11,7 +11,6 @@ uses the marks that it has. When the bucket was lost they stay too, and count as
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,7 +20,6 @@ import msgspec
 from sie_broker import BrokerError, Entry, Store, Write, WrongRevision
 from sie_broker.record import Bucket, Record
 from sie_contracts.errors import InferenceFailed
-from sie_contracts.messages import WorkItem
 from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
@@ -31,7 +29,6 @@ WRITES_AT_ONCE = 256  # a broker takes at most 1,000 in one batch
 PATIENCE_S = 2.0  # for the broker, before work goes on without it
 REOPEN_S = 2.0
 _logger = logging.getLogger("sie.sidecar.poison")
-_encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,21 +49,6 @@ _decoder = msgspec.msgpack.Decoder(Mark)
 
 def _decode(entry: Entry) -> Mark:
     return _decoder.decode(entry.value or b"")
-
-
-def content_keys(item: WorkItem) -> list[str]:
-    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query,
-    options.
-    """
-    common = hashlib.sha256(
-        _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))
-    )
-    keys = []
-    for each in item.inputs:
-        digest = common.copy()
-        digest.update(_encode(each))
-        keys.append(digest.hexdigest()[:32])
-    return keys
 
 
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:

@@ -398,7 +398,6 @@ FORBIDDEN_TO_PUBLISH = {
         "sie.result.a.b",
         "$KV.sie_catalogue.x",
         "$KV.sie_keys.x",
-        "$KV.sie_poison.x",
         "$JS.API.STREAM.DELETE.KV_sie_catalogue",
         "$JS.API.STREAM.DELETE.KV_sie_keys",
         "$JS.API.STREAM.PURGE.WORK__default",

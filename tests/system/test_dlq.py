@@ -16,8 +16,9 @@ from inprocess import Source, free_port, settings_of, until
 from nats_server import NatsServer
 
 from sie_broker import Broker, CoreMessage
+from sie_broker.dead_letters import Letters
 from sie_broker.nats import connect
-from sie_cli.dlq import Letters, replayed
+from sie_cli.dlq import replayed
 from sie_contracts import messages, topology
 from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane

@@ -1,0 +1,129 @@
+"""The dead letters of a pool: work that was given up, whole, in a stream of its own.
+
+    sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
+
+Who reads a letter has the client's inputs. What is told of it to others is for its reader to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from sie_broker import Queue, Stored, StreamState
+from sie_contracts import messages, topology
+from sie_contracts.messages import DeadLetter, WorkItem
+
+SPAN = 16  # sequences that are read together on the way to older ones, and letters that are in memory then
+
+
+@dataclass(frozen=True)
+class Found:
+    """A dead letter and its place in the stream. `item` is None for work that nobody can read."""
+
+    sequence: int
+    letter: DeadLetter
+    item: WorkItem | None
+
+    @property
+    def model(self) -> str:
+        return self.item.model if self.item else "?"
+
+    @property
+    def error(self) -> str:
+        return f"{self.letter.error.code} {self.letter.error.reason}".strip()
+
+    @property
+    def inputs(self) -> int | None:
+        """How many; None of work that nobody can read."""
+        return (self.item.count or len(self.item.inputs)) if self.item else None
+
+
+def letter_stream(pool: str) -> str:
+    """The name of the stream that holds a pool's letters."""
+    return topology.dead_letter_stream(pool, storage="file", replicas=1).name
+
+
+class Letters:
+    """The dead letters of a pool, each read when it is asked for. Raises BrokerError.
+
+    A letter that this version cannot read is left out; `on_unreadable` is called with its sequence and the error.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        pool: str,
+        on_unreadable: Callable[[int, msgspec.DecodeError], None] = lambda _sequence, _error: None,
+    ) -> None:
+        self._queue = queue
+        self._stream = letter_stream(pool)
+        self._on_unreadable = on_unreadable
+
+    async def state(self) -> StreamState:
+        """How many there are, and between which sequences."""
+        return await self._queue.stream_state(self._stream)
+
+    async def all(self, after: int = 0) -> AsyncIterator[Found]:
+        """Every letter above the sequence `after`, the oldest first, also those that are written meanwhile."""
+        sequence = after + 1
+        while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
+            sequence = stored.sequence + 1
+            if (found := self._read(stored)) is not None:
+                yield found
+
+    async def newest(self, before: int = 0) -> AsyncIterator[Found]:
+        """Every letter below the sequence `before`, or all of now without one, the newest first.
+
+        A broker finds the next stored message upwards only. So a span of sequences is read upwards and told downwards;
+        where letters were removed, the span is doubled until one is met, and halved again to come near it.
+        """
+        state = await self.state()
+        high = min(state.last_sequence, before - 1) if before else state.last_sequence
+        span = SPAN
+        while high >= max(1, state.first_sequence):
+            low = max(1, state.first_sequence, high - span + 1)
+            stored = await self._queue.first_stored(self._stream, low)
+            if stored is None or stored.sequence > high:
+                high, span = low - 1, span * 2
+                continue
+            if span > SPAN:
+                span //= 2
+                continue
+            together = [stored]
+            while stored.sequence < high:
+                stored = await self._queue.first_stored(self._stream, stored.sequence + 1)
+                if stored is None or stored.sequence > high:
+                    break
+                together.append(stored)
+            for each in reversed(together):
+                if (found := self._read(each)) is not None:
+                    yield found
+            high = low - 1
+
+    async def at(self, sequence: int) -> Found | None:
+        """The letter at a place; None where there is none any more."""
+        stored = await self._queue.first_stored(self._stream, sequence)
+        return self._read(stored) if stored is not None and stored.sequence == sequence else None
+
+    async def named(self, begin: str) -> list[Found]:
+        """Those whose id begins so."""
+        return [each async for each in self.all() if each.letter.id.startswith(begin)]
+
+    async def remove(self, found: Found) -> bool:
+        """Forget a letter, with the inputs in it. False if it does not exist any more."""
+        return await self._queue.delete(self._stream, found.sequence)
+
+    def _read(self, stored: Stored) -> Found | None:
+        try:
+            letter = messages.decode_dead_letter(stored.data)
+        except msgspec.DecodeError as error:
+            self._on_unreadable(stored.sequence, error)
+            return None
+        try:
+            item = messages.decode_work(letter.item)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            item = None
+        return Found(stored.sequence, letter, item)
