@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sie_cli import trends
 from sie_cli.display import counted, printable, size
+from sie_cli.trends import Past
 from sie_contracts.status import QueueInfo
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but 
 _OLD_S, _STUCK_S = 10.0, 60.0  # of work that waits: the chart's alert SIEQueueStuck
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
 MAX_REASONS = 3  # of failed models, in a picture
-TREND = 60  # frames
-_LEAST_TREND = 10  # cells of a trend line: fewer say nothing
-_STEPS = "▁▂▃▄▅▆▇█"
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -118,10 +116,11 @@ class View:
     url: str
     takes_keys: bool = False
     frame: Frame | None = None
+    past: Past | None = None
     came_s: float = 0.0
     trouble: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=TREND))
+    trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=trends.TREND))
 
     def take(self, frame: Frame, now_s: float) -> None:
         self.frame, self.came_s, self.trouble = frame, now_s, ""
@@ -155,7 +154,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
         if head.cell_len + len(told) <= width:
             head.append(told, "bright_black")
     lanes, of_models = lanes_of(frame), _queues_of_models(frame)
-    figures = [*_lines(_figures(frame, lanes), width), *_trends(view.trend, width)]
+    figures = [*_lines(_figures(frame, lanes), width), *trends.of_frames(view.trend, width), *_past(view.past, width)]
     active = sorted(
         (model for model in frame.models if model.state != "available" or of_models[model.name].messages),
         key=lambda model: (-of_models[model.name].messages, model.state != "loaded", model.name),
@@ -238,41 +237,11 @@ def queued_in(frame: Frame) -> int | None:
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
-def _trends(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """One line with a trend line of each figure, the newest frame at the right end. None before there are two frames,
-    and none where there is no room.
-    """
-    from rich.text import Text
-
-    told = list(trend)
-    if len(told) < 2:
+def _past(past: Past | None, width: int) -> list[Text]:
+    if past is None:
         return []
-    parts: list[tuple[str, list[float | None]]] = [("req/s ", [rate for rate, _ in told])]
-    if any(count is not None for _, count in told):
-        parts.append(("queued ", [count for _, count in told]))
-    words = sum(len(name) + len(_most(values)) for name, values in parts) + 2 * (len(parts) - 1)
-    cells = min(TREND, (width - words) // len(parts))
-    if cells < _LEAST_TREND:
-        return []
-    line = Text(no_wrap=True, overflow="ellipsis")
-    for number, (name, values) in enumerate(parts):
-        line.append("  " if number else "").append(name, "bright_black")
-        line.append(spark(values[-cells:]), "cyan").append(_most(values[-cells:]), "bright_black")
-    return [line]
-
-
-def _most(values: Iterable[float | None]) -> str:
-    """The largest, which a trend line's highest step stands for."""
-    most = max((value for value in values if value is not None), default=0)
-    return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
-
-
-def spark(values: Iterable[float | None]) -> str:
-    """A character for each value, from 0 to the largest; a blank where a value is not known."""
-    told = list(values)
-    most = max((value for value in told if value is not None), default=0.0) or 1.0
-    top = len(_STEPS) - 1
-    return "".join(" " if value is None else _STEPS[min(top, math.ceil(value / most * top))] for value in told)
+    parts, trend = trends.of_past(past, width)
+    return [*_lines(parts, width), *trend]
 
 
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:

@@ -23,11 +23,14 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.keyboard import single_keys, suspend, takes_keys
 from sie_cli.options import refuse
 from sie_cli.picture import Frame, View, picture
+from sie_cli.trends import Past
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+PAST_EVERY_S = 10.0
+PAST_S = 3.0  # of a reply
 FIRST_S = 5.0  # of an attempt to connect, the first one too
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
@@ -40,7 +43,8 @@ def top(cluster: Cluster, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. The key q ends it, or Ctrl-C.
 
     In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Where
-    the width allows it, a line shows the trend of the last 60 frames: requests per second, and queued work. Models
+    the width allows it, a line shows the trend of the last 60 frames: requests per second, and queued work; another
+    one the latency of the last hour at this gateway, and its errors. Models
     that are neither loaded nor asked for are only counted. A gateway that restarts is waited for. Where it wants a
     token: SIE_AUTH_TOKEN, one with the scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that
     SIE_GATEWAY_URL names.
@@ -93,6 +97,7 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
     async with contextlib.aclosing(frames):
         if once:
             view.take(await anext(frames), time.monotonic())
+            await _ask_past(view, url, token)
             console.print(picture(view, console.width, PIPE_HEIGHT, view.came_s))
             return
         stop = asyncio.Event()
@@ -102,6 +107,7 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
             asyncio.create_task(each, name=name)
             for name, each in (
                 ("frames", _take(frames, view)),
+                ("past", _follow_past(view, url, token)),
                 ("picture", _draw(view, console, stop)),
                 ("stop", stop.wait()),
             )
@@ -133,6 +139,27 @@ async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[Fra
                     raise
                 view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
             await asyncio.sleep(REDRAW_S)  # the pause before another attempt
+
+
+async def _follow_past(view: View, url: str, token: str | None) -> None:
+    while True:
+        await _ask_past(view, url, token)
+        await asyncio.sleep(PAST_EVERY_S)
+
+
+async def _ask_past(view: View, url: str, token: str | None) -> None:
+    """Latency and errors; what was told last stays where the gateway does not tell, or is of another version."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with httpx.AsyncClient(timeout=PAST_S, trust_env=False) as client:
+            answer = await client.get(f"{url}/v1/history?step_s=60", headers=headers)
+        if answer.status_code == 200:
+            view.past = msgspec.json.decode(answer.content, type=Past)
+            view.changed.set()
+    except (httpx.HTTPError, msgspec.DecodeError):
+        return  # the frames tell what is wrong with the connection
 
 
 async def _take(frames: AsyncIterator[Frame], view: View) -> None:

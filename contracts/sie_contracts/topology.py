@@ -268,7 +268,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """The subject on which a worker hears that its pool may have changed: a hint to ask at once."""
+    """The subject on which a worker hears that its pool may have changed: a hint to ask at once. A request there finds
+    out whether the worker is connected: the broker says so at once if it is not, and the worker answers nothing.
+    """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
 

@@ -209,6 +209,10 @@ class Fleet:
         """Whether its last heartbeat is not overdue, whatever it says."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
+    def listens(self, worker: str) -> bool:
+        """Whether it says that it hears its subject of assignments."""
+        return worker in self._seen and self._seen[worker][1].listens
+
     def healthy(self) -> list[Heartbeat]:
         """By name."""
         self._expire()

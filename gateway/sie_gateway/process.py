@@ -18,9 +18,10 @@ from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
-from sie_gateway.app import Gateway, Readiness, create_app, metrics_app
+from sie_gateway.app import Gateway, Operators, Readiness, create_app, metrics_app
 from sie_gateway.auth import Gate, require_tokens
 from sie_gateway.backlog import Backlog
+from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.doctor import Doctor
 from sie_gateway.fleet import Fleet
@@ -148,9 +149,9 @@ async def serve(
     status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys)
-    doctor = Doctor(host, port, data_dir)
+    operators = Operators(Doctor(host, port, data_dir), DeadLetters(broker, settings, metrics, record.own))
     readiness = Readiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, doctor, pools, admission.peers, inference, status, scaling)
+    gateway = Gateway(settings, metrics, operators, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     names = settings.allowed_hosts
     main = HttpServer(
@@ -212,6 +213,7 @@ async def serve(
         tasks.start(placer.run(drained), "placement")
         tasks.start(keeper.run(drained), "pools")
         tasks.start(status.run(drained), "status")
+        tasks.start(status.pulse.run(drained), "pulse")
         tasks.start(status.sockets.run(drained), "status sockets")
 
         async def on_reconnect() -> None:

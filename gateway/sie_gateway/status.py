@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 import sie_contracts
-from sie_broker import BrokerError, Queue
+from sie_broker import Broker, BrokerError
 from sie_contracts import topology
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
@@ -35,6 +35,7 @@ from sie_gateway.log_tail import LogTail
 from sie_gateway.peers import Peers
 from sie_gateway.placement import Placer
 from sie_gateway.planner import Waiting
+from sie_gateway.pulse import Pulse
 from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http import Receive, Scope, Send
@@ -165,7 +166,7 @@ class Status:
     def __init__(
         self,
         settings: Settings,
-        queue: Queue,
+        queue: Broker,
         feed: CatalogueFeed,
         placer: Placer,
         peers: Peers,
@@ -186,6 +187,7 @@ class Status:
         self.sockets = Workers(settings)
         self.history = History()
         self.log = LogTail()
+        self.pulse = Pulse(queue)
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
@@ -272,8 +274,13 @@ class Status:
             began_s = time.perf_counter()
             workers, cluster, models = self.view()
             models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
-            infos = [seen.info for seen in workers]
+            gone = self.pulse.gone
+            infos = [
+                msgspec.structs.replace(seen.info, healthy=False) if seen.info.name in gone else seen.info
+                for seen in workers
+            ]
             infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
+            cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
             in_flight, why = sum(info.queue_depth for info in infos), failures(workers)
             took_s = time.perf_counter() - began_s
             self._last = Glance(cluster, infos, models, why, in_flight, time.monotonic() + took_s / COST_SHARE)
@@ -284,6 +291,7 @@ class Status:
         busiest; of the models whose name has `wanted` in it those that are in use first. At most MAX_SHOWN of each.
         """
         glance, queues = self._glance(), self.queues()
+        self.pulse.look(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
         found = [each for each in glance.models if wanted.lower() in each.name.lower()] if wanted else glance.models
         shown = found[:MAX_SHOWN]
         return {

@@ -75,8 +75,9 @@ class Admission:
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """The answer may be another one now."""
-        self._again.set()
+        """The answer may be another one now. Whoever wants a reply only asks whether this worker is there."""
+        if not message.reply:
+            self._again.set()
 
     async def run(self, stop: Stop) -> None:
         """Ask now, every ASK_S and after each hint until `stop`."""

@@ -11,7 +11,7 @@ import logging
 import msgspec
 
 import sie_contracts
-from sie_broker import BrokerError, Bus
+from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts import ipc, messages, topology
 from sie_contracts.errors import SIEError
 from sie_contracts.heartbeats import Heartbeat
@@ -43,6 +43,7 @@ class Health:
         self.leaving = False
         self.asks = False  # which pool to serve
         self.preloading = ""
+        self._listens = False
 
     def changed(self) -> None:
         self._change.set()
@@ -114,7 +115,16 @@ class Health:
             pipeline=worker.device.depth if worker else 0,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
             reads_parts=True,
+            listens=self._listens,
         )
+
+    async def listen(self) -> None:
+        """Be there for whoever looks for this worker. Raises BrokerError."""
+        await self._bus.subscribe(topology.assigned_subject(self._id), self._on_asked)
+        self._listens = True
+
+    async def _on_asked(self, message: CoreMessage) -> None:
+        """That it is heard is the answer."""
 
     async def publish(self) -> None:
         try:

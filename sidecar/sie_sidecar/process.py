@@ -100,6 +100,13 @@ async def serve(
         tasks.start(_in_a_bundle(feed, settings.bundle), "bundle")
         link.listeners.append(lambda _: health.changed())
         tasks.start(link.run(stop), "adapter link")
+        await retry(
+            health.listen,
+            errors=(BrokerError,),
+            stop=stop,
+            logger=_logger,
+            what="listening for who looks for this worker",
+        )
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
         identity = Identity(

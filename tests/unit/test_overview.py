@@ -157,6 +157,28 @@ def test_the_tail_of_the_log_is_bounded() -> None:
     assert len(tail.of(f"r{MAX_LINES + 6}")) == 1
 
 
+async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cluster: InProcess) -> None:
+    """Long before its heartbeat is overdue. What answers again is healthy again; where work goes stays as it was."""
+    gateway = await cluster.gateway()
+    sidecar = await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="60000", SIE_HEARTBEAT_TIMEOUT_MS="600000")
+
+    async def healthy() -> list[bool]:
+        return [each["healthy"] for each in (await gateway.client.get("/v1/cluster")).json()["workers"]]
+
+    async def is_healthy() -> bool:
+        return await healthy() == [True]
+
+    async def is_silent() -> bool:
+        return await healthy() == [False]
+
+    await until_told(is_healthy, "the worker is there")
+    await sidecar.broker.close()
+    await until_told(is_silent, "its end is seen")
+    told = (await gateway.client.get("/v1/cluster")).json()
+    assert told["cluster"]["worker_count"] == 0
+    assert (await gateway.client.get("/health")).json()["cluster"]["worker_count"] == 1, "work goes by heartbeats"
+
+
 async def names(gateway: GatewayProcess, query: str) -> tuple[list[str], int | None]:
     told = (await gateway.client.get(f"/v1/models{query}")).json()
     return [each["name"] for each in told["models"]], told.get("total")

@@ -32,8 +32,9 @@ from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.main import main
-from sie_cli.picture import MAX_REASONS, TREND, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
+from sie_cli.picture import MAX_REASONS, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
 from sie_cli.ports import free_port
+from sie_cli.trends import TREND, Past, Step
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -95,9 +96,15 @@ def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
 
 
 def drawn(
-    width: int, height: int, told: dict[str, Any] | None, *, age_s: float = 0.0, colours: bool = False
+    width: int,
+    height: int,
+    told: dict[str, Any] | None,
+    *,
+    age_s: float = 0.0,
+    colours: bool = False,
+    past: Past | None = None,
 ) -> list[str]:
-    view = View("http://gateway:8080")
+    view = View("http://gateway:8080", past=past)
     if told is not None:
         view.take(msgspec.convert(told, Frame), 100.0)
     console = Console(
@@ -258,6 +265,26 @@ def test_a_trend_goes_from_nothing_to_the_largest() -> None:
         == "req/s ▁▂▅█ max 10.0  queued ▂▁▁█ max 300,000"
     )
     assert trend_line(80, [(0.0, 0), (0.0, 0)]) == "req/s ▁▁ max 0.0  queued ▁▁ max 0"
+
+
+def test_latency_and_errors_of_the_last_hour_are_shown() -> None:
+    stages = ["queue_time", "total_time"]
+    steps = [
+        Step(1_790_000_040, 3, {"QUEUE_FULL": 2}, [1.0, 20.0], [2.0, 4000.0]),
+        Step(1_790_000_160, 9, {"QUEUE_FULL": 1, "INFERENCE_ERROR\x1b": 1}, [1.0, 5.25], [2.0, 38.0]),
+    ]
+    text = "\n".join(drawn(120, 40, frame(), past=Past(1_790_000_170.0, 60, stages, steps)))
+    assert "latency p50 5.2 ms  p99 38 ms  4 errors in an hour: QUEUE_FULL 3, INFERENCE_ERROR? 1" in text
+    assert "p99 █ ▂ max 4.0 s" in text
+    assert "latency" not in "\n".join(drawn(120, 40, frame()))
+    refused = Past(1_790_000_050.0, 60, stages, [Step(1_790_000_040, 2, {"QUEUE_FULL": 2})])
+    text = "\n".join(drawn(120, 40, frame(), past=refused))
+    assert "2 errors in an hour: QUEUE_FULL 2" in text
+    assert "latency" not in text
+    for width in (20, 40, 70):
+        assert all(
+            len(line) <= width for line in drawn(width, 40, frame(), past=Past(1_790_003_600.0, 60, stages, steps))
+        )
 
 
 def test_a_trend_is_of_the_last_frames_and_as_long_as_the_width_allows() -> None:
