@@ -7,7 +7,7 @@ Who reads a letter has the client's inputs. What is told of it to others is for 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -66,7 +66,7 @@ class Letters:
         """How many there are, and between which sequences."""
         return await self._queue.stream_state(self._stream)
 
-    async def all(self, after: int = 0) -> AsyncIterator[Found]:
+    async def all(self, after: int = 0) -> AsyncGenerator[Found, None]:
         """Every letter above the sequence `after`, the oldest first, also those that are written meanwhile."""
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
@@ -74,7 +74,7 @@ class Letters:
             if (found := self._read(stored)) is not None:
                 yield found
 
-    async def newest(self, before: int = 0) -> AsyncIterator[Found]:
+    async def newest(self, before: int = 0) -> AsyncGenerator[Found, None]:
         """Every letter below the sequence `before`, or all of now without one, the newest first.
 
         A broker finds the next stored message upwards only. So a span of sequences is read upwards and told downwards;

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -37,6 +37,7 @@ from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
 from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
+from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.doctor import Doctor
 from sie_gateway.grant import Quotas
 from sie_gateway.inference import Inference
@@ -89,6 +90,13 @@ class Readiness:
         return None if self.started else "starting"
 
 
+class Operators(NamedTuple):
+    """What a gateway does for administrators alone."""
+
+    doctor: Doctor
+    dead_letters: DeadLetters
+
+
 class Gateway:
     """The parts of a gateway that handlers of routes use."""
 
@@ -96,7 +104,7 @@ class Gateway:
         self,
         settings: Settings,
         metrics: Metrics,
-        doctor: Doctor,
+        operators: Operators,
         pools: Pools,
         peers: Peers,
         inference: Inference,
@@ -105,7 +113,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.doctor = doctor
+        self.doctor, self.dead_letters = operators
         self.fleet = status.fleet
         self.pools = pools
         self.peers = peers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -22,7 +23,7 @@ from sie_gateway.grant import ANYBODY, Grant
 from sie_gateway.routes import TABLE
 from sie_runtime.http import Send
 from sie_runtime.keys import Keys
-from sie_runtime.routes import OPEN, SCOPES, bearer
+from sie_runtime.routes import ANY, OPEN, SCOPES, bearer
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # RFC 6455
@@ -71,8 +72,10 @@ class Gate:
             scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope
             if self._guarded or scope in GUARDED:
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            elif scope == "pools" and authorization:  # needs none, but an administrator's reservation may take more
+            elif scope in ("pools", ANY) and authorization:  # needs none, but an administrator may do more
                 grant = self._static_grant(bearer(authorization)) or ANYBODY
+            if scope == ANY:
+                grant = replace(grant, scopes=self._usable(grant.scopes))
         if row is None or not row.served:
             if not match.methods:
                 raise NotFound(
@@ -106,7 +109,7 @@ class Gate:
             return _static(self._reader, frozenset({scope}), "config-read")
         if grant is None and token and self._keys is not None:
             grant = self._of_key(self._keys, token)
-        if grant is not None and scope in grant.scopes:
+        if grant is not None and (scope == ANY or scope in grant.scopes):
             return grant
         if grant is not None:
             raise PermissionDenied(f"this token lacks the scope {scope}")
@@ -115,6 +118,11 @@ class Gate:
         raise Unauthenticated(
             "a token is needed: send it as Authorization: Bearer TOKEN" if not token else "this token is not known"
         )
+
+    def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
+        """The scopes whose routes let a credential with `scopes` in: in mode none all that are not guarded."""
+        lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
+        return lets | {"pools"} if self._pools in lets else lets - {"pools"}
 
     def _static_grant(self, token: str) -> Grant | None:
         grant = None

@@ -149,7 +149,8 @@ async def serve(
     status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys)
-    operators = Operators(Doctor(host, port, data_dir), DeadLetters(broker, settings, metrics, record.own))
+    letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
+    operators = Operators(Doctor(host, port, data_dir), letters)
     readiness = Readiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, operators, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))

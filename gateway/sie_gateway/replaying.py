@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,17 +26,27 @@ if TYPE_CHECKING:
 
 
 class Unreadable(Exception):
-    """The work of a letter is a message that nobody can read: it cannot be published again."""
+    """The work of a letter is a message that nobody can read, or its subject is none of work: it cannot be published
+    again.
+    """
 
 
 class Replays:
     """Runs letters of one pool again. Made by `open_replays`."""
 
-    def __init__(self, broker: Broker, letters: Letters, inbox: Inbox, ack_wait_s: float) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        letters: Letters,
+        inbox: Inbox,
+        ack_wait_s: float,
+        on_published: Callable[[str, WorkItem], None] | None = None,
+    ) -> None:
         self._broker = broker
         self._letters = letters
         self._inbox = inbox
         self._ack_wait_s = ack_wait_s
+        self._on_published = on_published
 
     async def run(self, found: Found, timeout_s: float) -> WorkResult:
         """The result of the work, run again; its letter is removed if every input has a value.
@@ -46,8 +56,11 @@ class Replays:
         """
         if found.item is None:
             raise Unreadable(f"{found.letter.id} holds a message that nobody can read; nothing was published")
+        try:
+            spec = topology.consumer_of(found.letter.subject, self._ack_wait_s)
+        except ValueError as error:
+            raise Unreadable(f"{found.letter.id}: {error}; nothing was published") from error
         await self._forgive(found.item)
-        spec = topology.consumer_of(found.letter.subject, self._ack_wait_s)
         if spec.name not in await self._broker.consumers(spec.stream):
             await self._broker.ensure_consumer(spec)
         request = f"{found.item.request}-{secrets.token_hex(4)}"
@@ -62,6 +75,8 @@ class Replays:
                 budget_ms=round(timeout_s * 1000),
             )
             await self._broker.publish(found.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
+            if self._on_published is not None:
+                self._on_published(found.letter.subject, item)
             await collector.wait(timeout_s)
             (result,) = collector.results
             assert result is not None
@@ -80,11 +95,19 @@ class Replays:
 
 
 @contextlib.asynccontextmanager
-async def open_replays(broker: Broker, letters: Letters, metrics: Metrics, ack_wait_s: float) -> AsyncIterator[Replays]:
-    """With an inbox of its own for the answers. Raises BrokerError."""
+async def open_replays(
+    broker: Broker,
+    letters: Letters,
+    metrics: Metrics,
+    ack_wait_s: float,
+    on_published: Callable[[str, WorkItem], None] | None = None,
+) -> AsyncIterator[Replays]:
+    """With an inbox of its own for the answers. `on_published` is called with the subject of each work that the broker
+    has taken, and the work. Raises BrokerError.
+    """
     inbox = Inbox(broker, metrics)
     await inbox.start()
     try:
-        yield Replays(broker, letters, inbox, ack_wait_s)
+        yield Replays(broker, letters, inbox, ack_wait_s, on_published)
     finally:
         await inbox.stop()

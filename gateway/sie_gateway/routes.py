@@ -18,7 +18,7 @@ from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.configs import config_shape
-from sie_gateway import assignments, configs, operations, overview, reserving
+from sie_gateway import assignments, configs, dead_letter_routes, operations, overview, reserving, whoami
 from sie_gateway.call import ErrorShape, family
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
 from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute, control
@@ -354,7 +354,17 @@ OPERATIONS = (
     _socket(WORKER_PATH, "The status of a worker of this gateway, every 200 ms"),
 )
 
-ROUTES: tuple[GatewayRoute, ...] = (*NATIVE, *DIALECTS, *TEI, *CONTROL, *CATALOGUE, *overview.OVERVIEW, *OPERATIONS)
+ROUTES: tuple[GatewayRoute, ...] = (
+    *NATIVE,
+    *DIALECTS,
+    *TEI,
+    *CONTROL,
+    *CATALOGUE,
+    *overview.OVERVIEW,
+    *dead_letter_routes.DEAD_LETTERS,
+    *whoami.WHOAMI,
+    *OPERATIONS,
+)
 TABLE = Table(ROUTES)
 PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN and route.handler is None)
 

@@ -20,6 +20,7 @@ from sie_contracts.api.faults import Error
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: no token is ever needed
+ANY = "any"  # in place of a scope: any credential that is valid, whatever its scopes
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 TEXT, HTML = "text/plain", "text/html"
@@ -118,7 +119,7 @@ class Table(Generic[R]):
         patterns: dict[str, dict[str, R]] = {}
         for route in routes:
             methods = (patterns if "{" in route.path else self._exact).setdefault(route.path, {})
-            if route.method in methods or route.scope not in (OPEN, *SCOPES):
+            if route.method in methods or route.scope not in (OPEN, ANY, *SCOPES):
                 raise ValueError(f"{route.method} {route.path}: a second row, or no such scope as {route.scope!r}")
             methods[route.method] = route
         self._patterns = sorted(self._compiled(patterns), key=lambda each: -len(each.head) - len(each.tail))

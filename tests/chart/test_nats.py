@@ -28,11 +28,15 @@ from sie_broker.nats import connect, connection, transport
 from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
 from sie_cli.ports import free_port
 from sie_config.process import run as run_config
-from sie_contracts import topology
+from sie_contracts import messages, topology
+from sie_contracts.contents import content_keys
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime import keys as records
 from sie_runtime.feed import config_source
 from sie_runtime.process import Stop
+from sie_sidecar.poison import POISON_DEATHS, Mark
 from sie_sidecar.process import serve as serve_sidecar
 
 # Values that a server would take for something else if they stood there bare, or a URL.
@@ -226,7 +230,9 @@ async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
 
 
 async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer, tmp_path: Path) -> None:
-    """X3: catalogue, deltas, work, results, placement, demand, reservations, keys; the server refuses nothing of it."""
+    """X3: catalogue, deltas, work, results, placement, demand, reservations, dead letters, keys; the server refuses
+    nothing of it.
+    """
     before = len(violations(server))
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "admin"}
     shared = {
@@ -340,6 +346,16 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
             await eventually(known, "the delta")
             letter = await brokers["worker"].publish(topology.dead_letter_subject("_default"), b"{}", "letter")
             assert letter.sequence == 1
+            await given_up(brokers["worker"])
+            told = (await client.get("/v1/dead-letters", headers=bearer)).json()
+            assert ([each["id"] for each in told["letters"]], told["total"]) == (["abc"], 2)
+
+            async def replayed() -> bool:  # the worker may not have heard yet that the mark is gone
+                return (await client.post("/v1/dead-letters/abc/replay", headers=bearer)).json()["removed"] is True
+
+            await eventually(replayed, "the answer of work that was given up")
+            purged = await client.delete("/v1/dead-letters", params={"all": "true"}, headers=bearer)
+            assert purged.json()["complete"] is True
             await keys.write([Write(key.id, None)])
 
             async def refused() -> bool:
@@ -356,6 +372,20 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
 
 
 LANE = topology.Lane("_default", "cpu", "default")
+
+
+async def given_up(worker: Broker) -> None:
+    """A dead letter with the id abc and the mark of its content, as a worker writes them."""
+    item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("x"),), RunOptions(), "inbox", 1000)
+    marks = await worker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
+    mark = msgspec.msgpack.encode(Mark(ENTRY.id, POISON_DEATHS, time.time()))
+    await marks.write([Write(content_keys(item)[0], mark)])
+    subject = topology.work_subject(LANE, "interactive", ENTRY.id)
+    error = ErrorInfo("INFERENCE_ERROR", "why", "poison")
+    letter = DeadLetter("abc", subject, messages.encode(item), error, ("w0",), 1, 2, time.time())
+    await worker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), "abc")
+
+
 OWN = {
     "gateway": (
         topology.work_subject(LANE, "interactive", "org/model-1.5"),

@@ -1,0 +1,80 @@
+"""Letters over both brokers: read upwards and downwards, across what was removed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from nats_server import NatsServer
+
+from sie_broker import Broker
+from sie_broker.dead_letters import SPAN, Letters
+from sie_broker.memory import MemoryServer
+from sie_broker.nats import connect
+from sie_contracts import messages, topology
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
+
+ITEM = WorkItem("r", 0, "toy/one", "", "encode", (Input("x"),), RunOptions(), "inbox", 1000)
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Broker]:
+    if request.param == "memory":
+        yield MemoryServer().connect("test")
+        return
+    with NatsServer(tmp_path / "nats") as server:
+        broker = await connect(server.url, name="test")
+        yield broker
+        await broker.close()
+
+
+async def write(broker: Broker, name: str, item: bytes = b"") -> None:
+    error = ErrorInfo("INFERENCE_ERROR", "why", "poison")
+    letter = DeadLetter(name, "sie.work._default.l4.default.interactive.m", item, error, ("w0",), 1, 2, 1.0)
+    await broker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), name)
+
+
+@pytest.fixture
+async def letters(broker: Broker) -> Letters:
+    await broker.ensure_stream(topology.dead_letter_stream("_default", storage="memory", replicas=1), owner=True)
+    return Letters(broker, "_default")
+
+
+async def test_they_are_read_both_ways_whatever_was_removed(broker: Broker, letters: Letters) -> None:
+    """Removed at random, in long runs, at both ends, and all."""
+    assert [each async for each in letters.newest()] == []
+    count = 12 * SPAN
+    for number in range(1, count + 1):
+        await write(broker, f"{number:x}")
+    numbers, kept = random.Random(0), list(range(1, count + 1))
+    gone = [range(1, 4), range(3 * SPAN, 10 * SPAN), numbers.sample(kept, 20), [count], kept]
+    for sequences in gone:
+        for sequence in sorted(set(sequences) & set(kept)):
+            found = await letters.at(sequence)
+            assert found is not None
+            assert await letters.remove(found)
+            assert not await letters.remove(found)
+            kept.remove(sequence)
+            assert await letters.at(sequence) is None
+        assert [each.sequence async for each in letters.all()] == kept
+        assert [each.sequence async for each in letters.newest()] == kept[::-1]
+        for middle in (1, 5, 2 * SPAN, 11 * SPAN, count + 5):
+            assert [each.sequence async for each in letters.newest(middle)] == [x for x in kept[::-1] if x < middle]
+            assert [each.sequence async for each in letters.all(middle)] == [x for x in kept if x > middle]
+
+
+async def test_what_cannot_be_read_is_told_and_left_out(broker: Broker, letters: Letters) -> None:
+    await broker.publish(topology.dead_letter_subject("_default"), b"\xc1", "of a version to come")
+    await write(broker, "a", b"\xc1")
+    await write(broker, "ab", messages.encode(ITEM))
+    told: list[int] = []
+    reading = Letters(broker, "_default", lambda sequence, _error: told.append(sequence))
+    broken, whole = [each async for each in reading.all()]
+    assert told == [1]
+    assert (broken.item, broken.inputs, broken.model) == (None, None, "?")
+    assert (whole.item, whole.inputs, whole.model, whole.error) == (ITEM, 1, "toy/one", "INFERENCE_ERROR poison")
+    assert [each.letter.id for each in await letters.named("a")] == ["a", "ab"]
+    assert [each.sequence async for each in letters.newest()] == [3, 2]
