@@ -11,7 +11,7 @@ Nothing here decides where work goes: that is the fleet's, from heartbeats, in b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -24,11 +24,10 @@ from sie_contracts import topology
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import Placement
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
-from sie_contracts.topology import Lane
 from sie_gateway.fleet import STATES
+from sie_gateway.glance import MAX_SHOWN, Glance, PlacedLane, Shared, Waitings
 from sie_gateway.history import History
 from sie_gateway.lag import Labels, Lag
 from sie_gateway.log_tail import LogTail
@@ -48,8 +47,6 @@ FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
 CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
-COST_SHARE = 0.005  # of a core, which open pages may cost together before they see older figures
-MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
 _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 
@@ -144,20 +141,6 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
     )
 
 
-@dataclass(frozen=True)
-class Glance:
-    """What the page at `/` shows, of the whole cluster: workers and models in the order in which they are shown. It
-    stands until `until_s` of the monotonic clock.
-    """
-
-    cluster: ClusterInfo
-    workers: Sequence[WorkerInfo]
-    models: Sequence[ModelSummary]
-    failures: Mapping[str, str]
-    in_flight: int
-    until_s: float
-
-
 class Status:
     """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker
     last told.
@@ -192,7 +175,8 @@ class Status:
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
         self._worker_frames: dict[WorkerSocket, Frames] = {}
-        self._last: Glance | None = None
+        self._glance = Shared(self._look)
+        self._placed = Shared(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
         """Until `stop`: keep the log of requests, ask how much work was given up."""
@@ -268,23 +252,17 @@ class Status:
             }
         ).decode()
 
-    def _glance(self) -> Glance:
-        """What all open pages share. Building it takes at most COST_SHARE of the time, however large the cluster is."""
-        if self._last is None or time.monotonic() >= self._last.until_s:
-            began_s = time.perf_counter()
-            workers, cluster, models = self.view()
-            models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
-            gone = self.pulse.gone
-            infos = [
-                msgspec.structs.replace(seen.info, healthy=False) if seen.info.name in gone else seen.info
-                for seen in workers
-            ]
-            infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
-            cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
-            in_flight, why = sum(info.queue_depth for info in infos), failures(workers)
-            took_s = time.perf_counter() - began_s
-            self._last = Glance(cluster, infos, models, why, in_flight, time.monotonic() + took_s / COST_SHARE)
-        return self._last
+    def _look(self) -> Glance:
+        workers, cluster, models = self.view()
+        gone = self.pulse.gone
+        models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
+        infos = [
+            msgspec.structs.replace(seen.info, healthy=False) if seen.info.name in gone else seen.info
+            for seen in workers
+        ]
+        infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
+        cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
+        return Glance(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
 
     def shown(self, wanted: str) -> dict[str, Any]:
         """What the page at `/` shows: counts of everything; of the workers those that are not healthy first, then the
@@ -292,36 +270,25 @@ class Status:
         """
         glance, queues = self._glance(), self.queues()
         self.pulse.look(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
-        found = [each for each in glance.models if wanted.lower() in each.name.lower()] if wanted else glance.models
-        shown = found[:MAX_SHOWN]
         return {
             "version": sie_contracts.__version__,
-            "cluster": glance.cluster,
-            "counts": {
-                "workers": len(glance.workers),
-                "models": len(found),
-                "in_flight": glance.in_flight,
-                "dead_letters": self.dead_letters,
-            },
-            "workers": glance.workers[:MAX_SHOWN],
-            "models": shown,
+            **glance.shown(wanted.lower(), self.dead_letters),
             "queues": queues[0] if queues else None,
-            "failures": {model.name: glance.failures[model.name] for model in shown if model.name in glance.failures},
         }
 
     def placed(self, wanted: str) -> dict[str, Any]:
         """The placement table of each lane: models whose name has `wanted` in it, those with work first, at most
         MAX_SHOWN of a lane.
         """
-        lanes, waiting = self.fleet.lanes(), dict[tuple[str, ...], list[Waiting]]()
-        for (model, *lane, _priority), each in self._lag.models().items():
-            waiting.setdefault((model, *lane), []).append(each)
-        return {
-            "lanes": [
-                _placed(table, lane, lanes.get(lane, []), waiting, self._placer.now_s(), wanted.lower())
-                for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
-            ]
-        }
+        return {"lanes": [lane.shown(wanted.lower()) for lane in self._placed()]}
+
+    def _look_at_tables(self) -> list[PlacedLane]:
+        waiting = Waitings(self._lag.models())
+        lanes, now_s = self.fleet.lanes(), self._placer.now_s()
+        return [
+            PlacedLane.of(table, lane, lanes.get(lane, []), waiting, now_s)
+            for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
+        ]
 
     async def show(self, path: str, query: str, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a websocket to its end; `key` names the credential it was let in with.
@@ -366,43 +333,6 @@ def _queues(names: tuple[str, ...], found: Mapping[Labels, Waiting]) -> list[Que
         QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
         for labels, waiting in found.items()
     ]
-
-
-def _placed(
-    table: Placement,
-    lane: Lane,
-    beats: Sequence[Heartbeat],
-    waiting: Mapping[tuple[str, ...], Sequence[Waiting]],
-    now_s: float,
-    wanted: str,
-) -> dict[str, Any]:
-    reports = {(beat.worker, status.model): status for beat in beats for status in beat.models}
-    rows = list[dict[str, Any]]()
-    for model, hosts in table.hosts.items():
-        if wanted not in model.lower():
-            continue
-        queued = waiting.get((model, lane.pool, lane.machine_profile, lane.bundle), ())
-        told = [status for host in hosts if (status := reports.get((host, model))) is not None]
-        raised_s = table.raised_s.get(model)
-        rows.append(
-            {
-                "model": model,
-                "hosts": {host: state.state if (state := reports.get((host, model))) else "-" for host in hosts},
-                "memory_bytes": sum(status.memory_bytes for status in told),
-                "tokens_per_s": round(sum(status.cost_rate for status in told), 1),
-                "waiting": sum(each.count for each in queued),
-                "oldest_s": round(max((each.oldest_s for each in queued), default=0.0), 3),
-                "raised_s": None if raised_s is None else round(max(0.0, now_s - raised_s), 1),
-            }
-        )
-    rows.sort(key=lambda row: (-row["waiting"], -row["tokens_per_s"], row["model"]))
-    return {
-        "lane": str(lane),
-        "age_s": round(max(0.0, now_s - table.at_s), 1),
-        "workers": len(beats),
-        "models": len(rows),
-        "shown": rows[:MAX_SHOWN],
-    }
 
 
 def _letters(pool: str) -> str:

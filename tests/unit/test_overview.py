@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gzip
 import importlib.util
 import logging
@@ -25,9 +24,10 @@ from sie_gateway import doctor as doctor_module
 from sie_gateway.call import Call
 from sie_gateway.doctor import Doctor
 from sie_gateway.fleet import Fleet
+from sie_gateway.glance import COST_SHARE, MAX_SHOWN, Shared
 from sie_gateway.history import STEP_S, STEPS, History
 from sie_gateway.log_tail import MAX_CHARS, MAX_LINES, LogTail
-from sie_gateway.status import COST_SHARE, MAX_SHOWN, Status
+from sie_gateway.status import Status
 
 MODELS, WORKERS, LOADED = 10_000, 1_000, 12
 MINUTE_BYTES = 1 << 20
@@ -81,27 +81,21 @@ def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: St
     assert 60 * each_second + 6 * each_ten < MINUTE_BYTES, (each_second, each_ten)
 
 
-def test_a_large_cluster_is_looked_at_more_rarely(large: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[float] = []
-    view = large.view
+def test_what_is_dear_is_built_more_rarely() -> None:
+    built: list[float] = []
 
-    def counted() -> Any:
-        began_s = time.perf_counter()
-        try:
-            return view()
-        finally:
-            looks.append(time.perf_counter() - began_s)
+    def build() -> int:
+        until_s = time.thread_time() + 0.005
+        while time.thread_time() < until_s:
+            pass
+        built.append(time.monotonic())
+        return len(built)
 
-    monkeypatch.setattr(large, "view", counted)
-    monkeypatch.setattr(large, "_last", None)
-    began_s = time.monotonic()
-    first = large.shown("")
-    assert [large.shown("")["models"] == first["models"] for _ in range(20)] == [True] * 20
-    assert len(looks) == 1 or time.monotonic() - began_s >= looks[0] / COST_SHARE
-    assert large._last is not None
-    monkeypatch.setattr(large, "_last", dataclasses.replace(large._last, until_s=0.0))
-    large.shown("")
-    assert len(looks) >= 2, "after that time it looks again"
+    shared = Shared(build)
+    assert [shared() for _ in range(20)] == [1] * 20
+    assert shared.until_s - built[0] >= 0.005 / COST_SHARE
+    shared.until_s = 0.0
+    assert shared() == 2, "after that time it is built anew"
 
 
 def test_a_filter_finds_models_that_are_not_among_the_first(large: Status) -> None:
