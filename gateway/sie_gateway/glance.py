@@ -1,5 +1,5 @@
-"""What the page at `/` shows of a cluster, however large it is: built once for all open pages, no more often than a fixed
-share of a core allows.
+"""What the page at `/` shows of a cluster of any size: built once for all open pages, no more often than a fixed share of
+a core allows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.lag import Labels
 from sie_gateway.planner import Waiting
 
-COST_SHARE = (
+COST_SHARE = 0.002  # of a core, for one kind of look by all open pages; past it they see older figures
     0.003  # of a core, which all open pages may cost together by one kind of look before they see older figures
 )
 MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
@@ -95,7 +95,7 @@ class PlacedLane:
     ) -> PlacedLane:
         """`beats`: of the healthy workers of the lane."""
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
-        rows = []
+        rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():
             told = {host: reports[host].get(model) if host in reports else None for host in hosts}
             known = [status for status in told.values() if status is not None]
