@@ -17,8 +17,6 @@ from sie_gateway.lag import Labels
 from sie_gateway.planner import Waiting
 
 COST_SHARE = 0.002  # of a core, for one kind of look by all open pages; past it they see older figures
-    0.003  # of a core, which all open pages may cost together by one kind of look before they see older figures
-)
 MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
 T = TypeVar("T")
 
