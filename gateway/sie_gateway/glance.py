@@ -1,5 +1,5 @@
-"""What the page at `/` shows of a cluster of any size: built once for all open pages, no more often than a fixed share of
-a core allows.
+"""What the page at `/` shows of a cluster of any size: built once for all open pages, no more often than a fixed share
+of a core allows.
 """
 
 from __future__ import annotations
