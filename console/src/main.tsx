@@ -9,12 +9,16 @@ import type { Model } from "./types";
 const VIEWS = { playground: "Playground", models: "Models", cluster: "Cluster" } as const;
 type View = keyof typeof VIEWS;
 const MODELS_EVERY_MS = 15_000;
+const MODELS = 200; // that are read; a name finds others
+const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
 const viewOf = (hash: string): View => (hash.slice(1) in VIEWS ? (hash.slice(1) as View) : "playground");
 
 function App() {
   const [view, setView] = useState<View>(viewOf(location.hash));
   const [models, setModels] = useState<Model[]>();
+  const [total, setTotal] = useState(0);
+  const [wanted, setWanted] = useState("");
   const [refusal, setRefusal] = useState<Refusal>();
   const [signedIn, setSignedIn] = useState(0);
 
@@ -27,24 +31,27 @@ function App() {
     let ended = false;
     let timer = 0;
     async function turn() {
-      try {
-        const told = await get<{ models: Model[] }>("/v1/models?variants=true");
-        if (ended) return;
-        setModels(told.models);
-        setRefusal(undefined);
-      } catch (error) {
-        if (!(error instanceof Refusal)) throw error;
-        if (ended) return;
-        setRefusal(error);
+      if (document.visibilityState === "visible") {
+        try {
+          const told = await get<{ models: Model[]; total: number }>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(wanted.trim())}`);
+          if (ended) return;
+          setModels(told.models);
+          if (!wanted.trim()) setTotal(told.total);
+          setRefusal(undefined);
+        } catch (error) {
+          if (!(error instanceof Refusal)) throw error;
+          if (ended) return;
+          setRefusal(error);
+        }
       }
       timer = window.setTimeout(turn, MODELS_EVERY_MS);
     }
-    void turn();
+    timer = window.setTimeout(turn, wanted ? TYPED_MS : 0);
     return () => {
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [signedIn]);
+  }, [signedIn, wanted]);
 
   function signIn(value: string) {
     keep(value);
@@ -70,6 +77,12 @@ function App() {
       </header>
       <main>
         {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.message}</p>}
+        {view !== "cluster" && total > MODELS && (
+          <label class="row find">
+            {`Find a model among ${total}`}
+            <input id="find-model" type="search" value={wanted} placeholder="a part of its name" onInput={(event) => setWanted(event.currentTarget.value)} />
+          </label>
+        )}
         {view === "cluster" ? <Cluster key={signedIn} />
           : !models ? <p class="dim" role="status">{refusal ? "" : "reading the catalogue"}</p>
           : view === "models" ? <Models models={models} />

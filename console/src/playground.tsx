@@ -1,10 +1,11 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { asCurl, ask, asPython, asTypeScript, Refusal, type Sent } from "./api";
-import type { Entity, Model, Reply } from "./types";
-import { cosines, norm, projected } from "./vectors";
-import { Waterfall } from "./waterfall";
+import { Compared } from "./playground-compare";
+import { type Attached, attached, Files, inputOf, taken } from "./playground-files";
+import type { Asked } from "./playground-parts";
+import { type Call, type Input, type Outcome, run, type Verb } from "./playground-requests";
+import { Result } from "./playground-result";
+import type { Model } from "./types";
 
-type Verb = "encode" | "score" | "extract";
 const EXAMPLES: Record<Verb, string> = {
   encode: "The cat sits on the mat.\nA kitten rests on a rug.\nStocks fell sharply today.\nThe market lost ground.",
   score: "Paris is the capital of France.\nBerlin is the capital of Germany.\nBread is made of flour.",
@@ -12,11 +13,28 @@ const EXAMPLES: Record<Verb, string> = {
 };
 const DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2";
 const MOST = 64; // inputs of which every pair is drawn
+const OUTPUTS = ["dense", "sparse", "multivector"];
 
-interface Outcome {
-  sent: Sent;
-  reply?: Reply;
-  refusal?: Refusal;
+const base = (model: Model): string => model.variant_of ?? model.id;
+// the vector that a MUVERA profile makes of a multivector is among its widths alone
+const outputsOf = (model: Model | undefined): string[] =>
+  OUTPUTS.filter((name) => model && (model.outputs.includes(name) || name in model.dims));
+
+/** A map that was written as JSON, undefined where nothing was. Raises SyntaxError. */
+function parsed(text: string): Record<string, unknown> | undefined {
+  if (!text.trim()) return undefined;
+  const value: unknown = JSON.parse(text);
+  if (value === null || typeof value !== "object" || Array.isArray(value)) throw new SyntaxError("expected a map, such as {\"threshold\": 0.3}");
+  return value as Record<string, unknown>;
+}
+
+function complaint(text: string): string {
+  try {
+    parsed(text);
+    return "";
+  } catch (error) {
+    return (error as SyntaxError).message;
+  }
 }
 
 export function Playground({ models }: { models: Model[] }) {
@@ -29,56 +47,114 @@ export function Playground({ models }: { models: Model[] }) {
   const [first, setFirst] = useState("");
   const [second, setSecond] = useState("");
   const [text, setText] = useState(EXAMPLES.encode);
+  const [files, setFiles] = useState<Attached[]>([]);
+  const [refused, setRefused] = useState<string[]>([]);
   const [query, setQuery] = useState("What is the capital of France?");
+  const [pictures, setPictures] = useState<Attached[]>([]);
+  const [notPictures, setNotPictures] = useState<string[]>([]);
   const [labels, setLabels] = useState("person, place, date");
   const [output, setOutput] = useState("dense");
-  const [outcomes, setOutcomes] = useState<Outcome[]>([]);
-  const [asked, setAsked] = useState<string[]>([]);
+  const [further, setFurther] = useState("");
+  const [metadata, setMetadata] = useState("");
+  const [done, setDone] = useState<{ outcomes: Outcome[]; asked: Asked[]; turn: number }>({ outcomes: [], asked: [], turn: 0 });
   const [running, setRunning] = useState(false);
 
   useEffect(() => {
     setFirst((old) => (fitting.some((model) => model.id === old) ? old : (fitting[0]?.id ?? "")));
     setSecond((old) => (fitting.some((model) => model.id === old) ? old : ""));
   }, [fitting]);
-  const outputs = (fitting.find((model) => model.id === first)?.outputs ?? []).filter((name) => name === "dense" || name === "sparse");
+  const model = fitting.find((each) => each.id === first);
+  const outputs = outputsOf(model);
+  const kinds = taken(model?.inputs ?? []);
+  const texts = !model || model.inputs.includes("text");
+  const late = verb === "encode" && (outputs.includes(output) ? output : outputs[0]) === "multivector";
+  // models of late interaction encode an image as a query, but do not score with it
+  const pictured = kinds.includes("image") && (late || (verb === "score" && !outputs.includes("multivector")));
+  const complaints = [complaint(further), verb === "extract" ? complaint(metadata) : ""];
+  const sendable = files.filter((file) => kinds.includes(file.kind));
+  const ready = !running && model && (sendable.length > 0 || (texts && text.trim())) && !complaints.some(Boolean);
 
-  async function run(event: Event) {
+  function asked(): Asked[] {
+    const lines = texts ? text.split("\n").map((line) => line.trim()).filter(Boolean) : [];
+    const own = verb === "extract" && metadata.trim() ? { metadata: parsed(metadata) } : {};
+    return [
+      ...lines.map((line) => ({ name: line, input: { text: line } })),
+      ...sendable.map((file) => ({ name: file.text.trim() ? `${file.name}: ${file.text.trim()}` : file.name, input: inputOf(file) })),
+    ].slice(0, MOST).map(({ name, input }) => ({ name, input: { ...input, ...own } }));
+  }
+
+  function callsOf(wanted: Model, items: Input[]): Call[] {
+    const others = parsed(further) ?? {};
+    const call = (body: Call["body"], params: Record<string, unknown>): Call => {
+      const all = { ...params, ...others };
+      return { verb, model: wanted.id, body: { ...body, ...(Object.keys(all).length ? { params: all } : {}) } };
+    };
+    if (verb === "extract") {
+      const named = labels.split(",").map((label) => label.trim()).filter(Boolean);
+      return [call({ items }, named.length ? { labels: named } : {})];
+    }
+    const images = pictured ? pictures.map((each) => each.data) : [];
+    const asking: Input = { ...(query.trim() || !images.length ? { text: query } : {}), ...(images.length ? { images } : {}) };
+    if (verb === "score") return [call({ query: asking, items }, {})];
+    const own = outputsOf(wanted);
+    const type = own.includes(output) ? output : (own[0] ?? "dense");
+    const documents = call({ items }, { output_types: [type] });
+    return type === "multivector" ? [call({ items: [asking] }, { output_types: [type], is_query: true }), documents] : [documents];
+  }
+
+  async function submit(event: Event) {
     event.preventDefault();
-    const texts = text.split("\n").map((line) => line.trim()).filter(Boolean).slice(0, MOST);
+    const given = asked();
+    const chosen = [first, second].flatMap((id) => fitting.find((each) => each.id === id) ?? []);
     setRunning(true);
-    setAsked(texts);
-    const wanted = [first, ...(second ? [second] : [])].map((model): Sent => {
-      const items = texts.map((each) => ({ text: each }));
-      const body =
-        verb === "encode" ? { items, params: { output_types: [outputs.some((name) => name === output) ? output : (outputs[0] ?? "dense")] } }
-        : verb === "score" ? { query: { text: query }, items }
-        : { items, params: { labels: labels.split(",").map((label) => label.trim()).filter(Boolean) } };
-      return { method: "POST", path: `/v1/${verb}/${model}`, body, explain: true };
-    });
-    setOutcomes(
-      await Promise.all(
-        wanted.map(async (sent): Promise<Outcome> => {
-          try {
-            return { sent, reply: await ask<Reply>(sent) };
-          } catch (error) {
-            if (error instanceof Refusal) return { sent, refusal: error };
-            throw error;
-          }
-        }),
-      ),
-    );
-    setRunning(false);
+    try {
+      const outcomes = await Promise.all(chosen.map((each) => run(each, callsOf(each, given.map(({ input }) => input)))));
+      setDone((old) => ({ outcomes, asked: given, turn: old.turn + 1 }));
+    } finally {
+      setRunning(false);
+    }
   }
 
   function change(next: Verb) {
     choose(next);
     setText(EXAMPLES[next]);
-    setOutcomes([]);
+    setDone((old) => ({ outcomes: [], asked: [], turn: old.turn }));
   }
 
+  async function add(given: Iterable<File>) {
+    const { found, refused: others } = await attached(given, kinds);
+    setRefused(others);
+    setFiles((old) => [...old, ...found].slice(0, MOST));
+  }
+
+  async function addPictures(given: Iterable<File>) {
+    const { found, refused: others } = await attached(given, ["image"]);
+    setNotPictures(others);
+    setPictures((old) => [...old, ...found].slice(0, MOST));
+  }
+
+  function onPaste(event: ClipboardEvent) {
+    const pasted = [...(event.clipboardData?.files ?? [])];
+    if (!pasted.length || !kinds.length) return;
+    event.preventDefault();
+    void add(pasted);
+  }
+
+  const [one, other] = done.outcomes;
   return (
     <section>
-      <form class="panel" onSubmit={run}>
+      <form
+        class="panel"
+        onSubmit={submit}
+        onPaste={onPaste}
+        onDragOver={(event) => event.preventDefault()}
+        onDrop={(event) => {
+          // a browser would leave the page for a file that is dropped beside a field
+          if (!event.dataTransfer?.files.length) return;
+          event.preventDefault();
+          if (kinds.length) void add([...event.dataTransfer.files]);
+        }}
+      >
         <div class="row" role="radiogroup" aria-label="Verb">
           {(["encode", "score", "extract"] as Verb[]).map((each) => (
             <label class={`chip ${each === verb ? "on" : ""}`}>
@@ -89,239 +165,84 @@ export function Playground({ models }: { models: Model[] }) {
         </div>
         <div class="row">
           <Choice id="model" label="Model" models={fitting} value={first} onChange={setFirst} />
-          <Choice id="beside" label="Beside it" models={fitting} value={second} onChange={setSecond} none="(nothing)" />
+          <Choice id="beside" label="Beside it" models={fitting} value={second} onChange={setSecond} none="(nothing)" near={model} />
           {verb === "encode" && outputs.length > 1 && (
             <label>
               Output
-              <select id="output" value={output} onChange={(event) => setOutput(event.currentTarget.value)}>
+              <select id="output" value={outputs.includes(output) ? output : outputs[0]} onChange={(event) => setOutput(event.currentTarget.value)}>
                 {outputs.map((name) => <option value={name}>{name}</option>)}
               </select>
             </label>
           )}
         </div>
-        {verb === "score" && (
+        {(verb === "score" || late) && (
           <label>
             Query
             <input id="query" value={query} onInput={(event) => setQuery(event.currentTarget.value)} />
           </label>
         )}
+        {pictured && (
+          <Files id="query-files" label="Images of the query" kinds={["image"]} files={pictures} onChange={setPictures} refused={notPictures} onFiles={addPictures} />
+        )}
         {verb === "extract" && (
           <label>
-            Labels, with commas between
+            Labels, with commas between; none for a model that has its own
             <input id="labels" value={labels} onInput={(event) => setLabels(event.currentTarget.value)} />
           </label>
         )}
-        <label>
-          {verb === "score" ? "Documents, one a line" : "Texts, one a line"}
-          <textarea id="texts" rows={6} value={text} onInput={(event) => setText(event.currentTarget.value)} />
-        </label>
-        <button id="run" type="submit" disabled={running || !first || !text.trim()}>
+        {texts && (
+          <label>
+            {verb === "score" || late ? "Documents, one a line" : "Texts, one a line"}
+            <textarea id="texts" rows={6} value={text} onInput={(event) => setText(event.currentTarget.value)} />
+          </label>
+        )}
+        {kinds.length > 0 && (
+          <Files id="files" label={`${kinds.map((kind) => ({ image: "Images", document: "Documents", audio: "Sounds" })[kind]).join(", ")}, each an input`} kinds={kinds} files={sendable} onChange={setFiles} refused={refused} onFiles={add} texts={texts} pasted />
+        )}
+        <details>
+          <summary>Further parameters</summary>
+          <Json id="further" label="Parameters, a map as JSON" placeholder='{"max_seq_length": 128}' value={further} onChange={setFurther} complaint={complaints[0] ?? ""} />
+          {verb === "extract" && <Json id="metadata" label="Metadata of each input, a map as JSON" placeholder='{"entities": [{"label": "person", "start": 0, "end": 3}]}' value={metadata} onChange={setMetadata} complaint={complaints[1] ?? ""} />}
+        </details>
+        <button id="run" type="submit" disabled={!ready}>
           {running ? "Running" : "Run"}
         </button>
         {!fitting.length && <p class="dim">No model of the catalogue can {verb}.</p>}
       </form>
-      <div class="beside" aria-live="polite">
-        {outcomes.map((outcome) => <Result outcome={outcome} texts={asked} />)}
+      <p class="unseen" role="status">{running ? "Running" : done.outcomes.map((each) => `${each.model.id} ${each.refusal ? "refused" : "answered"}`).join(", ")}</p>
+      <div class="beside" aria-busy={running}>
+        {done.outcomes.map((outcome) => <Result key={`${outcome.model.id} ${done.turn}`} outcome={outcome} asked={done.asked} />)}
+        {one && other && <Compared first={one} second={other} asked={done.asked} />}
       </div>
     </section>
   );
 }
 
-function Choice(given: { id: string; label: string; models: Model[]; value: string; onChange: (id: string) => void; none?: string }) {
+function Choice(given: { id: string; label: string; models: Model[]; value: string; onChange: (id: string) => void; none?: string; near?: Model }) {
+  const { near } = given;
+  const option = (model: Model) => <option value={model.id}>{model.id}</option>;
+  const profiles = given.models.filter((model) => near && base(model) === base(near));
+  const grouped = profiles.length > 1;
   return (
     <label>
       {given.label}
       <select id={given.id} value={given.value} onChange={(event) => given.onChange(event.currentTarget.value)}>
         {given.none && <option value="">{given.none}</option>}
-        {given.models.map((model) => <option value={model.id}>{model.id}</option>)}
+        {grouped && <optgroup label="Profiles of this model">{profiles.map(option)}</optgroup>}
+        {grouped ? <optgroup label="Other models">{given.models.filter((model) => !profiles.includes(model)).map(option)}</optgroup> : given.models.map(option)}
       </select>
     </label>
   );
 }
 
-function Result({ outcome, texts }: { outcome: Outcome; texts: string[] }) {
-  const { sent, reply, refusal } = outcome;
-  if (refusal || !reply) {
-    return (
-      <article class="panel">
-        <p class="bad" role="alert">{`${refusal?.code} ${refusal?.message}`}</p>
-        <p class="dim">{`status ${refusal?.status}, request ${refusal?.requestId}`}</p>
-        <Copies sent={sent} />
-      </article>
-    );
-  }
-  const dense = reply.items?.map((item) => item.dense?.values as number[] | undefined);
-  return (
-    <article class="panel">
-      <h2>{reply.model}</h2>
-      <p class="dim">
-        {`${reply.usage.total_tokens} tokens, ${(reply.timing["total_time"] ?? 0).toFixed(1)} ms, fingerprint ${reply.fingerprint}`}
-        {reply.usage.truncated_items.length > 0 && `, truncated: ${reply.usage.truncated_items.map((place) => place + 1).join(", ")}`}
-      </p>
-      {reply.warnings?.map((warning) => <p class="warn">{warning}</p>)}
-      {reply.items?.map((item, place) => item.error && <p class="bad">{`${place + 1}: ${item.error.code} ${item.error.message}`}</p>)}
-      {dense?.every((vector) => vector) && <Dense vectors={dense as number[][]} texts={texts} />}
-      {reply.items?.some((item) => item.sparse) && <Sparse reply={reply} texts={texts} />}
-      {reply.scores && <Scores scores={reply.scores} texts={texts} />}
-      {reply.items?.some((item) => item.entities) && <Spans reply={reply} texts={texts} />}
-      <h3>Where the time went</h3>
-      <Waterfall timing={reply.timing} />
-      <Copies sent={sent} />
-    </article>
-  );
-}
-
-function Copies({ sent }: { sent: Sent }) {
-  const [copied, setCopied] = useState("");
-  const kinds: [string, string][] = [["curl", asCurl(sent)], ["Python", asPython(sent)], ["TypeScript", asTypeScript(sent)]];
-  return (
-    <div class="row copies">
-      {kinds.map(([name, code]) => (
-        <details>
-          <summary>{name}</summary>
-          <button type="button" onClick={() => navigator.clipboard.writeText(code).then(() => setCopied(name), () => setCopied(""))}>
-            {copied === name ? "Copied" : `Copy as ${name}`}
-          </button>
-          <pre class="code" data-kind={name}>{code}</pre>
-        </details>
-      ))}
-    </div>
-  );
-}
-
-const short = (text: string): string => (text.length > 40 ? `${text.slice(0, 39)}…` : text);
-
-function Dense({ vectors, texts }: { vectors: number[][]; texts: string[] }) {
-  const matrix = useMemo(() => cosines(vectors), [vectors]);
-  const points = useMemo(() => projected(vectors), [vectors]);
-  const reach = Math.max(1e-9, ...points.flat().map(Math.abs));
-  const pairs = matrix
-    .flatMap((row, i) => row.slice(i + 1).map((value, offset) => ({ i, j: i + 1 + offset, value })))
-    .sort((a, b) => b.value - a.value)
-    .slice(0, 5);
+function Json(given: { id: string; label: string; placeholder: string; value: string; onChange: (value: string) => void; complaint: string }) {
   return (
     <>
-      <p>{`${vectors[0]?.length} dimensions, norms ${Math.min(...vectors.map(norm)).toFixed(3)} to ${Math.max(...vectors.map(norm)).toFixed(3)}`}</p>
-      <div class="views">
-      <div>
-      <h3>Cosine of all against all</h3>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Cosines">
-        <table class="heat">
-          <tbody>
-            {matrix.map((row, i) => (
-              <tr>
-                <th scope="row" title={texts[i]}>{`${i + 1} ${short(texts[i] ?? "")}`}</th>
-                {row.map((value, j) => (
-                  <td class={`heat-${Math.max(0, Math.min(10, Math.round(value * 10)))}`} title={`${i + 1} and ${j + 1}`}>{value.toFixed(2)}</td>
-                ))}
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
-      {pairs.length > 0 && (
-        <>
-          <h3>Nearest pairs</h3>
-          <ol class="pairs">
-            {pairs.map(({ i, j, value }) => <li>{`${value.toFixed(4)}  ${short(texts[i] ?? "")} · ${short(texts[j] ?? "")}`}</li>)}
-          </ol>
-        </>
-      )}
-      </div>
-      {pairs.length > 0 && (
-        <div>
-          <h3>Two principal components</h3>
-          <svg class="points" viewBox="-1.2 -1.2 2.4 2.4" role="img" aria-label="The inputs on the plane of their two principal components">
-            {points.map(([x, y], place) => (
-              <g>
-                <title>{texts[place]}</title>
-                <circle cx={x / reach} cy={-y / reach} r="0.03" />
-                <text x={x / reach + 0.05} y={-y / reach + 0.03} font-size="0.09">{place + 1}</text>
-              </g>
-            ))}
-          </svg>
-        </div>
-      )}
-      </div>
-    </>
-  );
-}
-
-function Sparse({ reply, texts }: { reply: Reply; texts: string[] }) {
-  return (
-    <>
-      {reply.items?.map((item, place) => {
-        const { indices = [], values = [] } = item.sparse ?? {};
-        const weights = indices.map((id, at): [number, number] => [id, values[at] ?? 0]).sort((a, b) => b[1] - a[1]);
-        return (
-          <>
-            <h3>{`${short(texts[place] ?? "")} (${indices.length} weights)`}</h3>
-            <Bars rows={weights.slice(0, 12).map(([id, weight]) => [`token ${id}`, weight])} />
-          </>
-        );
-      })}
-    </>
-  );
-}
-
-function Bars({ rows }: { rows: [string, number][] }) {
-  const least = Math.min(0, ...rows.map(([, value]) => value));
-  const most = Math.max(...rows.map(([, value]) => value), least + 1e-9);
-  return (
-    <table class="bars">
-      <tbody>
-        {rows.map(([name, value]) => (
-          <tr>
-            <th scope="row" title={name}>{name}</th>
-            <td><meter min={least} max={most} value={value} aria-label={name} /></td>
-            <td class="number">{value.toFixed(4)}</td>
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
-}
-
-function Scores({ scores, texts }: { scores: NonNullable<Reply["scores"]>; texts: string[] }) {
-  const place = (id: string): number => Number(id.replace("item-", ""));
-  return (
-    <>
-      <h3>Documents, best first</h3>
-      <Bars rows={scores.map((each) => [texts[place(each.item_id)] ?? each.item_id, each.score])} />
-    </>
-  );
-}
-
-/** Pieces of a text: those that are in an entity, and those between. Of entities that overlap the first is drawn. Places
- * are code points. */
-export function pieces(text: string, entities: Entity[]): { text: string; entity?: Entity }[] {
-  const points = [...text];
-  const found: { text: string; entity?: Entity }[] = [];
-  let at = 0;
-  for (const entity of [...entities].sort((a, b) => a.start - b.start)) {
-    if (entity.start < at) continue;
-    if (entity.start > at) found.push({ text: points.slice(at, entity.start).join("") });
-    found.push({ text: points.slice(entity.start, entity.end).join(""), entity });
-    at = entity.end;
-  }
-  if (at < points.length) found.push({ text: points.slice(at).join("") });
-  return found;
-}
-
-function Spans({ reply, texts }: { reply: Reply; texts: string[] }) {
-  return (
-    <>
-      {reply.items?.map((item, place) => (
-        <p class="spans">
-          {pieces(texts[place] ?? "", item.entities ?? []).map((piece) =>
-            piece.entity ? (
-              <mark title={piece.entity.score.toFixed(4)}>{piece.text}<small>{piece.entity.label}</small></mark>
-            ) : (
-              piece.text
-            ),
-          )}
-        </p>
-      ))}
+      <label>
+        {given.label}
+        <textarea id={given.id} rows={2} spellcheck={false} placeholder={given.placeholder} value={given.value} aria-invalid={Boolean(given.complaint)} onInput={(event) => given.onChange(event.currentTarget.value)} />
+      </label>
+      {given.complaint && <p class="bad" role="alert">{given.complaint}</p>}
     </>
   );
 }

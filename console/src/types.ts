@@ -15,6 +15,7 @@ export interface Model {
   revision?: string | null;
   fingerprint?: string | null;
   certificate?: unknown;
+  variant_of?: string;
   bundles?: string[];
   score_scale?: string | null;
   last_error?: { message?: string } | null;
@@ -46,6 +47,29 @@ export interface Cluster {
   failures: Record<string, string>;
 }
 
+export interface Placed {
+  model: string;
+  hosts: Record<string, string>;
+  memory_bytes: number;
+  tokens_per_s: number;
+  waiting: number;
+  oldest_s: number;
+  raised_s: number | null;
+}
+
+export interface PlacedLane {
+  lane: string;
+  age_s: number;
+  workers: number;
+  models: number;
+  shown: Placed[];
+}
+
+export interface Report {
+  status: "fine" | "wrong" | "blind";
+  checks: { check: string; state: "fine" | "wrong" | "absent" | "blind"; says: string; findings: { wrong: string; fix: string }[] }[];
+}
+
 export interface History {
   now: number;
   step_s: number;
@@ -65,37 +89,86 @@ export interface Slow {
   lane?: string;
   priority?: string;
   tokens?: number;
+  trace_id?: string;
   timing?: Record<string, number>;
   chunks?: { worker: string; batch: { items?: number; tokens?: number; chunks?: number } }[];
 }
 
-export interface Vector {
-  dims: number;
+/** Of a multivector: rows and the width of each. */
+export interface Multivector {
+  token_dims: number;
+  num_tokens: number;
   dtype: string;
-  values: number[] | number[][];
-  indices?: number[];
+  values: number[][];
 }
 
+/** `start` and `end` count code points; null in what was read from an image. `bbox` is x, y, width and height in pixels of
+ * the upright image. */
 export interface Entity {
   text: string;
   label: string;
-  start: number;
-  end: number;
+  start: number | null;
+  end: number | null;
   score: number;
+  bbox?: number[] | null;
+}
+
+export interface Found {
+  label: string;
+  score: number;
+  bbox: number[];
+}
+
+export interface Relation {
+  head: unknown;
+  tail: unknown;
+  relation?: string;
+  label?: string;
+  score?: number;
+}
+
+export interface Usage {
+  prompt_tokens: number;
+  truncated?: boolean;
+}
+
+export interface Slot {
+  id?: string;
+  dense?: { dims: number; dtype: string; values: number[]; source?: string };
+  sparse?: { dims: number; indices: number[]; values: number[] };
+  multivector?: Multivector;
+  entities?: Entity[];
+  relations?: Relation[];
+  classifications?: { label: string; score: number }[];
+  objects?: Found[];
+  data?: Record<string, unknown>;
+  usage?: Usage;
+  error?: { code: string; message: string };
+}
+
+export interface Score {
+  item_id: string;
+  score: number | null;
+  rank: number;
+  usage?: Usage;
+  error?: { code: string; message: string };
 }
 
 export interface Reply {
   model: string;
-  items?: (Record<string, unknown> & {
-    dense?: Vector;
-    sparse?: { indices: number[]; values: number[] };
-    entities?: Entity[];
-    usage?: { prompt_tokens: number; truncated?: boolean };
-    error?: { code: string; message: string };
-  })[];
-  scores?: { item_id: string; score: number; rank: number }[];
-  usage: { total_tokens: number; truncated_items: number[] };
+  items?: Slot[];
+  scores?: Score[];
+  usage: { total_tokens: number; truncated_items: number[]; images?: number };
   timing: Record<string, number>;
   fingerprint: string;
   warnings?: string[];
+}
+
+/** A token of a text; `start` and `stop` count bytes of its UTF-8, and are null for a special token. */
+export interface Token {
+  id: number;
+  text: string;
+  special: boolean;
+  start: number | null;
+  stop: number | null;
 }

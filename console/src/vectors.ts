@@ -35,3 +35,12 @@ export function projected(vectors: number[][]): [number, number][] {
   }
   return vectors.map((_, place) => [axes[0]?.[place] ?? 0, axes[1]?.[place] ?? 0]);
 }
+
+/** Products of all rows of a query with all rows of a document, shape (query rows, document rows). */
+export const products = (query: number[][], document: number[][]): number[][] => query.map((row) => document.map((other) => dot(row, other)));
+
+/** For each row of the query its best row of the document, and the product with it; their sum is the score (MaxSim). */
+export function maxSim(map: number[][]): { best: { at: number; value: number }[]; sum: number } {
+  const best = map.map((row) => row.reduce((kept, value, at) => (value > kept.value ? { at, value } : kept), { at: -1, value: -Infinity }));
+  return { best, sum: best.reduce((sum, { value }) => sum + value, 0) };
+}

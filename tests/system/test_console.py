@@ -4,89 +4,24 @@ gateway.
 
 from __future__ import annotations
 
-import json
-import math
+import shutil
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import local_models
 import pytest
+from browser import HOST, Page, browsing, click, tab, typed
 from cluster import Cluster, running, until
-from websockets.sync.client import ClientConnection, connect
 
 pytestmark = pytest.mark.debian
 
+CONSOLE = Path(__file__).parents[2] / "console"
 ENCODER = "test/mini"
-HOST = "sie.example"  # no loopback name: libraries of pages leave out there what they ask elsewhere
-RESOLVER = f"MAP {HOST} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 ROWS = "[...document.querySelectorAll('#{0} tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
-
-
-class Page:
-    """One tab, by the DevTools protocol. `asked` has every address that it requested, `complaints` what its console
-    shows as wrong.
-    """
-
-    def __init__(self, socket: ClientConnection) -> None:
-        self._socket = socket
-        self._sent = 0
-        self.asked: list[str] = []
-        self.complaints: list[str] = []
-        for domain in ("Network", "Runtime", "Log", "Page"):
-            self._call(f"{domain}.enable")
-
-    def open(self, url: str) -> None:
-        answer = self._call("Page.navigate", url=url)
-        assert "errorText" not in answer, answer
-
-    def evaluate(self, code: str) -> Any:
-        """The JSON value of a JavaScript expression. Raises AssertionError when it throws."""
-        answer = self._call("Runtime.evaluate", expression=code, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 10.0) -> Any:
-        """What an expression gives once it is good. Raises AssertionError with what it gave last."""
-        last: list[Any] = [None]
-
-        def is_good() -> bool:
-            last[0] = self.evaluate(code)
-            return bool(good(last[0]))
-
-        try:
-            until(is_good, timeout_s, code)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; last: {last[0]}; complaints: {self.complaints}") from None
-        return last[0]
-
-    def _call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._sent += 1
-        self._socket.send(json.dumps({"id": self._sent, "method": method, "params": params}))
-        while True:
-            message = json.loads(self._socket.recv(20))
-            if message.get("id") == self._sent:
-                assert "error" not in message, message
-                result: dict[str, Any] = message["result"]
-                return result
-            self._note(message["method"], message["params"])
-
-    def _note(self, event: str, told: dict[str, Any]) -> None:
-        if event == "Network.requestWillBeSent":
-            self.asked.append(told["request"]["url"])
-        elif event == "Network.webSocketCreated":
-            self.asked.append(told["url"])
-        elif event == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(told["exceptionDetails"]))
-        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.complaints.append(json.dumps(told["args"]))
-        elif event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
 
 
 @pytest.fixture(scope="module")
@@ -101,53 +36,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Host and port of a headless browser's DevTools."""
-    profile = tmp_path_factory.mktemp("chromium")
-    argv = [
-        "chromium",
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "about:blank",
-        "--remote-debugging-port=0",
-        f"--user-data-dir={profile}",
-        f"--host-resolver-rules={RESOLVER}",
-        "--window-size=1280,900",
-    ]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
-        try:
-            yield f"127.0.0.1:{until(lambda: _port(profile / 'DevToolsActivePort'), 30, 'a browser')}"
-        finally:
-            browser.terminate()
-            browser.wait(20)
-
-
-def _port(path: Path) -> str:
-    return path.read_text().partition("\n")[0] if path.exists() else ""
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
+        yield devtools
 
 
 @pytest.fixture
 def page(devtools: str) -> Iterator[Page]:
-    tab = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
-    with connect(tab["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
-        yield Page(socket)
-        httpx.get(f"http://{devtools}/json/close/{tab['id']}", timeout=20)
-
-
-def typed(page: Page, element: str, text: str) -> None:
-    """Put a text into a field, as a person who pastes it does."""
-    page.evaluate(
-        f"(() => {{ const field = document.querySelector({json.dumps(element)}); "
-        "Object.getOwnPropertyDescriptor(Object.getPrototypeOf(field), 'value').set.call(field, "
-        f"{json.dumps(text)}); field.dispatchEvent(new Event('input', {{bubbles: true}})); "
-        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
-    )
-
-
-def click(page: Page, element: str) -> None:
-    page.evaluate(f"document.querySelector({json.dumps(element)}).click()")
+    with tab(devtools) as page:
+        yield page
 
 
 FORGED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
@@ -220,31 +116,6 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     assert page.complaints == []
 
 
-def test_the_playground_compares_texts_and_its_commands_give_the_same_numbers(cluster: Cluster, page: Page) -> None:
-    page.open(f"http://{HOST}:{cluster.port}/")
-    page.wait("document.querySelector('#model')?.value", lambda model: model == ENCODER)
-    typed(page, "#texts", 'a cat\na <b>kitten</b>\nit\'s "stocks"')
-    click(page, "#run")
-    cells = "[...document.querySelectorAll('.heat td')].map(cell => Number(cell.innerText))"
-    shown = page.wait(cells, lambda found: len(found) == 9, timeout_s=60)
-    code = page.evaluate("document.querySelector('.code[data-kind=curl]').textContent")
-    command = code.replace(f"//{HOST}:", "//127.0.0.1:")  # the name is the browser's alone
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=60)
-    vectors = [item["dense"]["values"] for item in json.loads(ran.stdout)["items"]]
-    cosines = [
-        sum(a * b for a, b in zip(one, other, strict=True)) / (math.hypot(*one) * math.hypot(*other))
-        for one in vectors
-        for other in vectors
-    ]
-    assert shown == pytest.approx(cosines, abs=0.0051)
-    code = page.evaluate("document.querySelector('.code[data-kind=Python]').textContent")
-    program = code.replace(f"//{HOST}:", "//127.0.0.1:")
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
-    assert [item["dense"]["values"] for item in json.loads(told.stdout)["items"]] == vectors
-    assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
-    assert page.complaints == []
-
-
 def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
     tmp_path_factory: pytest.TempPathFactory, page: Page
 ) -> None:
@@ -298,6 +169,51 @@ def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     until(lambda: answers(cluster), 30, "the other gateway listens")
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
     assert page.evaluate("window.kept") == 1
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core, of the version that the console's lock file names."""
+    folder = tmp_path_factory.mktemp("axe")
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(CONSOLE / name, folder)
+    subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=120)
+    return (folder / "node_modules/axe-core/axe.min.js").read_text("utf-8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Page, axe: str, scheme: str) -> None:
+    """At both ends of the widths, in what each view shows after use."""
+    httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
+    for view, button in (("playground", "#run"), ("models", "#catalogue button"), ("cluster", "#requests button")):
+        for width in (360, 1280, 2560):
+            page.look(width, scheme)
+            page.open("about:blank")
+            page.open(f"http://{HOST}:{cluster.port}/#{view}")
+            page.wait(f"Boolean(document.querySelector('{button}'))", bool, timeout_s=30)
+            click(page, button)
+            page.evaluate(f"{axe}; 0")
+            page.evaluate("axe.run().then(told => { window.told = told.violations; }); 0")
+            faults = "window.told?.map(each => [each.impact, each.id, each.nodes[0].html]) ?? null"
+            told = page.wait(faults, lambda found: found is not None, timeout_s=30)
+            assert [each for each in told if each[0] in ("serious", "critical")] == [], (view, width)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
+    assert page.complaints == []
+
+
+def test_a_killed_worker_is_seen_within_three_seconds(cluster: Cluster, page: Page) -> None:
+    """Its heartbeat is overdue only after 15 s."""
+    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
+    (supervisor,) = [cluster.process.pid] if cluster.process is not None else []
+    (sidecar,) = cluster.pids("sidecar")
+    cluster.signal(supervisor, signal.SIGSTOP)  # else another one is there before anybody has looked
+    try:
+        cluster.signal(sidecar, signal.SIGKILL)
+        page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "unhealthy", timeout_s=3.0)
+    finally:
+        cluster.signal(supervisor, signal.SIGCONT)
+    page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy", timeout_s=60)
 
 
 def test_the_documents_render_and_call_this_gateway_alone(cluster: Cluster, page: Page) -> None:

@@ -1,0 +1,102 @@
+import { useEffect, useMemo, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import { useAsked } from "./asked";
+import type { History } from "./types";
+
+const EVERY_MS = 10_000;
+const HEIGHT = 180;
+const COLOURS = ["#4c8dff", "#e0584f", "#2a9d4a", "#d08b00", "#9a6bff", "#19a3a3", "#888888"];
+
+type Series = [string, (number | null)[]];
+
+/** Requests, errors and latency of the last hour. */
+export function Charts() {
+  const { value: history } = useAsked<History>("/v1/history", EVERY_MS);
+  const drawn = useMemo(() => history && seriesOf(history), [history]);
+  if (!drawn) return null;
+  const errors = Object.entries(drawn.errors).sort((one, other) => other[1] - one[1]);
+  return (
+    <>
+      <h2>Last hour, at this gateway</h2>
+      <div class="charts">
+        {drawn.charts.map(([title, series]) => <Chart key={title} title={title} series={series} times={drawn.times} />)}
+      </div>
+      {errors.length > 0 && <p>{`Errors: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}`}</p>}
+    </>
+  );
+}
+
+function seriesOf(history: History): { times: number[]; charts: [string, Series[]][]; errors: Record<string, number> } | undefined {
+  const first = history.steps[0]?.at;
+  if (first === undefined) return undefined;
+  // nothing was answered in the steps that are left out
+  const known = new Map(history.steps.map((step) => [step.at, step]));
+  const last = Math.floor(history.now / history.step_s) * history.step_s;
+  const steps = Array.from({ length: 1 + Math.max(0, (last - first) / history.step_s) }, (_, number) => {
+    const at = first + number * history.step_s;
+    return known.get(at) ?? { at, requests: 0, errors: {}, p50_ms: undefined, p99_ms: undefined };
+  });
+  const rates = steps.map((step) => step.requests / history.step_s);
+  const failed = steps.map((step) => Object.values(step.errors).reduce((sum, count) => sum + count, 0) / history.step_s);
+  const total = history.stages.indexOf("total_time");
+  const at = (name: "p50_ms" | "p99_ms", stage: number) => steps.map((step) => step[name]?.[stage] ?? null);
+  const stages = history.stages.flatMap((name, place): Series[] =>
+    place === total ? [] : [[name.replace("_time", "").replaceAll("_", " "), at("p99_ms", place)]],
+  );
+  const errors: Record<string, number> = {};
+  for (const step of steps) for (const [code, count] of Object.entries(step.errors)) errors[code] = (errors[code] ?? 0) + count;
+  return {
+    times: steps.map((step) => step.at),
+    errors,
+    charts: [
+      ["Requests a second", [["requests", rates], ["errors", failed]]],
+      ["Latency, ms", [["median", at("p50_ms", total)], ["99th percentile", at("p99_ms", total)]]],
+      ["Stages, 99th percentile, ms", stages],
+    ],
+  };
+}
+
+function Chart({ title, series, times }: { title: string; series: Series[]; times: number[] }) {
+  const place = useRef<HTMLDivElement>(null);
+  const drawn = useRef<uPlot | null>(null);
+  const data = [times, ...series.map(([, values]) => values)] as uPlot.AlignedData;
+  useEffect(() => {
+    if (!place.current) return;
+    const colour = getComputedStyle(place.current).color;
+    const axis = { stroke: colour, grid: { width: 0.2, stroke: colour } };
+    const plot = new uPlot(
+      {
+        width: place.current.clientWidth || 300,
+        height: HEIGHT,
+        legend: { live: false },
+        axes: [axis, axis],
+        series: [
+          {},
+          ...series.map(([label], number) => ({
+            label,
+            stroke: COLOURS[number % COLOURS.length],
+            width: 1.5,
+            spanGaps: false,
+            points: { show: true, size: 4 },
+          })),
+        ],
+      },
+      data,
+      place.current,
+    );
+    drawn.current = plot;
+    const sized = new ResizeObserver(([entry]) => entry && plot.setSize({ width: entry.contentRect.width, height: HEIGHT }));
+    sized.observe(place.current);
+    return () => {
+      sized.disconnect();
+      plot.destroy();
+    };
+  }, [title]);
+  useEffect(() => drawn.current?.setData(data), [times, series]);
+  return (
+    <figure class="panel">
+      <figcaption>{title}</figcaption>
+      <div ref={place} role="img" aria-label={`${title}: ${series.map(([name, values]) => `${name} ${(values[values.length - 1] ?? 0).toFixed(1)} now`).join(", ")}`} />
+    </figure>
+  );
+}

@@ -1,0 +1,66 @@
+import { useState } from "preact/hooks";
+import { useAsked } from "./asked";
+import type { Placed, PlacedLane } from "./types";
+
+const EVERY_MS = 3000;
+
+const mib = (bytes: number): string => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${Math.round(bytes / 2 ** 20)} MiB`);
+
+/** Why a model is where it is, of what decides it: the work that waits, what comes in, and when a host was added. */
+export function why(row: Placed, workers: number): string {
+  const hosts = Object.keys(row.hosts).length;
+  const states = new Set(Object.values(row.hosts));
+  if (states.has("failed")) return "its load failed there, and is tried again";
+  if (states.has("loading")) return "it is being loaded for the work that waits";
+  if (!states.has("loaded")) return "chosen for it; loaded as soon as there is work";
+  if (hosts > 1) {
+    const since = row.raised_s === null ? "" : `, the last one ${Math.round(row.raised_s)} s ago`;
+    const most = hosts === workers ? " (all that there are)" : "";
+    return `${hosts} hosts${most}: more work came than one serves in time${since}`;
+  }
+  if (row.waiting || row.tokens_per_s) return "it has it loaded, and keeps up with what comes in";
+  return "it has it loaded, and nobody needs the memory";
+}
+
+/** The placement table of each lane. */
+export function Placement() {
+  const [filter, setFilter] = useState("");
+  const { value, trouble } = useAsked<{ lanes: PlacedLane[] }>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
+  if (!value.lanes.length && !filter) return null;
+  return (
+    <>
+      <h2>Placement</h2>
+      <label class="row">
+        Model
+        <input id="placement-filter" type="search" value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />
+      </label>
+      {value.lanes.map((lane) => (
+        <div key={lane.lane}>
+          <h3>{`${lane.lane}: ${lane.workers} healthy workers, ${lane.models} models placed`}</h3>
+          <div class="scroll" tabIndex={0} role="region" aria-label={`Placement of ${lane.lane}`}>
+            <table>
+              <thead>
+                <tr><th>model</th><th>workers</th><th class="number">device memory</th><th class="number">tokens/s</th><th class="number">waiting</th><th class="number">oldest, s</th><th>why there</th></tr>
+              </thead>
+              <tbody class="placed">
+                {lane.shown.map((row) => (
+                  <tr key={row.model}>
+                    <td>{row.model}</td>
+                    <td>{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state} `}</span>)}</td>
+                    <td class="number">{row.memory_bytes ? mib(row.memory_bytes) : ""}</td>
+                    <td class="number">{row.tokens_per_s.toFixed(0)}</td>
+                    <td class="number">{row.waiting}</td>
+                    <td class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>
+                    <td class="wide">{why(row, lane.workers)}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+          {lane.models > lane.shown.length && <p class="dim">{`${lane.models - lane.shown.length} more`}</p>}
+        </div>
+      ))}
+    </>
+  );
+}

@@ -1,0 +1,78 @@
+import { type Asked, placeOf, short } from "./playground-parts";
+import type { Outcome } from "./playground-requests";
+import type { Reply, Score } from "./types";
+import { cosines, dot, norm } from "./vectors";
+
+/** What the answers of two models, or of two profiles of one, differ in. */
+export function Compared({ first, second, asked }: { first: Outcome; second: Outcome; asked: Asked[] }) {
+  const [one, other] = [first.replies.at(-1), second.replies.at(-1)];
+  if (!one || !other) return null;
+  if (one.scores && other.scores) return <Ranks one={one} other={other} asked={asked} />;
+  const [a, b] = [dense(one), dense(other)];
+  return a && b ? <Vectors a={a} b={b} names={[one.model, other.model]} asked={asked} /> : null;
+}
+
+const dense = (reply: Reply): number[][] | undefined => {
+  const found = reply.items?.map((item) => item.dense?.values);
+  return found?.every((values) => values) ? (found as number[][]) : undefined;
+};
+
+const ranked = (scores: Score[]): Map<number, Score> => new Map(scores.filter((each) => each.score !== null).map((each) => [placeOf(each.item_id), each]));
+
+function Ranks({ one, other, asked }: { one: Reply; other: Reply; asked: Asked[] }) {
+  const [a, b] = [ranked(one.scores ?? []), ranked(other.scores ?? [])];
+  const both = [...a.entries()].flatMap(([place, score]) => {
+    const second = b.get(place);
+    return second ? [{ place, from: score.rank + 1, to: second.rank + 1 }] : [];
+  });
+  const moved = both.filter(({ from, to }) => from !== to).length;
+  return (
+    <article class="panel wide" id="compared">
+      <h2>Ranks beside each other</h2>
+      <p class="dim">{`${moved} of ${both.length} documents have another rank at ${other.model} than at ${one.model}.`}</p>
+      <div class="scroll" tabIndex={0} role="group" aria-label="Ranks">
+        <table class="ranks">
+          <thead><tr><th scope="col">document</th><th scope="col" class="number">{short(one.model)}</th><th scope="col" class="number">{short(other.model)}</th><th scope="col">change</th></tr></thead>
+          <tbody>
+            {both.map(({ place, from, to }) => (
+              <tr>
+                <th scope="row" title={asked[place]?.name}>{short(asked[place]?.name ?? "", 60)}</th>
+                <td class="number">{from}</td>
+                <td class="number">{to}</td>
+                <td class={to < from ? "good" : to > from ? "bad" : "dim"}>{to < from ? `▲ ${from - to} up` : to > from ? `▼ ${to - from} down` : "same"}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </article>
+  );
+}
+
+function Vectors({ a, b, names, asked }: { a: number[][]; b: number[][]; names: [string, string]; asked: Asked[] }) {
+  const [one, other] = [cosines(a), cosines(b)];
+  const gaps = one.flatMap((row, i) => row.slice(i + 1).map((value, offset) => ({ i, j: i + 1 + offset, by: (other[i]?.[i + 1 + offset] ?? 0) - value })));
+  gaps.sort((x, y) => Math.abs(y.by) - Math.abs(x.by));
+  const same = a[0]?.length === b[0]?.length;
+  return (
+    <article class="panel wide" id="compared">
+      <h2>What differs</h2>
+      {gaps.length > 0 && (
+        <>
+          <h3>{`Pairs whose cosine differs most: ${names[1]} less ${names[0]}`}</h3>
+          <ol class="pairs">
+            {gaps.slice(0, 5).map(({ i, j, by }) => <li>{`${by < 0 ? "−" : "+"}${Math.abs(by).toFixed(4)}  ${short(asked[i]?.name ?? "")} · ${short(asked[j]?.name ?? "")}`}</li>)}
+          </ol>
+        </>
+      )}
+      {same && (
+        <>
+          <h3>Cosine of the two vectors of each input, which means something for profiles of one model</h3>
+          <ol class="pairs same">
+            {a.map((values, place) => <li>{`${(dot(values, b[place] ?? []) / (norm(values) * norm(b[place] ?? []) || 1)).toFixed(6)}  ${short(asked[place]?.name ?? "")}`}</li>)}
+          </ol>
+        </>
+      )}
+    </article>
+  );
+}

@@ -1,0 +1,182 @@
+import { useState } from "preact/hooks";
+import { type Asked, Bars, pictureOf, short } from "./playground-parts";
+import type { Entity, Found, Relation, Reply, Slot } from "./types";
+
+const COLOURS = 6;
+const MOST_LEAVES = 100; // of a list of the tree that are drawn
+
+export function Extracted({ reply, asked }: { reply: Reply; asked: Asked[] }) {
+  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} />)}</>;
+}
+
+function One({ item, asked, place }: { item: Slot; asked: Asked | undefined; place: number }) {
+  const { entities = [], objects = [], relations = [], classifications = [], data = {} } = item;
+  const picture = pictureOf(asked?.input);
+  const spans = entities.filter((entity): entity is Span => entity.start !== null && entity.end !== null);
+  const boxes: Box[] = [
+    ...objects.map((found) => ({ ...found, kind: found.label })),
+    ...entities.filter(isBoxed).map(({ label, text, score, bbox }) => ({ label: text ? `${label}: ${text}` : label, score, bbox, kind: label })),
+  ];
+  const loose = entities.filter((entity) => entity.start === null);
+  const polygons = Array.isArray(data["polygons"]) ? (data["polygons"] as number[][][]) : [];
+  const empty = !entities.length && !objects.length && !relations.length && !classifications.length && !Object.keys(data).length;
+  return (
+    <div class="extracted">
+      <h3>{`${place + 1} ${short(asked?.name ?? "", 80)}`}</h3>
+      {empty && <p class="dim">Nothing was found.</p>}
+      {asked?.input.text && (spans.length > 0 || (empty && !picture)) && <Spans text={asked.input.text} entities={spans} />}
+      {picture && <Boxes picture={picture} name={asked?.name ?? ""} boxes={boxes} polygons={polygons} />}
+      {loose.length > 0 && (
+        <div class="scroll" tabIndex={0} role="group" aria-label="Entities">
+          <table class="entities">
+            <thead><tr><th scope="col">label</th><th scope="col">text</th><th scope="col" class="number">score</th></tr></thead>
+            <tbody>{loose.map((entity) => <tr><th scope="row">{entity.label}</th><td class="wrap">{entity.text}</td><td class="number">{entity.score.toFixed(4)}</td></tr>)}</tbody>
+          </table>
+        </div>
+      )}
+      {classifications.length > 0 && <Bars label="Classes" least={0} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} />}
+      {relations.length > 0 && <Relations relations={relations} />}
+      {Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
+    </div>
+  );
+}
+
+/** What is drawn on a picture, in the colour of its kind. */
+interface Box extends Found {
+  kind: string;
+}
+
+type Span = Entity & { start: number; end: number };
+const isBoxed = (entity: Entity): entity is Entity & { bbox: number[] } => Array.isArray(entity.bbox);
+
+/** Pieces of a text: those that are in an entity, and those between. Of entities that overlap the first is drawn. Places
+ * are code points. */
+function pieces(text: string, entities: Span[]): { text: string; entity?: Span }[] {
+  const points = [...text];
+  const found: { text: string; entity?: Span }[] = [];
+  let at = 0;
+  for (const entity of [...entities].sort((a, b) => a.start - b.start)) {
+    if (entity.start < at) continue;
+    if (entity.start > at) found.push({ text: points.slice(at, entity.start).join("") });
+    found.push({ text: points.slice(entity.start, entity.end).join(""), entity });
+    at = entity.end;
+  }
+  if (at < points.length) found.push({ text: points.slice(at).join("") });
+  return found;
+}
+
+function Spans({ text, entities }: { text: string; entities: Span[] }) {
+  return (
+    <p class="spans">
+      {pieces(text, entities).map((piece) =>
+        piece.entity ? <mark title={piece.entity.score.toFixed(4)}>{piece.text}<small>{piece.entity.label}</small></mark> : piece.text,
+      )}
+    </p>
+  );
+}
+
+/** Boxes over the picture. A browser turns an image as its EXIF says, and boxes are in pixels of the image so turned. */
+function Boxes({ picture, name, boxes, polygons }: { picture: string; name: string; boxes: Box[]; polygons: number[][][] }) {
+  const [[width, height], setSize] = useState<[number, number]>([0, 0]);
+  const [least, setLeast] = useState(0);
+  const kinds = [...new Set(boxes.map((box) => box.kind))];
+  const colour = (kind: string): string => `box-${kinds.indexOf(kind) % COLOURS}`;
+  const shown = boxes.map((box, place) => ({ ...box, place })).filter((box) => box.score >= least);
+  const letters = Math.max(width, height) / 26;
+  const top = Math.max(0, ...boxes.map((box) => box.score));
+  return (
+    <>
+      <div class="picture">
+        <img src={picture} alt={name} onLoad={(event) => setSize([event.currentTarget.naturalWidth, event.currentTarget.naturalHeight])} />
+        {width > 0 && boxes.length > 0 && (
+          <svg class="boxes" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={`${shown.length} boxes`}>
+            {shown.map(({ bbox: [x = 0, y = 0, w = 0, h = 0], label, kind, score, place }) => (
+              <g class={colour(kind)}>
+                <title>{`${place + 1} ${label} ${score.toFixed(4)}`}</title>
+                {polygons[place]?.map((outline) => <polygon points={outline.join(" ")} />)}
+                <rect x={x} y={y} width={w} height={h} />
+                <text x={x + letters / 5} y={y > letters ? y - letters / 4 : y + letters} font-size={letters}>{place + 1}</text>
+              </g>
+            ))}
+          </svg>
+        )}
+      </div>
+      {boxes.length > 0 && (
+        <>
+          <label>
+            {`Least score that is drawn: ${least.toFixed(2)} (${shown.length} of ${boxes.length} boxes)`}
+            <input class="least" type="range" min={0} max={Math.ceil(top * 100) / 100} step={0.01} value={least} onInput={(event) => setLeast(Number(event.currentTarget.value))} />
+          </label>
+          <div class="scroll tall" tabIndex={0} role="group" aria-label="Boxes">
+            <table class="found">
+              <thead><tr><th scope="col">box</th><th scope="col" class="number">score</th><th scope="col">x, y, width, height in pixels</th></tr></thead>
+              <tbody>
+                {shown.map(({ label, kind, score, bbox, place }) => (
+                  <tr><th scope="row" class="wrap"><span class={`swatch ${colour(kind)}`} aria-hidden="true" />{`${place + 1} ${label}`}</th><td class="number">{score.toFixed(4)}</td><td>{bbox.join(", ")}</td></tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        </>
+      )}
+    </>
+  );
+}
+
+/** The name of an end of a relation: a text, or an entity. */
+const end = (value: unknown): string =>
+  typeof value === "string" ? value : value && typeof value === "object" && "text" in value ? String(value.text) : JSON.stringify(value);
+
+function Relations({ relations }: { relations: Relation[] }) {
+  return (
+    <>
+      <h3>Relations</h3>
+      <div class="scroll" tabIndex={0} role="group" aria-label="Relations">
+        <table class="relations">
+          <thead><tr><th scope="col">head</th><th scope="col">relation</th><th scope="col">tail</th><th scope="col" class="number">score</th></tr></thead>
+          <tbody>
+            {relations.map((each) => (
+              <tr>
+                <td>{end(each.head)}</td>
+                <td class="arrow"><span>{each.relation ?? each.label ?? ""}</span></td>
+                <td>{end(each.tail)}</td>
+                <td class="number">{each.score?.toFixed(4) ?? ""}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
+}
+
+function Tree({ name, value, open = false }: { name: string; value: unknown; open?: boolean }) {
+  if (value === null || typeof value !== "object") {
+    return <li><span class="dim">{`${name}: `}</span><span class="leaf">{typeof value === "string" ? value : JSON.stringify(value)}</span></li>;
+  }
+  const entries = Object.entries(value);
+  const count = Array.isArray(value) ? `${entries.length} elements` : `${entries.length} fields`;
+  return (
+    <li>
+      <Branch open={open} title={<>{name} <small class="dim">{count}</small></>}>
+        {() => (
+          <ul>
+            {entries.slice(0, MOST_LEAVES).map(([inner, each]) => <Tree name={inner} value={each} open={entries.length <= 3} />)}
+            {entries.length > MOST_LEAVES && <li class="dim">{`and ${entries.length - MOST_LEAVES} more`}</li>}
+          </ul>
+        )}
+      </Branch>
+    </li>
+  );
+}
+
+/** Details whose content is made when they open: the tree of a document may have a hundred thousand leaves. */
+function Branch({ open, title, children }: { open: boolean; title: preact.ComponentChild; children: () => preact.ComponentChild }) {
+  const [isOpen, setOpen] = useState(open);
+  return (
+    <details open={isOpen} onToggle={(event) => setOpen(event.currentTarget.open)}>
+      <summary>{title}</summary>
+      {isOpen && children()}
+    </details>
+  );
+}

@@ -1,0 +1,130 @@
+import { useState } from "preact/hooks";
+import type { Input, Medium } from "./playground-requests";
+
+type Kind = "image" | "document" | "audio";
+
+/** A file that was attached. `data` is a data URI; `text` stands beside it in its item. */
+export interface Attached {
+  name: string;
+  kind: Kind;
+  data: string;
+  bytes: number;
+  text: string;
+}
+
+const ACCEPTED: Record<Kind, string> = {
+  image: "image/*",
+  document: ".pdf,.docx,.pptx,.xlsx,.odt,.ods,.odp,.html,.md,.csv,.txt",
+  audio: "audio/*",
+};
+const OF_TEXT = new Set(["csv", "html", "md", "txt"]); // formats that the content does not tell
+
+/** The kinds of files that a model takes. */
+export const taken = (inputs: string[]): Kind[] => (Object.keys(ACCEPTED) as Kind[]).filter((kind) => inputs.includes(kind));
+
+const kindOf = (file: File): Kind => (file.type.startsWith("image/") ? "image" : file.type.startsWith("audio/") ? "audio" : "document");
+
+const read = (file: File): Promise<string> =>
+  new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(String(reader.result));
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+
+/** The files of those kinds, and the names of those that cannot be used. */
+export async function attached(files: Iterable<File>, kinds: Kind[]): Promise<{ found: Attached[]; refused: string[] }> {
+  const found: Attached[] = [];
+  const refused: string[] = [];
+  for (const file of files) {
+    const kind = kindOf(file);
+    try {
+      if (!kinds.includes(kind)) throw new TypeError(kind);
+      found.push({ name: file.name, kind, data: await read(file), bytes: file.size, text: "" });
+    } catch {
+      refused.push(file.name);
+    }
+  }
+  return { found, refused };
+}
+
+/** The input that a file is sent as. */
+export function inputOf({ kind, name, data, text }: Attached): Input {
+  const format = name.split(".").at(-1)?.toLowerCase() ?? "";
+  const medium: Medium = kind === "document" && OF_TEXT.has(format) ? { data, format } : data;
+  const words = text.trim() ? { text: text.trim() } : {};
+  return kind === "image" ? { ...words, images: [medium] } : kind === "audio" ? { ...words, audio: medium } : { document: medium };
+}
+
+export const size = (bytes: number): string => (bytes < 1e6 ? `${(bytes / 1e3).toFixed(1)} kB` : `${(bytes / 1e6).toFixed(1)} MB`);
+
+/** Files to pick or to drop. `texts`: whether a text may stand beside each; `pasted`: whether what is pasted comes here. */
+export function Files(given: {
+  id: string;
+  label: string;
+  kinds: Kind[];
+  files: Attached[];
+  onChange: (change: (old: Attached[]) => Attached[]) => void;
+  refused: string[];
+  onFiles: (files: Iterable<File>) => void;
+  texts?: boolean;
+  pasted?: boolean;
+}) {
+  const [over, setOver] = useState(false);
+  const { files, onChange } = given;
+  return (
+    <div
+      class={`drop ${over ? "on" : ""}`}
+      role="group"
+      aria-label={given.label}
+      onDragOver={(event) => {
+        event.preventDefault();
+        setOver(true);
+      }}
+      onDragLeave={() => setOver(false)}
+      onDrop={(event) => {
+        event.preventDefault();
+        event.stopPropagation();
+        setOver(false);
+        given.onFiles([...(event.dataTransfer?.files ?? [])]);
+      }}
+    >
+      <label>
+        <span>{given.label}<small>{given.pasted ? " · pick, drop or paste" : " · pick or drop"}</small></span>
+        <input
+          id={given.id}
+          type="file"
+          multiple
+          accept={given.kinds.map((kind) => ACCEPTED[kind]).join(",")}
+          onChange={(event) => {
+            given.onFiles([...(event.currentTarget.files ?? [])]);
+            event.currentTarget.value = ""; // so that the same file can be picked again
+          }}
+        />
+      </label>
+      {given.refused.length > 0 && <p class="bad" role="alert">{`The model does not take ${given.refused.join(", ")}`}</p>}
+      {files.length > 0 && (
+        <ul class="files">
+          {files.map((file) => (
+            <li>
+              {file.kind === "image" ? <img src={file.data} alt="" /> : <span class="icon" aria-hidden="true">{file.kind === "audio" ? "♪" : "≡"}</span>}
+              <span class="name">{file.name}<small>{size(file.bytes)}</small></span>
+              {given.texts && file.kind !== "document" && (
+                <input
+                  aria-label={`Text beside ${file.name}`}
+                  placeholder="text beside it"
+                  value={file.text}
+                  onInput={(event) => {
+                    const text = event.currentTarget.value;
+                    onChange((old) => old.map((each) => (each === file ? { ...each, text } : each)));
+                  }}
+                />
+              )}
+              <button type="button" aria-label={`Remove ${file.name}`} onClick={() => onChange((old) => old.filter((each) => each !== file))}>×</button>
+            </li>
+          ))}
+        </ul>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,154 @@
+/** Parts that several views of the playground share. */
+
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { ask, Refusal } from "./api";
+import { type Call, CODE, type Input, shortened } from "./playground-requests";
+import type { Reply } from "./types";
+import { norm } from "./vectors";
+
+/** An input as it was sent, by the name that views call it. */
+export interface Asked {
+  name: string;
+  input: Input;
+}
+
+export const short = (text: string, most = 40): string => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+/** The image of an input, empty if it has none. */
+export function pictureOf(input: Input | undefined): string {
+  const image = input?.images?.[0];
+  return typeof image === "string" ? image : (image?.data ?? "");
+}
+
+/** The step of a scale of `steps` that a value is at. */
+export const step = (value: number, least: number, most: number, steps: number): number =>
+  Math.max(0, Math.min(steps, Math.round((steps * (value - least)) / (most - least || 1))));
+
+export type Told<T> = { value?: T; refusal?: string };
+
+/** What the gateway answers to a request, asked again when it changes; nothing is asked for an empty path. */
+export function useAnswer<T>(path: string, body: unknown): Told<T> {
+  const [told, setTold] = useState<Told<T>>({});
+  const text = JSON.stringify(body);
+  useEffect(() => {
+    let ended = false;
+    setTold({});
+    if (path) {
+      ask<T>({ method: "POST", path, body: JSON.parse(text) as unknown }).then(
+        (value) => !ended && setTold({ value }),
+        (error) => !ended && setTold({ refusal: error instanceof Refusal ? error.message : String(error) }),
+      );
+    }
+    return () => {
+      ended = true;
+    };
+  }, [path, text]);
+  return told;
+}
+
+export interface Bar {
+  name: string;
+  value: number;
+  title?: string;
+  note?: string;
+}
+
+export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)), label }: { rows: Bar[]; least?: number; label: string }) {
+  const most = Math.max(...rows.map((row) => row.value), least + 1e-9);
+  const noted = rows.some((row) => row.note);
+  return (
+    <table class="bars" aria-label={label}>
+      <tbody>
+        {rows.map(({ name, value, title, note }) => (
+          <tr>
+            <th scope="row" title={title ?? name}>{name}</th>
+            <td><meter min={least} max={most} value={value} aria-label={name} /></td>
+            <td class="number">{value.toFixed(4)}</td>
+            {noted && <td class="dim">{note}</td>}
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+/** Tokens, and of vectors how many numbers they have and how long they are, one row for each input. */
+export function Items({ reply, asked }: { reply: Reply; asked: Asked[] }) {
+  const ofScores = reply.scores && [...reply.scores].sort((a, b) => placeOf(a.item_id) - placeOf(b.item_id));
+  const slots = reply.items ?? ofScores ?? [];
+  const vectors = (reply.items ?? []).some((item) => item.dense || item.sparse || item.multivector);
+  return (
+    <details class="items" open={slots.length <= 8}>
+      <summary>Tokens{vectors ? " and vectors" : ""}</summary>
+      <div class="scroll" tabIndex={0} role="group" aria-label="Tokens of each input">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">input</th><th scope="col" class="number">tokens</th><th scope="col">truncated</th>
+              {vectors && <><th scope="col">shape</th><th scope="col" class="number">norm</th><th scope="col">dtype</th></>}
+            </tr>
+          </thead>
+          <tbody>
+            {slots.map((slot, place) => (
+              <tr>
+                <th scope="row" title={asked[place]?.name}>{`${place + 1} ${short(asked[place]?.name ?? "", 28)}`}</th>
+                <td class="number">{slot.usage?.prompt_tokens ?? ""}</td>
+                <td>{slot.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
+                {vectors && shape(reply.items?.[place]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </details>
+  );
+}
+
+export const placeOf = (id: string): number => Number(id.replace("item-", ""));
+
+function shape(item: NonNullable<Reply["items"]>[number] | undefined): [string, string, string] {
+  if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`];
+  if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32"];
+  if (!item?.multivector) return ["", "", ""];
+  const norms = item.multivector.values.map(norm);
+  const [least, most] = [Math.min(...norms).toFixed(3), Math.max(...norms).toFixed(3)];
+  return [`${item.multivector.num_tokens} × ${item.multivector.token_dims}`, least === most ? least : `${least} to ${most}`, item.multivector.dtype];
+}
+
+/** The call as code to copy. On the page files are cut; what is copied is whole. */
+export function Copies({ call, title }: { call: Call; title: string }) {
+  const [copied, setCopied] = useState("");
+  const shown = useMemo(() => CODE.map(([name, written]): [string, string] => [name, written(shortened(call))]), [call]);
+  return (
+    <div class="row copies">
+      {title && <span class="dim">{title}</span>}
+      {shown.map(([name, code], place) => (
+        <details>
+          <summary>{name}</summary>
+          <button type="button" data-copies={name} onClick={() => copy(CODE[place]?.[1](call) ?? "").then((done) => setCopied(done ? name : `no ${name}`))}>
+            {copied === name ? "Copied" : copied === `no ${name}` ? "The browser does not allow it" : `Copy as ${name}`}
+          </button>
+          <pre class="code" data-kind={name}>{code}</pre>
+        </details>
+      ))}
+    </div>
+  );
+}
+
+/** Whether a text is on the clipboard now. A page that came over plain HTTP has no `navigator.clipboard`. */
+async function copy(text: string): Promise<boolean> {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = text;
+    area.className = "unseen";
+    document.body.append(area);
+    area.focus();
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}

@@ -1,0 +1,136 @@
+/** The requests of the playground, and the same as code. */
+
+import { address, ask, key, Refusal, type Sent } from "./api";
+import type { Model, Reply } from "./types";
+
+export type Verb = "encode" | "score" | "extract";
+export type Medium = string | { data: string; format: string };
+
+export interface Input {
+  text?: string;
+  images?: Medium[];
+  document?: Medium;
+  audio?: Medium;
+  metadata?: unknown;
+}
+
+export interface Body {
+  query?: Input;
+  items: Input[];
+  params?: Record<string, unknown>;
+}
+
+export interface Call {
+  verb: Verb;
+  model: string;
+  body: Body;
+}
+
+/** What one model was asked, in one request or, for late interaction, in two: the queries, then the documents. */
+export interface Outcome {
+  model: Model;
+  calls: Call[];
+  replies: Reply[];
+  refusal?: Refusal;
+}
+
+const sent = ({ verb, model, body }: Call): Sent => ({ method: "POST", path: `/v1/${verb}/${model}`, body, explain: true });
+
+export async function run(model: Model, calls: Call[]): Promise<Outcome> {
+  try {
+    return { model, calls, replies: await Promise.all(calls.map((call) => ask<Reply>(sent(call)))) };
+  } catch (error) {
+    if (error instanceof Refusal) return { model, calls, replies: [], refusal: error };
+    throw error;
+  }
+}
+
+const FILE_SHOWN = 60; // characters of a file that code on the page begins with
+
+/** A call with its files cut, for the page: a browser takes seconds to lay out a megabyte of base64. */
+export function shortened(call: Call): Call {
+  const cut = (_: string, value: unknown): unknown =>
+    typeof value === "string" && value.startsWith("data:") && value.length > 3 * FILE_SHOWN
+      ? `${value.slice(0, FILE_SHOWN)}…${value.length - FILE_SHOWN} more characters…`
+      : value;
+  return { ...call, body: JSON.parse(JSON.stringify(call.body, cut)) as Body };
+}
+
+const quoted = (text: string): string => `'${text.replaceAll("'", "'\\''")}'`;
+
+/** As a command of a shell. The body is a here-document, which may be longer than an argument, and in which nothing is
+ * replaced. It is one line of JSON, so no line of it is the one that ends it. */
+function asCurl(call: Call): string {
+  const parts = [`curl -sS ${quoted(address(sent(call).path))}`, "-H 'Content-Type: application/json'"];
+  if (key()) parts.push('-H "Authorization: Bearer $SIE_API_KEY"');
+  parts.push("-H 'X-SIE-Explain: 1'", "--data-binary @- <<'END'");
+  return `${parts.join(" \\\n  ")}\n${JSON.stringify(call.body)}\nEND\n`;
+}
+
+const NAMES = { true: "True", false: "False", null: "None" } as const;
+
+/** A literal of Python. Strings of JSON are strings of Python. */
+function pythonic(value: unknown, indent = ""): string {
+  const inner = `${indent}    `;
+  if (Array.isArray(value)) {
+    if (!value.some((each) => each !== null && typeof each === "object")) return `[${value.map((each) => pythonic(each)).join(", ")}]`;
+    return `[\n${value.map((each) => `${inner}${pythonic(each, inner)},\n`).join("")}${indent}]`;
+  }
+  if (value !== null && typeof value === "object") {
+    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${pythonic(each, indent)}`).join(", ")}}`;
+  }
+  const text = JSON.stringify(value);
+  return text in NAMES ? NAMES[text as keyof typeof NAMES] : text;
+}
+
+// parameters that the Python client names; others go through its `options`
+const NAMED = new Set([
+  "instruction", "truncate", "max_seq_length", "profile", "lora_id", "on_item_error", "output_types", "output_dtype",
+  "is_query", "dimensions", "normalize", "labels", "threshold",
+]);
+const PRINTED: Record<Verb, string[]> = {
+  encode: ["for result in results:", '    print({name: result[name] for name in ("dense", "sparse", "multivector") if name in result})'],
+  score: ['for entry in results["scores"]:', '    print(entry["rank"], entry["item_id"], entry["score"])'],
+  extract: [
+    "for result in results:",
+    '    print({name: result[name] for name in ("entities", "relations", "classifications", "objects", "data")})',
+  ],
+};
+
+function asPython({ verb, model, body }: Call): string {
+  const params = Object.entries(body.params ?? {});
+  const named = params.filter(([name]) => NAMED.has(name)).map(([name, value]) => `, ${name}=${pythonic(value)}`);
+  const others = Object.fromEntries(params.filter(([name]) => !NAMED.has(name)));
+  const options = Object.keys(others).length ? `, options=${pythonic(others)}` : "";
+  return [
+    ...(key() ? ["import os", ""] : []),
+    "from sie_sdk import SIEClient",
+    "",
+    ...(body.query ? [`query = ${pythonic(body.query)}`] : []),
+    `items = ${pythonic(body.items)}`,
+    `with SIEClient(${JSON.stringify(base())}${key() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
+    `    results = client.${verb}(${JSON.stringify(model)}, ${body.query ? "query, " : ""}items${named.join("")}${options}, explain=True)`,
+    ...PRINTED[verb],
+    "",
+  ].join("\n");
+}
+
+/** As a program with the package sie-client. */
+function asTypeScript({ verb, model, body }: Call): string {
+  const client = [`baseUrl: ${JSON.stringify(base())}`, ...(key() ? ["apiKey: process.env.SIE_API_KEY"] : [])];
+  const options = [...(body.params ? [`params: ${JSON.stringify(body.params)}`] : []), "explain: true"];
+  return [
+    'import { SIEClient } from "sie-client";',
+    "",
+    `const client = new SIEClient({ ${client.join(", ")} });`,
+    ...(body.query ? [`const query = ${JSON.stringify(body.query)};`] : []),
+    `const items = ${JSON.stringify(body.items, null, 2)};`,
+    `const results = await client.${verb}(${JSON.stringify(model)}, ${body.query ? "query, " : ""}items, { ${options.join(", ")} });`,
+    "console.log(results);",
+    "",
+  ].join("\n");
+}
+
+const base = (): string => address("").replace(/\/$/, "");
+
+export const CODE: [string, (call: Call) => string][] = [["curl", asCurl], ["Python", asPython], ["TypeScript", asTypeScript]];

@@ -1,0 +1,71 @@
+import { Extracted } from "./playground-extract";
+import { Late } from "./playground-late";
+import { type Asked, Bars, Copies, Items, placeOf } from "./playground-parts";
+import type { Outcome } from "./playground-requests";
+import { Dense, Sparse } from "./playground-vectors";
+import type { Reply } from "./types";
+import { Waterfall } from "./waterfall";
+
+/** What a model answered, its last reply being that to the inputs; a reply before it is that to the query. */
+export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] }) {
+  const { model, calls, replies, refusal } = outcome;
+  const reply = replies.at(-1);
+  const query = replies.length > 1 ? replies[0]?.items?.[0] : undefined;
+  const titles = calls.length > 1 ? ["Query", "Documents"] : [""];
+  const copies = calls.map((call, place) => <Copies call={call} title={titles[place] ?? ""} />);
+  if (refusal || !reply) {
+    return (
+      <article class="panel">
+        <h2>{model.id}</h2>
+        <p class="bad" role="alert">{`${refusal?.code} ${refusal?.message}`}</p>
+        <p class="dim">{`status ${refusal?.status}, request ${refusal?.requestId}`}</p>
+        {copies}
+      </article>
+    );
+  }
+  const places = (reply.items ?? []).flatMap((item, place) => (item.dense ? [place] : []));
+  const errors = reply.items?.map((item, place) => ({ place, error: item.error })) ?? reply.scores?.map((each) => ({ place: placeOf(each.item_id), error: each.error }));
+  return (
+    <article class="panel">
+      <h2>{reply.model}</h2>
+      <p class="dim">{summary(reply)}</p>
+      {replies.flatMap((each) => each.warnings ?? []).map((warning) => <p class="warn">{warning}</p>)}
+      {errors?.map(({ place, error }) => error && <p class="bad" role="alert">{`${place + 1} ${asked[place]?.name ?? ""}: ${error.code} ${error.message}`}</p>)}
+      {query?.error && <p class="bad" role="alert">{`query: ${query.error.code} ${query.error.message}`}</p>}
+      {places.length > 0 && (
+        <Dense vectors={places.map((place) => reply.items?.[place]?.dense?.values ?? [])} asked={places.map((place) => asked[place] ?? { name: "", input: {} })} />
+      )}
+      {reply.items?.some((item) => item.sparse) && <Sparse model={model.id} reply={reply} asked={asked} />}
+      {query?.multivector && <Late model={model} query={query} reply={reply} asked={asked} text={calls[0]?.body.items[0]?.text ?? ""} />}
+      {reply.scores && <Scores scores={reply.scores} asked={asked} />}
+      {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} />}
+      <Items reply={reply} asked={asked} />
+      <h3>Where the time went</h3>
+      <Waterfall timing={reply.timing} />
+      {copies}
+    </article>
+  );
+}
+
+function summary(reply: Reply): string {
+  const { total_tokens, truncated_items, images } = reply.usage;
+  return [
+    `${total_tokens} tokens`,
+    ...(images ? [`${images} ${images === 1 ? "image" : "images"}`] : []),
+    `${(reply.timing["total_time"] ?? 0).toFixed(1)} ms`,
+    `fingerprint ${reply.fingerprint}`,
+    ...(truncated_items.length ? [`truncated: ${truncated_items.map((place) => place + 1).join(", ")}`] : []),
+  ].join(", ");
+}
+
+function Scores({ scores, asked }: { scores: NonNullable<Reply["scores"]>; asked: Asked[] }) {
+  return (
+    <>
+      <h3>Documents, best first</h3>
+      <Bars
+        label="Scores"
+        rows={scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: asked[placeOf(item_id)]?.name ?? item_id, value: score }]))}
+      />
+    </>
+  );
+}

@@ -1,0 +1,129 @@
+import { useMemo } from "preact/hooks";
+import { type Asked, Bars, short, step, useAnswer } from "./playground-parts";
+import type { Reply, Token } from "./types";
+import { cosines, projected } from "./vectors";
+
+const MOST_WORDS = 2000; // of one request for the words of ids
+const BARS = 12;
+
+export function Dense({ vectors, asked }: { vectors: number[][]; asked: Asked[] }) {
+  const matrix = useMemo(() => cosines(vectors), [vectors]);
+  const points = useMemo(() => projected(vectors), [vectors]);
+  const reach = Math.max(1e-9, ...points.flat().map(Math.abs));
+  const name = (place: number): string => asked[place]?.name ?? "";
+  const pairs = matrix
+    .flatMap((row, i) => row.slice(i + 1).map((value, offset) => ({ i, j: i + 1 + offset, value })))
+    .sort((a, b) => b.value - a.value)
+    .slice(0, 5);
+  return (
+    <div class="views">
+      <div>
+        <h3>Cosine of all against all</h3>
+        <div class="scroll" tabIndex={0} role="group" aria-label="Cosines">
+          <table class="heat">
+            <tbody>
+              {matrix.map((row, i) => (
+                <tr>
+                  <th scope="row" title={name(i)}>{`${i + 1} ${short(name(i))}`}</th>
+                  {row.map((value, j) => (
+                    <td class={`heat-${step(value, 0, 1, 10)}`} title={`${i + 1} and ${j + 1}`}>{value.toFixed(2)}</td>
+                  ))}
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+        {pairs.length > 0 && (
+          <>
+            <h3>Nearest pairs</h3>
+            <ol class="pairs">
+              {pairs.map(({ i, j, value }) => <li>{`${value.toFixed(4)}  ${short(name(i))} · ${short(name(j))}`}</li>)}
+            </ol>
+          </>
+        )}
+      </div>
+      {pairs.length > 0 && (
+        <div>
+          <h3>Two principal components</h3>
+          <svg class="points" viewBox="-1.2 -1.2 2.4 2.4" role="img" aria-label="The inputs on the plane of their two principal components">
+            {points.map(([x, y], place) => (
+              <g>
+                <title>{name(place)}</title>
+                <circle cx={x / reach} cy={-y / reach} r="0.03" />
+                <text x={x / reach + 0.05} y={-y / reach + 0.03} font-size="0.09">{place + 1}</text>
+              </g>
+            ))}
+          </svg>
+        </div>
+      )}
+    </div>
+  );
+}
+
+interface Weighted {
+  place: number;
+  weights: Map<number, number>;
+  best: [number, number][];
+}
+
+/** The weights of each text: the largest as bars, and all of them in the text, by the tokens of its tokenizer. */
+export function Sparse({ model, reply, asked }: { model: string; reply: Reply; asked: Asked[] }) {
+  const found = useMemo(() => (reply.items ?? []).flatMap((item, place): Weighted[] => {
+    if (!item.sparse) return [];
+    const pairs = item.sparse.indices.map((id, at): [number, number] => [id, item.sparse?.values[at] ?? 0]);
+    return [{ place, weights: new Map(pairs), best: pairs.sort((a, b) => b[1] - a[1]).slice(0, BARS) }];
+  }), [reply]);
+  const ids = useMemo(() => [...new Set(found.flatMap(({ best }) => best.map(([id]) => id)))].slice(0, MOST_WORDS), [found]);
+  const words = useAnswer<string[]>(ids.length ? `/tei/${model}/decode` : "", { ids: ids.map((id) => [id]), skip_special_tokens: false });
+  const texts = found.map(({ place }) => asked[place]?.input.text ?? "");
+  const tokens = useAnswer<Token[][]>(texts.length ? `/tei/${model}/tokenize` : "", { inputs: texts });
+  const names = new Map(ids.map((id, at) => [id, words.value?.[at]]));
+  return (
+    <>
+      {words.refusal && <p class="warn">{`The words of the token ids are not known: ${words.refusal}`}</p>}
+      {found.map(({ place, weights, best }, at) => {
+        const own = tokens.value?.[at];
+        const written = new Set(own?.map((token) => token.id));
+        return (
+          <>
+            <h3>{`${place + 1} ${short(asked[place]?.name ?? "")} (${weights.size} weights)`}</h3>
+            {own && <Highlighted text={texts[at] ?? ""} tokens={own} weights={weights} seen={reply.items?.[place]?.usage?.truncated ? reply.items[place]?.usage?.prompt_tokens : undefined} />}
+            <Bars
+              label={`Weights of ${asked[place]?.name ?? ""}`}
+              rows={best.map(([id, value]) => ({
+                name: names.get(id)?.trim() || `token ${id}`,
+                value,
+                title: `token ${id}`,
+                note: own && (written.has(id) ? "in the text" : "added"),
+              }))}
+            />
+          </>
+        );
+      })}
+    </>
+  );
+}
+
+/** A text whose tokens are marked by their weights. `seen`: how many tokens the model read, if that is not all. */
+function Highlighted({ text, tokens, weights, seen }: { text: string; tokens: Token[]; weights: Map<number, number>; seen?: number }) {
+  const bytes = new TextEncoder().encode(text);
+  const decoder = new TextDecoder();
+  const most = Math.max(1e-9, ...tokens.map((token) => weights.get(token.id) ?? 0));
+  const pieces: preact.ComponentChild[] = [];
+  let at = 0;
+  tokens.forEach((token, order) => {
+    const weight = weights.get(token.id) ?? 0;
+    const title = `token ${token.id}, weight ${weight.toFixed(4)}`;
+    const strength = `weight-${weight > 0 ? Math.max(1, step(weight, 0, most, 5)) : 0} ${seen !== undefined && order >= seen - 1 && !token.special ? "cut" : ""}`;
+    if (token.start === null || token.stop === null) {
+      pieces.push(<mark class={`special ${strength}`} title={title} data-id={token.id}>{token.text}</mark>);
+      return;
+    }
+    if (token.start > at) pieces.push(decoder.decode(bytes.slice(at, token.start)));
+    const from = Math.max(at, token.start);
+    if (token.stop > from) pieces.push(<mark class={strength} title={title} data-id={token.id}>{decoder.decode(bytes.slice(from, token.stop))}</mark>);
+    at = Math.max(at, token.stop);
+  });
+  if (at < bytes.length) pieces.push(decoder.decode(bytes.slice(at)));
+  return <p class="tokens">{pieces}</p>;
+}

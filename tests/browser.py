@@ -1,0 +1,140 @@
+"""Debian's chromium without a screen, driven by the DevTools protocol. It can reach nothing but this machine, which it
+knows as HOST.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cluster import until
+from websockets.sync.client import ClientConnection, connect
+
+HOST = "sie.example"  # no loopback name: libraries of pages leave out there what they ask elsewhere
+_RESOLVER = f"MAP {HOST} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+
+
+class Page:
+    """One tab, by the DevTools protocol. `asked` has every address that it requested, `complaints` what its console
+    shows as wrong.
+    """
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._sent = 0
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        for domain in ("Network", "Runtime", "Log", "Page"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # only a page that has the focus may copy
+
+    def open(self, url: str) -> None:
+        answer = self.call("Page.navigate", url=url)
+        assert "errorText" not in answer, answer
+
+    def look(self, width: int, scheme: str = "light") -> None:
+        """Have the page this wide, in a colour scheme."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def evaluate(self, code: str) -> Any:
+        """The JSON value of a JavaScript expression, evaluated as if the user had just done something. Raises
+        AssertionError when it throws.
+        """
+        answer = self.call("Runtime.evaluate", expression=code, returnByValue=True, userGesture=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 10.0) -> Any:
+        """What an expression gives once it is good. Raises AssertionError with what it gave last."""
+        last: list[Any] = [None]
+
+        def is_good() -> bool:
+            last[0] = self.evaluate(code)
+            return bool(good(last[0]))
+
+        try:
+            until(is_good, timeout_s, code)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; last: {last[0]}; complaints: {self.complaints}") from None
+        return last[0]
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """The result of a method of the protocol. Raises AssertionError if it fails."""
+        self._sent += 1
+        self._socket.send(json.dumps({"id": self._sent, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._socket.recv(20))
+            if message.get("id") == self._sent:
+                assert "error" not in message, message
+                result: dict[str, Any] = message["result"]
+                return result
+            self._note(message["method"], message["params"])
+
+    def _note(self, event: str, told: dict[str, Any]) -> None:
+        if event == "Network.requestWillBeSent":
+            self.asked.append(told["request"]["url"])
+        elif event == "Network.webSocketCreated":
+            self.asked.append(told["url"])
+        elif event == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(told["exceptionDetails"]))
+        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
+            self.complaints.append(json.dumps(told["args"]))
+        elif event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+
+
+def typed(page: Page, element: str, text: str) -> None:
+    """Put a text into a field, as a person who pastes it does."""
+    page.evaluate(
+        f"(() => {{ const field = document.querySelector({json.dumps(element)}); "
+        "Object.getOwnPropertyDescriptor(Object.getPrototypeOf(field), 'value').set.call(field, "
+        f"{json.dumps(text)}); field.dispatchEvent(new Event('input', {{bubbles: true}})); "
+        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+
+
+def click(page: Page, element: str) -> None:
+    page.evaluate(f"document.querySelector({json.dumps(element)}).click()")
+
+
+@contextlib.contextmanager
+def browsing(profile: Path) -> Iterator[str]:
+    """A browser whose files are in `profile`. Gives host and port of its DevTools."""
+    argv = [
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "about:blank",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={profile}",
+        f"--host-resolver-rules={_RESOLVER}",
+        "--window-size=1280,900",
+    ]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+        try:
+            yield f"127.0.0.1:{until(lambda: _port(profile / 'DevToolsActivePort'), 30, 'a browser')}"
+        finally:
+            browser.terminate()
+            browser.wait(20)
+
+
+def _port(path: Path) -> str:
+    return path.read_text().partition("\n")[0] if path.exists() else ""
+
+
+@contextlib.contextmanager
+def tab(devtools: str) -> Iterator[Page]:
+    """A new tab, which is closed at the end."""
+    made = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=20).json()
+    with connect(made["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
+        yield Page(socket)
+        httpx.get(f"http://{devtools}/json/close/{made['id']}", timeout=20)

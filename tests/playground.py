@@ -1,0 +1,90 @@
+"""What a person does in the playground of the console, and what they read there and run from it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from browser import HOST, Page, click, typed
+
+KEY = "a-key-that-no-code-shows"
+ANSWER_S = 60.0  # the first request for a model loads it
+# what a person reads in the rows of a table
+CELLS = "[...document.querySelectorAll('{0} tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+COPIED = "document.addEventListener('copy', () => { window.copied = document.activeElement.value; })"
+
+
+def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
+    page.evaluate(
+        f"[...document.querySelectorAll('[name=verb]')].find(each => each.parentElement.innerText.trim() === '{verb}')"
+        ".click()"
+    )
+    page.wait("[...document.querySelectorAll('#model option')].map(each => each.value)", lambda names: model in names)
+    typed(page, "#model", model)
+    typed(page, "#beside", beside)
+
+
+def files(*given: tuple[str, str, bytes]) -> str:
+    """JavaScript that gives a DataTransfer with files, each by name, type and content."""
+    listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in given])
+    return (
+        f"(() => {{ const transfer = new DataTransfer(); for (const [name, type, text] of {listed}) "
+        "transfer.items.add(new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name, {type})); "
+        "return transfer; })()"
+    )
+
+
+def attach(page: Page, *given: tuple[str, str, bytes], to: str = "#files") -> None:
+    """Pick files as the file picker does, and wait until they are listed."""
+    page.wait(f"document.querySelectorAll('{to}').length", lambda count: count == 1)
+    listed = f"document.querySelector('{to}').closest('.drop').querySelectorAll('.files li').length"
+    before = page.evaluate(listed)
+    page.evaluate(
+        f"(() => {{ const field = document.querySelector('{to}'); field.files = {files(*given)}.files; "
+        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    page.wait(listed, lambda count: count == before + len(given))
+
+
+def ask(page: Page, results: int = 1) -> None:
+    """Run it, and wait for as many results."""
+    page.evaluate("document.querySelectorAll('.beside article').forEach(each => { each.dataset.old = 1; })")
+    page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
+    click(page, "#run")
+    fresh = "document.querySelectorAll('.beside article:not([data-old])').length"
+    page.wait(fresh, lambda count: count >= results, timeout_s=ANSWER_S)
+
+
+def copied(page: Page, kind: str, place: int = 0) -> str:
+    """What the button copies, with an address that a process of this machine knows as well."""
+    page.evaluate("window.copied = undefined")
+    page.evaluate(f"document.querySelectorAll('[data-copies={kind}]')[{place}].click()")
+    code: str = page.wait("window.copied ?? ''", bool)
+    return code.replace(f"//{HOST}:", "//127.0.0.1:")
+
+
+def by_curl(page: Page, place: int = 0) -> dict[str, Any]:
+    """The answer to the request that the page sent."""
+    environ = {**os.environ, "SIE_API_KEY": KEY}
+    argv = ["bash", "-c", copied(page, "curl", place)]
+    ran = subprocess.run(argv, capture_output=True, check=True, timeout=60, env=environ)
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    return answer
+
+
+def by_python(page: Page, shown: str, place: int = 0) -> Any:
+    """What `shown`, of the `results` of the copied program, is as JSON."""
+    program = f"{copied(page, 'Python', place)}\nimport json\nprint('told', json.dumps({shown}))\n"
+    environ = {**os.environ, "SIE_API_KEY": KEY}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=environ)
+    assert ran.returncode == 0, ran.stderr.decode()
+    return json.loads(ran.stdout.decode().rpartition("told ")[2])
+
+
+def bars(page: Page, within: str = "article") -> list[tuple[str, Any]]:
+    rows = page.evaluate(CELLS.format(f"{within} .bars"))
+    return [(row[0], float(row[2])) for row in rows]

@@ -1,0 +1,496 @@
+"""The playground of the console in a real browser: what each view shows is what the API answers, and the code that it
+gives to copy is the request that it sent.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import local_models
+import numpy as np
+import pytest
+from browser import HOST, Page, browsing, tab, typed
+from cluster import Cluster, running
+from image_files import encoded, picture, turned
+from parity import detector_checkpoints, qwen_checkpoints, reader_checkpoints
+from playground import CELLS, COPIED, KEY, ask, attach, bars, by_curl, by_python, choose, copied, files
+
+pytestmark = pytest.mark.debian
+
+KINDS = ("mini", "sparse", "late", "m3", "cross", "reranker", "gliner", "classes", "clip", "pages")
+PHOTO, OTHER = encoded(picture(120, 60)), encoded(picture(60, 90, seed=3))
+HARM = '<img src=x onerror="window.harmed = 1">'
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    models = local_models.under(tmp_path_factory.mktemp("playground-models"))
+    for kind in KINDS:
+        models.build(kind)
+    detector_checkpoints.grounding_dino(models.weights / "dino")
+    parameters = {"box_threshold": 0.02, "text_threshold": 0.0}
+    found = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 255}
+    models.add("dino", {**found, "run": {"parameters": parameters}})
+    reader_checkpoints.donut(models.weights / "donut")
+    read = {"family": "document-reader", "inputs": ["image"], "outputs": {"entities": 0, "data": 0}, "max_tokens": 100}
+    models.add("donut", {**read, "run": {"parameters": {"task": "<s_cord-v2>"}}})
+    qwen_checkpoints.qwen3_vl(models.weights / "ranker")
+    ranked = {"family": "multimodal-reranker", "inputs": ["text", "image"], "outputs": {"score": 0}, "max_tokens": 400}
+    bounds = {"min_pixels": qwen_checkpoints.MIN_3, "max_pixels": qwen_checkpoints.MAX_3, "precision": "float32"}
+    pair = ["Judge whether", "<Query>:{query}\n<Document>:{document}", " the end"]
+    head = {"yes_token": "y", "no_token": "n"}
+    models.add("ranker", {**ranked, "load": bounds, "pair": pair, "head": head})
+    qwen_checkpoints.colqwen(models.weights / "colqwen")
+    pages = {"family": "vision-language", "inputs": ["text", "image"], "max_tokens": 200}
+    outputs, load = {"multivector": qwen_checkpoints.WIDTH}, {"max_pixels": qwen_checkpoints.MOST}
+    models.add("colqwen", {**pages, "outputs": outputs, "load": {**load, "precision": "float32"}})
+    with running(
+        tmp_path_factory.mktemp("playground"), *models.arguments, "--no-spare", "--allowed-hosts", HOST
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
+        yield devtools
+
+
+@pytest.fixture
+def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
+    """The playground, which complained of nothing and asked no other host when the test is over."""
+    own = f"http://{HOST}:{cluster.port}/"
+    with tab(devtools) as page:
+        page.open(own)
+        page.wait("document.querySelector('#model')?.value", bool)
+        page.evaluate(COPIED)
+        yield page
+        assert page.evaluate("window.harmed ?? null") is None
+        assert page.complaints == []
+        assert [asked for asked in page.asked if not asked.startswith((own, "data:"))] == []
+
+
+def cosines(vectors: list[list[float]]) -> list[float]:
+    rows = np.array(vectors) / np.linalg.norm(vectors, axis=1, keepdims=True)
+    found: list[float] = (rows @ rows.T).ravel().tolist()
+    return found
+
+
+HEAT = "[...document.querySelectorAll('.heat td')].map(cell => Number(cell.innerText))"
+
+
+def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page) -> None:
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", 'a cat\na <b>kitten</b>\nit\'s "stocks" \\ $HOME `id`')
+    ask(page)
+    shown = page.evaluate(HEAT)
+    vectors = [item["dense"]["values"] for item in by_curl(page)["items"]]
+    assert shown == pytest.approx(cosines(vectors), abs=0.0051)
+    told = by_python(page, '[each["dense"].tolist() for each in results]')
+    assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
+    assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
+    assert "sie-client" in copied(page, "TypeScript")
+
+
+def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
+    """Picked, dropped and pasted; a file that is no image is refused by name."""
+    choose(page, "encode", "test/clip")
+    typed(page, "#texts", "a cat")
+    attach(page, ("picked.png", "image/png", PHOTO))
+    page.evaluate(
+        f"document.querySelector('#files').closest('.drop').dispatchEvent(new DragEvent('drop', {{bubbles: true, "
+        f"cancelable: true, dataTransfer: {files(('<b>dropped</b>.png', 'image/png', OTHER))}}}))"
+    )
+    page.wait("document.querySelectorAll('.files li').length", lambda count: count == 2)
+    page.evaluate(
+        "document.querySelector('#texts').dispatchEvent(new ClipboardEvent('paste', {bubbles: true, cancelable: true, "
+        f"clipboardData: {files(('pasted.png', 'image/png', PHOTO), ('a.pdf', 'application/pdf', b'%PDF'))}}}))"
+    )
+    page.wait("document.querySelectorAll('.files li').length", lambda count: count == 3)
+    assert "a.pdf" in page.wait("document.querySelector('.drop [role=alert]')?.innerText", bool)
+    previews = "[...document.querySelectorAll('.files img')].map(each => [each.complete, each.naturalWidth])"
+    page.wait(previews, lambda found: found == [[True, 120], [True, 60], [True, 120]])
+    ask(page)
+    sent = by_curl(page)
+    vectors = [item["dense"]["values"] for item in sent["items"]]
+    assert len(vectors) == 4
+    assert vectors[1] == pytest.approx(vectors[3], abs=1e-6)
+    assert page.evaluate(HEAT) == pytest.approx(cosines(vectors), abs=0.0051)
+    shown = page.evaluate("document.querySelector('.code[data-kind=curl]').textContent")
+    assert base64.b64encode(PHOTO).decode() not in shown  # it is cut on the page
+    assert base64.b64encode(PHOTO).decode() in copied(page, "curl")
+    told = by_python(page, '[each["dense"].tolist() for each in results]')
+    assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
+    page.evaluate("document.querySelector('[aria-label=\"Remove picked.png\"]').click()")
+    page.wait("document.querySelectorAll('.files li').length", lambda count: count == 2)
+
+
+def test_tokens_truncation_and_norms_are_those_of_the_reply(page: Page) -> None:
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", "a cat\na text that has more tokens than eight, which is where it is cut")
+    typed(page, "#further", '{"max_seq_length": ')
+    page.wait("document.querySelector('#run').disabled", bool)
+    typed(page, "#further", '{"max_seq_length": 8}')
+    ask(page)
+    sent = by_curl(page)
+    rows = page.evaluate(CELLS.format(".items tbody"))
+    for row, item in zip(rows, sent["items"], strict=True):
+        assert row[1] == str(item["usage"]["prompt_tokens"])
+        assert (row[2] == "truncated") is item["usage"]["truncated"]
+        assert row[3] == str(item["dense"]["dims"])
+        assert float(row[4]) == pytest.approx(math.hypot(*item["dense"]["values"]), abs=6e-5)
+    assert [row[2] for row in rows] == ["no", "truncated"]
+
+
+def test_sparse_weights_are_words_and_marks_in_the_text(page: Page, cluster: Cluster) -> None:
+    text = "The cat sat <b>there</b>, in Zürich."
+    choose(page, "encode", "test/sparse")
+    typed(page, "#texts", text)
+    ask(page)
+    page.wait("document.querySelectorAll('.tokens mark').length", lambda count: count > 2)
+    (item,) = by_curl(page)["items"]
+    pairs = dict(zip(item["sparse"]["indices"], item["sparse"]["values"], strict=True))
+    best = sorted(pairs, key=lambda each: -pairs[each])[:12]
+    route = f"{cluster.url}/tei/test/sparse"
+    body = {"ids": [[each] for each in best], "skip_special_tokens": False}
+    words = httpx.post(f"{route}/decode", json=body, timeout=20).json()
+    page.wait(CELLS.format(".bars"), lambda rows: rows[0][0] == words[0].strip())
+    shown = bars(page)
+    assert [name for name, _ in shown] == [word.strip() for word in words]
+    assert [value for _, value in shown] == pytest.approx([pairs[each] for each in best], abs=6e-5)
+    (tokens,) = httpx.post(f"{route}/tokenize", json={"inputs": [text]}, timeout=20).json()
+    marks = page.evaluate(
+        "[...document.querySelectorAll('.tokens mark')].map(each => [Number(each.dataset.id), each.title, "
+        "each.classList.contains('special')])"
+    )
+    assert [mark[0] for mark in marks] == [token["id"] for token in tokens]
+    assert [mark[2] for mark in marks] == [token["special"] for token in tokens]
+    assert [float(mark[1].rpartition(" ")[2]) for mark in marks] == pytest.approx(
+        [pairs.get(token["id"], 0.0) for token in tokens], abs=6e-5
+    )
+    specials = [token["text"] for token in tokens if token["special"]]
+    assert page.evaluate("document.querySelector('.tokens').textContent") == specials[0] + text + specials[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("test/late", ["[CLS]", "[D]", "T", "h", "e", "c", "at"]),
+        ("test/m3", ["T", "T", "h", "e", " ", "c", "a", "t"]),
+    ],
+)
+def test_each_token_of_a_query_meets_each_of_a_document(
+    page: Page, cluster: Cluster, model: str, names: list[str]
+) -> None:
+    query, texts = "where is it?", ["The cat, it sat on a mat.", "Rivers run north. <i>x</i>"]
+    choose(page, "encode", model)
+    if model == "test/m3":
+        typed(page, "#output", "multivector")
+    page.wait("document.querySelectorAll('#query').length", lambda count: count == 1)
+    typed(page, "#query", query)
+    typed(page, "#texts", "\n".join(texts))
+    ask(page)
+    asking, answered = by_curl(page, 0), by_curl(page, 1)
+    rows = np.array(asking["items"][0]["multivector"]["values"])
+    maps = [rows @ np.array(item["multivector"]["values"]).T for item in answered["items"]]
+    sums = [float(each.max(1).sum()) for each in maps]
+    assert sorted(bars(page), key=lambda bar: texts.index(bar[0])) == [
+        (text, pytest.approx(one, abs=6e-5)) for text, one in zip(texts, sums, strict=True)
+    ]
+    body = {
+        "query": {"text": query},
+        "items": texts,
+        **({"params": {"score_mode": "colbert"}} if "m3" in model else {}),
+    }
+    scored = httpx.post(f"{cluster.url}/v1/score/{model}", json=body, timeout=60).json()["scores"]
+    share = len(rows) if model == "test/m3" else 1  # BGE-M3 takes the mean
+    assert {each["item_id"]: each["score"] for each in scored} == {
+        f"item-{place}": pytest.approx(one / share, rel=1e-4) for place, one in enumerate(sums)
+    }
+    typed(page, "select.document", "0")
+    head = "[...document.querySelectorAll('.late thead th')].slice(1).map(each => each.title)"
+    page.wait(head, lambda found: found[: len(names)] == names)
+    assert len(page.evaluate(head)) == answered["items"][0]["multivector"]["num_tokens"]
+    cells = "[...document.querySelectorAll('.late tbody tr')].map(row => [...row.querySelectorAll('td')].map("
+    shown = np.array(page.evaluate(f"{cells}cell => Number(cell.innerText)))"))
+    assert np.abs(shown - maps[0]).max() < 0.0051
+    best = page.evaluate(f"{cells}cell => cell.classList.contains('best')).indexOf(true))")
+    assert best == maps[0].argmax(1).tolist()
+    assert page.evaluate("document.querySelectorAll('.late b, .late i').length") == 0
+
+
+def test_patches_lie_over_the_page_that_they_are_of(page: Page) -> None:
+    choose(page, "encode", "test/pages")
+    attach(page, ("page.png", "image/png", PHOTO))
+    typed(page, "#texts", "")
+    typed(page, "#query", "what total")
+    ask(page)
+    rects = "[...document.querySelectorAll('.patches rect')].map(each => Number(each.textContent))"
+    page.wait(rects, lambda found: len(found) == 16)
+    rows = np.array(by_curl(page, 0)["items"][0]["multivector"]["values"])
+    image = np.array(by_curl(page, 1)["items"][0]["multivector"]["values"])
+    products = rows @ image.T
+    assert page.evaluate(rects) == pytest.approx(products[:, :16].max(0).tolist(), abs=6e-5)
+    typed(page, "select.token", "2")
+    page.wait(rects, lambda found: found == pytest.approx(products[2, :16].tolist(), abs=6e-5))
+    typed(page, "[data-grid=first]", "16")
+    page.wait(rects, lambda found: found == pytest.approx(products[2, 16:].tolist(), abs=6e-5))
+    typed(page, "[data-grid=across]", "5")  # more than there are
+    page.wait(rects, lambda found: found == [])
+    same = "(() => { const [a, b] = ['.picture img', '.patches, .picture'].map(each => document.querySelector(each)"
+    box = page.evaluate(f"{same}.getBoundingClientRect()); return [a.width - b.width, a.height - b.height]; }})()")
+    assert np.abs(box).max() <= 3
+
+
+def test_boxes_lie_on_the_upright_picture_in_its_pixels(page: Page) -> None:
+    choose(page, "extract", "test/dino")
+    attach(page, ("turned.png", "image/png", turned(6, picture(60, 100))))
+    typed(page, "#labels", "a cat, <b>box</b>")
+    typed(page, "#further", '{"threshold": 0.0}')
+    assert page.evaluate("document.querySelectorAll('#texts').length") == 0
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    drawn = "[...document.querySelectorAll('.boxes rect')].map(each => ['x', 'y', 'width', 'height'].map(name => "
+    shown = page.wait(f"{drawn}Number(each.getAttribute(name))))", bool)
+    assert shown == [found["bbox"] for found in item["objects"]]
+    assert page.evaluate("document.querySelector('.boxes').getAttribute('viewBox')") == "0 0 100 60"
+    rows = page.evaluate(CELLS.format(".found tbody"))
+    assert [row[0] for row in rows] == [f"{place + 1} {one['label']}" for place, one in enumerate(item["objects"])]
+    assert [float(row[1]) for row in rows] == pytest.approx([one["score"] for one in item["objects"]], abs=6e-5)
+    least = round(item["objects"][5]["score"], 2)
+    typed(page, ".least", str(least))
+    kept = [one["bbox"] for one in item["objects"] if one["score"] >= least]
+    page.wait(f"{drawn}Number(each.getAttribute(name))))", lambda found: found == kept)
+    assert by_python(page, '[[one["bbox"] for one in each["objects"]] for each in results]') == [
+        [one["bbox"] for one in item["objects"]]
+    ]
+
+
+def test_spans_classes_and_what_a_page_says_are_shown(page: Page) -> None:
+    choose(page, "extract", "test/gliner")
+    text = "Ada Lovelace 🙂 met Charles in London."
+    typed(page, "#texts", text)
+    typed(page, "#further", '{"threshold": 0.1}')
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    marks = page.evaluate("[...document.querySelectorAll('.spans mark')].map(each => each.firstChild.data)")
+    assert marks
+    assert set(marks) <= {text[found["start"] : found["end"]] for found in item["entities"]}
+
+    typed(page, "#further", "")
+    typed(page, "#labels", "")
+    choose(page, "extract", "test/classes")
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    assert bars(page) == [(one["label"], pytest.approx(one["score"], abs=6e-5)) for one in item["classifications"]]
+
+    choose(page, "extract", "test/donut")
+    attach(page, ("receipt.png", "image/png", PHOTO))
+    typed(page, "#further", '{"max_new_tokens": 20}')
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    rows = page.evaluate(CELLS.format(".entities tbody"))
+    assert [row[:2] for row in rows] == [[one["label"], one["text"].strip()] for one in item["entities"]]
+    tree = page.evaluate("document.querySelector('.tree').textContent")
+    assert f"completion_tokens: {item['data']['completion_tokens']}" in tree
+    assert f"finish_reason: {item['data']['finish_reason']}" in tree
+
+
+FOUND = {
+    "entities": [{"text": HARM, "label": HARM, "score": 0.9, "start": None, "end": None, "bbox": [10, 20, 30, 15]}],
+    "relations": [{"head": HARM, "tail": "Bob", "relation": "met", "score": 0.75}],
+    "classifications": [{"label": HARM, "score": 0.5}],
+    "objects": [{"label": "a cat", "score": 0.25, "bbox": [1, 2, 3, 4]}],
+    "data": {"polygons": [[[1, 2, 3, 4, 5, 6]]], HARM: [HARM, 17, None, True], "deep": {"er": {"est": "leaf"}}},
+}
+FORGED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
+  const answer = await real(...given);
+  if (!String(given[0]).includes('/v1/extract')) return answer;
+  const told = await answer.json();
+  Object.assign(told.items[0], FOUND);
+  told.warnings = [told.items[0].entities[0].text];
+  told.model = told.items[0].entities[0].text;
+  return new Response(JSON.stringify(told), {status: 200});
+}; })()"""
+
+
+def test_relations_outlines_and_trees_are_shown_and_markup_does_nothing(page: Page) -> None:
+    """Answers that no small model gives."""
+    page.evaluate(FORGED.replace("FOUND", json.dumps(FOUND)))
+    choose(page, "extract", "test/dino")
+    attach(page, (f"{HARM}.png".replace("/", ""), "image/png", PHOTO))
+    ask(page)
+    page.wait("document.querySelectorAll('.boxes rect').length", lambda count: count == 2)
+    assert page.evaluate("document.querySelector('.boxes polygon').getAttribute('points')") == "1 2 3 4 5 6"
+    rows = page.evaluate(CELLS.format(".found tbody"))
+    assert [row[0] for row in rows] == ["1 a cat", f"2 {HARM}: {HARM}"]
+    assert [row[2] for row in rows] == ["1, 2, 3, 4", "10, 20, 30, 15"]
+    assert page.evaluate(CELLS.format(".relations tbody")) == [[HARM, "met", "Bob", "0.7500"]]
+    assert page.evaluate(CELLS.format(".entities tbody")) == [[HARM, HARM, "0.9000"]]
+    assert bars(page) == [(HARM, 0.5)]
+    tree = page.evaluate(
+        "(() => { for (let turn = 0; turn < 9; turn++) document.querySelectorAll('.tree summary').forEach(each => "
+        "{ if (!each.parentElement.open) each.click(); }); return 0; })()"
+    )
+    tree = page.wait("document.querySelector('.tree').innerText", lambda text: "leaf" in text)
+    assert f"0: {HARM}" in tree
+    assert "1: 17" in tree
+    assert page.evaluate("document.querySelector('article h2').innerText") == HARM
+    assert page.evaluate("document.querySelectorAll('article img[src=x]').length") == 0
+
+
+CATALOGUE = """(() => { const real = window.fetch; window.fetch = async (...given) => {
+  if (String(given[0]).includes('/v1/extract')) return new Response(JSON.stringify(REPLY), {status: 200});
+  const answer = await real(...given);
+  if (!String(given[0]).includes('/v1/models')) return answer;
+  const told = await answer.json();
+  told.models.push({...told.models[0], id: 'test/parser', inputs: ['document'], tasks: ['extract']});
+  return new Response(JSON.stringify(told), {status: 200});
+}; })()"""
+
+
+def test_documents_are_sent_with_the_format_that_their_content_does_not_tell(page: Page, cluster: Cluster) -> None:
+    """A parser of documents needs an environment of its own, so its catalogue entry and its answer are made here."""
+    slot: dict[str, Any] = {name: [] for name in ("entities", "relations", "classifications", "objects")}
+    item = {**slot, "data": {"markdown": HARM, "pages": 2}}
+    usage = {"total_tokens": 0, "truncated_items": []}
+    reply = {"model": "test/parser", "items": [item] * 2, "usage": usage, "timing": {}, "fingerprint": ""}
+    code = CATALOGUE.replace("REPLY", json.dumps(reply))
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=code)
+    page.open(f"http://{HOST}:{cluster.port}/?documents")
+    page.wait("location.search === '?documents' && document.querySelector('#model')?.value", bool)
+    page.evaluate(COPIED)
+    choose(page, "extract", "test/parser")
+    attach(page, ("a.pdf", "application/pdf", b"%PDF-1.7"), ("b.md", "", b"# Title"))
+    ask(page)
+    body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
+    pdf, markdown = (base64.b64encode(each).decode() for each in (b"%PDF-1.7", b"# Title"))
+    assert body["items"] == [
+        {"document": f"data:application/pdf;base64,{pdf}"},
+        {"document": {"data": f"data:application/octet-stream;base64,{markdown}", "format": "md"}},
+    ]
+    assert f"markdown: {HARM}" in page.evaluate("document.querySelector('.tree').innerText")
+
+
+def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page) -> None:
+    choose(page, "encode", "test/mini")
+    groups = "[...document.querySelectorAll('#beside optgroup')].map(each => each.label)"
+    page.wait(groups, lambda found: found == ["Profiles of this model", "Other models"])
+    typed(page, "#beside", "test/mini:bf16")
+    typed(page, "#texts", "a cat\nstocks")
+    ask(page, 3)
+    one, other = (np.array([each["dense"]["values"] for each in by_curl(page, at)["items"]]) for at in (0, 1))
+    told = page.evaluate("[...document.querySelectorAll('.same li')].map(each => parseFloat(each.innerText))")
+    expected = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+    assert told == pytest.approx(expected.tolist(), abs=1e-6)
+
+    choose(page, "score", "test/cross", "test/reranker")
+    texts = ["Paris is in France.", "Berlin is in Germany.", "Bread is made of flour.", "The river runs north."]
+    typed(page, "#texts", "\n".join(texts))
+    ask(page, 3)
+    ranks = [{one["item_id"]: one["rank"] + 1 for one in by_curl(page, at)["scores"]} for at in (0, 1)]
+    for row in page.evaluate(CELLS.format(".ranks tbody")):
+        item = f"item-{texts.index(row[0])}"
+        before, after = ranks[0][item], ranks[1][item]
+        assert row[1:3] == [str(before), str(after)]
+        assert (row[3] == "same") is (before == after)
+        assert ("▲" in row[3]) is (after < before)
+    by_id = {one["item_id"]: one["score"] for one in by_curl(page)["scores"]}
+    told = dict(by_python(page, '[[one["item_id"], one["score"]] for one in results["scores"]]'))
+    assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
+    shown = bars(page, "article:first-of-type")
+    assert [value for _, value in shown] == pytest.approx(sorted(by_id.values(), reverse=True), abs=6e-5)
+
+
+def test_a_picture_may_be_the_query(page: Page) -> None:
+    choose(page, "encode", "test/pages")
+    page.wait("document.querySelectorAll('#query').length", lambda count: count == 1)
+    typed(page, "#query", "")
+    attach(page, ("query.png", "image/png", OTHER), to="#query-files")
+    typed(page, "#texts", "a total")
+    ask(page)
+    body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
+    assert body["items"] == [{"images": [f"data:image/png;base64,{base64.b64encode(OTHER).decode()}"]}]
+    assert body["params"]["is_query"] is True
+    rows, text = (np.array(by_curl(page, at)["items"][0]["multivector"]["values"]) for at in (0, 1))
+    assert bars(page) == [("a total", pytest.approx((rows @ text.T).max(1).sum(), abs=6e-5))]
+
+
+def test_a_reranker_of_images_takes_one_on_either_side(page: Page) -> None:
+    choose(page, "score", "test/ranker")
+    typed(page, "#query", "is it the same?")
+    attach(page, ("query.png", "image/png", OTHER), to="#query-files")
+    attach(page, ("document.png", "image/png", PHOTO))
+    typed(page, "[aria-label='Text beside document.png']", "a square")
+    typed(page, "#texts", "a chair")
+    ask(page)
+    body = json.loads(re.findall(r"^\{.*\}$", copied(page, "curl"), re.MULTILINE)[0])
+    other, photo = (f"data:image/png;base64,{base64.b64encode(each).decode()}" for each in (OTHER, PHOTO))
+    assert body["query"] == {"text": "is it the same?", "images": [other]}
+    assert body["items"] == [{"text": "a chair"}, {"text": "a square", "images": [photo]}]
+    scores = by_curl(page)["scores"]
+    assert [value for _, value in bars(page)] == pytest.approx([one["score"] for one in scores], abs=6e-5)
+    told = by_python(page, '[one["score"] for one in results["scores"]]')
+    assert told == pytest.approx([one["score"] for one in scores], rel=1e-5)
+
+
+def test_the_patches_of_a_model_that_keeps_the_shape_have_that_shape(page: Page) -> None:
+    choose(page, "encode", "test/colqwen")
+    attach(page, ("page.png", "image/png", encoded(picture(112, 56))))
+    typed(page, "#texts", "")
+    ask(page)
+    page.wait("document.querySelector('.patches')?.getAttribute('viewBox')", lambda box: box == "0 0 4 2")
+    assert page.evaluate("document.querySelector('[data-grid=first]').value") == "4"
+
+
+def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster) -> None:
+    page.evaluate(f"sessionStorage.setItem('sie.key', '{KEY}')")
+    page.open(f"http://{HOST}:{cluster.port}/?again")
+    page.wait("document.querySelector('#sign-out') && document.querySelector('#model')?.value", bool)
+    page.evaluate(COPIED)
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", "a cat")
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    told = by_python(page, 'results[0]["dense"].tolist()')
+    assert told == pytest.approx(item["dense"]["values"], abs=1e-6)
+    for kind, name in (("curl", "$SIE_API_KEY"), ("Python", "SIE_API_KEY"), ("TypeScript", "process.env.SIE_API_KEY")):
+        code = copied(page, kind)
+        assert name in code
+        assert KEY not in code
+    assert KEY not in page.evaluate("document.body.innerHTML")
+    assert page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+def test_errors_are_read_as_text(page: Page) -> None:
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", HARM)
+    page.evaluate(
+        "(() => { const real = window.fetch; window.fetch = async (...given) => String(given[0]).includes('/v1/encode')"
+        f" ? new Response(JSON.stringify({{error: {{code: 'BAD', message: {json.dumps(HARM)}}}}}), {{status: 400}})"
+        " : real(...given); })()"
+    )
+    ask(page)
+    assert HARM in page.evaluate("document.querySelector('article [role=alert]').innerText")
+    assert page.evaluate("document.querySelectorAll('article img').length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_narrow_screen(page: Page, scheme: str) -> None:
+    page.look(360, scheme)
+    wide = "document.documentElement.scrollWidth - innerWidth"
+    choose(page, "encode", "test/late")
+    typed(page, "#texts", f"The cat, it sat on a mat. {'x' * 300}")
+    ask(page)
+    page.wait("document.querySelectorAll('.late td').length", bool)
+    assert page.evaluate(wide) <= 0
+    choose(page, "score", "test/cross", "test/reranker")
+    typed(page, "#texts", f"one\n{'y' * 300}\nthree")
+    ask(page, 3)
+    assert page.evaluate(wide) <= 0
