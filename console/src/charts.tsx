@@ -69,7 +69,7 @@ function Chart({ title, series, times }: { title: string; series: Series[]; time
         width: place.current.clientWidth || 300,
         height: HEIGHT,
         legend: { live: false },
-        axes: [axis, axis],
+        axes: [axis, { ...axis, size: 62 }],
         series: [
           {},
           ...series.map(([label], number) => ({

@@ -37,7 +37,7 @@ export function Placement() {
       </label>
       {value.lanes.map((lane) => (
         <div key={lane.lane}>
-          <h3>{`${lane.lane}: ${lane.workers} healthy workers, ${lane.models} models placed`}</h3>
+          <h3>{`${lane.lane}: healthy workers ${lane.workers}, models placed ${lane.models}`}</h3>
           <div class="scroll" tabIndex={0} role="region" aria-label={`Placement of ${lane.lane}`}>
             <table>
               <thead>
