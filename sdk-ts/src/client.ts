@@ -1,0 +1,99 @@
+import * as cluster from "./cluster.js";
+import { invalid } from "./errors.js";
+import { type CallOptions, type ClientOptions, Session } from "./options.js";
+import { stream } from "./streams.js";
+import type {
+  EncodeOptions, EncodeResult, ExtractOptions, ExtractResult, Health, Input, Model, ModelFilters, Results, ScoreOptions,
+  ScoreResult, StatusFrame, StreamOptions,
+} from "./types.js";
+import { ENCODE, EXTRACT, perItem, score, type Verb } from "./verbs.js";
+import { watch } from "./watching.js";
+
+/**
+ * Client of one server. `options` hold for all of its calls. Waits for capacity (a full queue, a loading model) up to 15
+ * minutes unless `waitForCapacity` is false. All methods throw SIEError and nothing else.
+ */
+export class SIEClient {
+  readonly pools: cluster.Pools;
+  readonly #session: Session;
+
+  constructor(options: ClientOptions) {
+    if (typeof options !== "object" || options === null) throw invalid("options: expected an object with baseUrl");
+    this.#session = Session.of(options);
+    this.pools = new cluster.Pools(this.#session);
+  }
+
+  /** Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`. */
+  encode(model: string, items: readonly Input[], options?: EncodeOptions): Promise<Results<EncodeResult>>;
+  encode(model: string, item: Input, options?: EncodeOptions): Promise<EncodeResult>;
+  encode(model: string, items: Input | readonly Input[], options: EncodeOptions = {}): Promise<unknown> {
+    return this.#each(ENCODE, model, items, options);
+  }
+
+  /** Scores of items against a query, best first. Throws for the query; an item that failed carries `error`. */
+  async score(model: string, query: Input, items: Input | readonly Input[], options: ScoreOptions = {}): Promise<ScoreResult> {
+    const { params, ...call } = options;
+    return score(model, query, listed(items), params, this.#session.forCall(call));
+  }
+
+  /** What is found in one item (a result) or in a list (a list of results, in order). */
+  extract(model: string, items: readonly Input[], options?: ExtractOptions): Promise<Results<ExtractResult>>;
+  extract(model: string, item: Input, options?: ExtractOptions): Promise<ExtractResult>;
+  extract(model: string, items: Input | readonly Input[], options: ExtractOptions = {}): Promise<unknown> {
+    return this.#each(EXTRACT, model, items, options);
+  }
+
+  /** Vectors of items as they come, in their order. What `source` throws is thrown as it is. */
+  encodeStream(
+    model: string,
+    source: Iterable<Input> | AsyncIterable<Input>,
+    { params, lingerMs, ...call }: EncodeOptions & StreamOptions = {},
+  ): AsyncGenerator<EncodeResult, void, undefined> {
+    return stream(ENCODE, model, source, params, lingerMs, this.#session.forCall(call));
+  }
+
+  /** What is found in items as they come, in their order. What `source` throws is thrown as it is. */
+  extractStream(
+    model: string,
+    source: Iterable<Input> | AsyncIterable<Input>,
+    { params, lingerMs, ...call }: ExtractOptions & StreamOptions = {},
+  ): AsyncGenerator<ExtractResult, void, undefined> {
+    return stream(EXTRACT, model, source, params, lingerMs, this.#session.forCall(call));
+  }
+
+  /** The catalogue, or what of it fits. */
+  async models(filters: ModelFilters = {}, options?: CallOptions): Promise<Model[]> {
+    return cluster.models(filters, this.#session.forCall(options));
+  }
+
+  /** One model or variant of the catalogue. Never loads it. */
+  async model(id: string, options?: CallOptions): Promise<Model> {
+    return cluster.model(id, this.#session.forCall(options));
+  }
+
+  /** What the cluster says of itself. */
+  async health(options?: CallOptions): Promise<Health> {
+    return cluster.health(this.#session.forCall(options));
+  }
+
+  /** The status of workers and models, each second, across reconnections, for as long as it is asked for. */
+  watch(options?: CallOptions): AsyncGenerator<StatusFrame, void, undefined> {
+    return watch(this.#session.forCall(options));
+  }
+
+  async #each<R>(
+    verb: Verb<R>,
+    model: string,
+    items: Input | readonly Input[],
+    { params, ...call }: EncodeOptions | ExtractOptions,
+  ): Promise<R | Results<R>> {
+    const found = await perItem(verb, model, listed(items), params, this.#session.forCall(call));
+    if (Array.isArray(items)) return found;
+    const [only] = found;
+    return only!;
+  }
+}
+
+function listed(items: Input | readonly Input[]): readonly Input[] {
+  return Array.isArray(items) ? (items as readonly Input[]) : [items as Input];
+}

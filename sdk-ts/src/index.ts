@@ -1,0 +1,8 @@
+export { SIEClient } from "./client.js";
+export type { Pools } from "./cluster.js";
+export type { Matrix, Numbers } from "./arrays.js";
+export * from "./errors.js";
+export type { components } from "./openapi.js";
+export type { CallOptions, ClientOptions, Progress, WebSocketClass, WebSocketLike } from "./options.js";
+export type * from "./types.js";
+export { VERSION } from "./version.js";

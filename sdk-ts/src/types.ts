@@ -1,0 +1,168 @@
+// What goes in and what comes out. Bodies and replies are those of the gateway's OpenAPI document (openapi.ts).
+
+import type { Matrix, Numbers } from "./arrays.js";
+import type { SIEError } from "./errors.js";
+import type { components } from "./openapi.js";
+import type { CallOptions } from "./options.js";
+
+type Schemas = components["schemas"];
+
+export type EncodeParams = Schemas["EncodeParams"];
+export type ScoreParams = Schemas["ScoreParams"];
+export type ExtractParams = Schemas["ExtractParams"];
+export type Model = Schemas["ModelInfo"];
+export type Health = Schemas["Health"];
+export type Worker = Schemas["WorkerInfo"];
+export type Pool = Schemas["Pool"];
+export type PoolOptions = Omit<Schemas["PoolRequest"], "name" | "gpus" | "ttl_seconds"> & { ttl_seconds?: number };
+
+/** The bytes of a file, or a string of base64 or a data URI; images also at `https:` addresses that the server allows. */
+export type File = string | Uint8Array | ArrayBuffer | Blob;
+export type Media = File | { data: File; format?: string };
+
+/** One input. `id` and `metadata` come back with the result. `multivector`: of a text that was encoded before. */
+export interface Item {
+  id?: string;
+  text?: string;
+  images?: Media | Media[];
+  document?: Media;
+  audio?: Media;
+  video?: Media;
+  metadata?: Record<string, unknown>;
+  multivector?: Matrix | ArrayLike<number>[];
+}
+
+export type Input = string | Item;
+
+export interface EncodeOptions extends CallOptions {
+  params?: EncodeParams;
+}
+export interface ScoreOptions extends CallOptions {
+  params?: ScoreParams;
+}
+export interface ExtractOptions extends CallOptions {
+  params?: ExtractParams;
+}
+
+/** Of a stream: how long a part that is not full waits for further inputs. 20 */
+export interface StreamOptions {
+  lingerMs?: number;
+}
+
+/** Milliseconds by stage. */
+export interface Timing {
+  queueMs: number;
+  tokenizationMs: number;
+  inferenceMs: number;
+  postprocessingMs: number;
+  totalMs: number;
+  [stage: string]: number;
+}
+
+/** Tokens of a call, positions of the items that were cut, number of images if there were any. */
+export interface Usage {
+  promptTokens: number;
+  totalTokens: number;
+  truncatedItems: number[];
+  images?: number;
+}
+
+/** Tokens of one item, 0 where it failed, and whether it was cut. */
+export interface ItemUsage {
+  promptTokens: number;
+  totalTokens: number;
+  truncated: boolean;
+}
+
+/** What every result tells of its request. */
+export interface Shared {
+  model: string;
+  timing: Timing;
+  fingerprint: string;
+  warnings: string[];
+  explain?: Record<string, unknown>[];
+  requestId: string;
+}
+
+/** The results of a list, in its order. `usage` is that of the whole call. */
+export type Results<T> = T[] & { usage: Usage };
+
+/** What an output is read with. `scale` and `offset` are of quantised ones; a multivector has one for each token. */
+export interface Output {
+  dtype: string;
+  dims: number;
+  scale?: number | Numbers;
+  offset?: number | Numbers;
+  source?: string;
+}
+
+/** `error` stands in place of outputs that failed. `outputs` describes each output. `muvera`: what made `dense`. */
+export interface EncodeResult extends Shared {
+  id?: string;
+  metadata?: Record<string, unknown>;
+  dense?: Numbers;
+  sparse?: { indices: Int32Array; values: Numbers };
+  multivector?: Matrix;
+  outputs: { dense?: Output; sparse?: Output; multivector?: Output };
+  muvera?: Record<string, unknown>;
+  usage: ItemUsage;
+  error?: SIEError;
+}
+
+/** `score` is null where the item failed; `error` tells why. */
+export interface ScoreEntry {
+  itemId: string;
+  score: number | null;
+  rank: number;
+  metadata?: Record<string, unknown>;
+  usage: ItemUsage;
+  error?: SIEError;
+}
+
+/** One entry per item, best first, failed ones last. `usage`: of the whole call. */
+export interface ScoreResult extends Shared {
+  queryId: string | null;
+  scores: ScoreEntry[];
+  usage: Usage;
+}
+
+export interface Span {
+  text: string;
+  label: string;
+  score: number;
+  /** `start` and `end` count code points, not UTF-16 units; null in what was read from an image. */
+  start?: number | null;
+  end?: number | null;
+  bbox?: number[] | null;
+  [name: string]: unknown;
+}
+
+/** Lists are empty where nothing was found. */
+export interface ExtractResult extends Shared {
+  id: string;
+  metadata?: Record<string, unknown>;
+  entities: Span[];
+  relations: Record<string, unknown>[];
+  classifications: Record<string, unknown>[];
+  objects: Record<string, unknown>[];
+  data: Record<string, unknown>;
+  usage: ItemUsage;
+  error?: SIEError;
+}
+
+/** What `watch` gives, each second. `timestamp`: seconds since 1970. */
+export interface StatusFrame {
+  timestamp: number;
+  cluster: Schemas["ClusterInfo"];
+  workers: Worker[];
+  models: Schemas["ModelSummary"][];
+  [name: string]: unknown;
+}
+
+export interface ModelFilters {
+  task?: "encode" | "score" | "extract";
+  output?: string;
+  loaded?: boolean;
+  /** false leaves profiles out. */
+  variants?: boolean;
+}

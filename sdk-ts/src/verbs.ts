@@ -1,0 +1,160 @@
+// encode, score and extract: what of a reply belongs to which item.
+
+import { type Matrix, matrix, vector } from "./arrays.js";
+import { isMap } from "./calls.js";
+import { errorClass, type SIEError, unreadable } from "./errors.js";
+import { idOf, item } from "./items.js";
+import { askAll, itemUsage, type Reply, Request, summed, timing } from "./parts.js";
+import type { Session } from "./options.js";
+import type {
+  EncodeParams, EncodeResult, ExtractParams, ExtractResult, Input, Output, Results, ScoreEntry, ScoreParams, ScoreResult,
+  Usage,
+} from "./types.js";
+
+/** A verb that gives one result per item. */
+export interface Verb<R> {
+  name: string;
+  result: (reply: Reply, slot: Record<string, unknown>, input: Input, place: number) => R;
+}
+
+export const ENCODE: Verb<EncodeResult> = { name: "encode", result: encoded };
+export const EXTRACT: Verb<ExtractResult> = { name: "extract", result: extracted };
+
+/** The results of a reply. Throws ServerError for one that is not as it should be. */
+export function results<R>(verb: Verb<R>, reply: Reply, inputs: readonly Input[]): R[] {
+  return reply.slots.map((slot, index) => {
+    const place = reply.start + index;
+    try {
+      return verb.result(reply, slot, inputs[index]!, place);
+    } catch (error) {
+      throw unreadable(`items[${place}]: ${(error as Error).message}`, reply.shared.requestId, error);
+    }
+  });
+}
+
+export async function perItem<R>(
+  verb: Verb<R>,
+  model: string,
+  inputs: readonly Input[],
+  params: EncodeParams | ExtractParams | undefined,
+  session: Session,
+): Promise<Results<R>> {
+  const request = new Request(verb.name, model, "items", { params: params ?? {} }, session, inputs.length);
+  if (!inputs.length) return withUsage([], summed([]));
+  const replies = await askAll(request, inputs, session);
+  const found = replies.flatMap((reply) =>
+    results(verb, reply, inputs.slice(reply.start, reply.start + reply.slots.length)),
+  );
+  return withUsage(found, summed(replies));
+}
+
+function withUsage<R>(found: R[], usage: Usage): Results<R> {
+  return Object.assign(found, { usage });
+}
+
+export async function score(
+  model: string,
+  query: Input,
+  inputs: readonly Input[],
+  params: ScoreParams | undefined,
+  session: Session,
+): Promise<ScoreResult> {
+  const sent = await item(query, "query");
+  const fixed = { query: sent.value, params: params ?? {} };
+  const request = new Request("score", model, "scores", fixed, session, inputs.length);
+  // scores come sorted, and ids may be given twice: places tell which entry is whose
+  const replies = await askAll(request, inputs, session, { byPlace: true, eachTokens: sent.tokens });
+  let scores = replies.flatMap((reply) => reply.slots.map((slot) => scored(slot, reply)));
+  if (replies.length > 1) {
+    scores.sort(
+      (one, other) =>
+        Number(one.score === null) - Number(other.score === null) ||
+        (other.score ?? 0) - (one.score ?? 0) ||
+        Number(one.itemId) - Number(other.itemId),
+    );
+    scores = scores.map((entry, rank) => ({ ...entry, rank, itemId: idOf(inputs[Number(entry.itemId)]!, Number(entry.itemId)) }));
+  }
+  const last = replies[replies.length - 1]!;
+  const queryId = last.body["query_id"];
+  return { ...last.shared, queryId: typeof queryId === "string" ? queryId : null, scores, usage: summed(replies) };
+}
+
+function scored(slot: Record<string, unknown>, reply: Reply): ScoreEntry {
+  const { item_id: itemId, score: value, rank } = slot;
+  if (typeof itemId !== "string" || (typeof value !== "number" && value !== null)) {
+    throw unreadable("scores: expected entries with item_id and score", reply.shared.requestId);
+  }
+  const entry: ScoreEntry = { itemId, score: value, rank: Number(rank), usage: itemUsage(slot["usage"]) };
+  if (isMap(slot["metadata"])) entry.metadata = slot["metadata"];
+  if (isMap(slot["error"])) entry.error = slotError(slot["error"], reply);
+  return entry;
+}
+
+function slotError(told: Record<string, unknown>, reply: Reply): SIEError {
+  const code = String(told["code"] ?? "");
+  const retryAfterS = told["retry_after_s"];
+  const facts = { code, requestId: reply.shared.requestId, retryable: told["retryable"] === true, details: told };
+  const after = typeof retryAfterS === "number" ? { retryAfterMs: retryAfterS * 1000 } : {};
+  return new (errorClass(code, 0))(`${code}: ${String(told["message"] ?? "")}`, { ...facts, ...after });
+}
+
+/** What slots of encode and extract have in common. */
+function common(reply: Reply, slot: Record<string, unknown>) {
+  return {
+    ...reply.shared,
+    ...(isMap(slot["timing"]) ? { timing: timing(slot["timing"]) } : {}),
+    ...(isMap(slot["metadata"]) ? { metadata: slot["metadata"] } : {}),
+    ...(isMap(slot["error"]) ? { error: slotError(slot["error"], reply) } : {}),
+    usage: itemUsage(slot["usage"]),
+  };
+}
+
+function encoded(reply: Reply, slot: Record<string, unknown>): EncodeResult {
+  const { id, dense, sparse, multivector } = slot;
+  const found: EncodeResult = { ...common(reply, slot), outputs: {} };
+  if (typeof id === "string") found.id = id;
+  if (isMap(reply.body["muvera"])) found.muvera = reply.body["muvera"];
+  if (isMap(dense)) {
+    found.dense = vector(dense["values"]);
+    found.outputs.dense = output(dense);
+  }
+  if (isMap(sparse)) {
+    const indices = vector(sparse["indices"]);
+    if (!(indices instanceof Int32Array)) throw new TypeError("sparse: expected indices of int32");
+    found.sparse = { indices, values: vector(sparse["values"]) };
+    found.outputs.sparse = output(sparse);
+  }
+  if (isMap(multivector)) {
+    const tokens: Matrix = matrix(multivector["values"]);
+    if (tokens.shape.length !== 2) throw new TypeError("multivector: expected two axes");
+    found.multivector = tokens;
+    found.outputs.multivector = output(multivector);
+  }
+  return found;
+}
+
+function output(told: Record<string, unknown>): Output {
+  const found: Output = { dtype: String(told["dtype"]), dims: Number(told["dims"] ?? told["token_dims"]) };
+  for (const name of ["scale", "offset"] as const) {
+    const value = told[name];
+    if (value !== undefined) found[name] = isMap(value) ? vector(value) : Number(value);
+  }
+  if (typeof told["source"] === "string") found.source = told["source"];
+  return found;
+}
+
+function extracted(reply: Reply, slot: Record<string, unknown>, input: Input, place: number): ExtractResult {
+  const list = (name: string) => {
+    const value = slot[name];
+    return Array.isArray(value) ? value.filter(isMap) : [];
+  };
+  return {
+    ...common(reply, slot),
+    id: idOf(input, place),
+    entities: list("entities") as ExtractResult["entities"],
+    relations: list("relations"),
+    classifications: list("classifications"),
+    objects: list("objects"),
+    data: isMap(slot["data"]) ? slot["data"] : {},
+  };
+}
