@@ -58,3 +58,6 @@ export async function ask<T>(sent: Sent, timeoutMs = TIMEOUT_MS): Promise<T> {
 }
 
 export const get = <T>(path: string, timeoutMs?: number): Promise<T> => ask<T>({ method: "GET", path }, timeoutMs);
+
+/** What the key of this page may do. Raises Refusal. */
+export const scopes = async (): Promise<string[]> => (await get<{ scopes: string[] }>("/v1/whoami", 10_000)).scopes;

@@ -1,6 +1,7 @@
 import { useState } from "preact/hooks";
 import { useAsked } from "./asked";
 import { Charts } from "./charts";
+import { DeadLetters } from "./dead-letters";
 import { Doctor } from "./doctor";
 import { Placement } from "./placement";
 import { Requests } from "./requests";
@@ -24,6 +25,7 @@ export function Cluster() {
       <Placement />
       <Reservations />
       <Requests />
+      <DeadLetters />
       <Doctor />
       <h2>Models</h2>
       <label class="row">

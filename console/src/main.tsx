@@ -21,6 +21,7 @@ function App() {
   const [wanted, setWanted] = useState("");
   const [refusal, setRefusal] = useState<Refusal>();
   const [signedIn, setSignedIn] = useState(0);
+  const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
   useEffect(() => {
     const changed = () => setView(viewOf(location.hash));
@@ -54,13 +55,15 @@ function App() {
   }, [signedIn, wanted]);
 
   function signIn(value: string) {
+    setWantsKey(false);
     keep(value);
     setModels(undefined);
     setRefusal(undefined);
     setSignedIn((count) => count + 1);
   }
 
-  if (refusal && (refusal.status === 401 || refusal.status === 403)) return <SignIn refusal={refusal} onKey={signIn} />;
+  const isRefused = refusal && (refusal.status === 401 || refusal.status === 403);
+  if (isRefused || wantsKey) return <SignIn refusal={isRefused ? refusal : undefined} onKey={signIn} onBack={isRefused ? undefined : () => setWantsKey(false)} />;
   return (
     <>
       <header>
@@ -72,7 +75,8 @@ function App() {
         </nav>
         <span class="rest">
           <a href="docs">API</a>
-          {key() && <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>}
+          {key() ? <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>
+            : <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in</button>}
         </span>
       </header>
       <main>
@@ -92,7 +96,7 @@ function App() {
   );
 }
 
-function SignIn({ refusal, onKey }: { refusal: Refusal; onKey: (value: string) => void }) {
+function SignIn({ refusal, onKey, onBack }: { refusal?: Refusal; onKey: (value: string) => void; onBack?: () => void }) {
   const [value, setValue] = useState("");
   return (
     <main class="sign-in">
@@ -108,9 +112,12 @@ function SignIn({ refusal, onKey }: { refusal: Refusal; onKey: (value: string) =
           API key
           <input id="key" type="password" autocomplete="off" spellcheck={false} value={value} onInput={(event) => setValue(event.currentTarget.value)} />
         </label>
-        {key() && <p class="bad" role="alert">{refusal.message}</p>}
-        <button type="submit">Sign in</button>
-        <p class="dim">The key needs the scope read; the playground also needs infer. It is kept in this tab until it is closed, and nowhere else.</p>
+        {refusal && key() && <p class="bad" role="alert">{refusal.message}</p>}
+        <span class="row">
+          <button type="submit">Sign in</button>
+          {onBack && <button type="button" onClick={onBack}>Go on without</button>}
+        </span>
+        <p class="dim">The key needs the scope read; the playground also infer, changes of models config, dead letters and the doctor admin. It is kept in this tab until it is closed, and nowhere else.</p>
       </form>
     </main>
   );

@@ -1,15 +1,8 @@
 import { useState } from "preact/hooks";
-import { get, Refusal } from "./api";
+import { ModelHistory } from "./model-history";
 import type { Model } from "./types";
 
 const SHOWN = 200; // rows of a table; a filter finds the rest
-
-interface Revision {
-  revision: string;
-  author?: string;
-  action?: string;
-  [name: string]: unknown;
-}
 
 export function Models({ models }: { models: Model[] }) {
   const [filter, setFilter] = useState("");
@@ -49,27 +42,22 @@ export function Models({ models }: { models: Model[] }) {
 }
 
 function Detail({ model }: { model: Model }) {
-  const [document, setDocument] = useState("");
   const rows: [string, string][] = [
     ["revision", model.revision ?? ""],
     ["fingerprint", model.fingerprint ?? ""],
     ["bundles", (model.bundles ?? []).join(", ")],
     ["workers", (model.workers ?? []).join(", ")],
     ["profiles", Object.keys(model.profiles ?? {}).join(", ")],
+    ["licence", model.license ?? ""],
+    ["precision", [...(model.precision?.served ?? []), model.precision?.reason ?? ""].filter(Boolean).join(", ")],
+    ["engine", [model.backend ?? "", model.engine?.reason ?? ""].filter(Boolean).join(", ")],
+    ["certificate", model.certificate ? JSON.stringify(model.certificate) : ""],
     ["prompts", (model.prompts ?? []).join(", ")],
     ["score scale", model.score_scale ?? ""],
     ["why it failed", model.last_error?.message ?? ""],
     ["alias of", (model.alias?.targets ?? []).map((each) => `${each.model} (${each.weight})`).join(", ")],
     ["shadow", model.alias?.shadow ? `${model.alias.shadow.model}, ${100 * model.alias.shadow.share} %` : ""],
   ];
-  async function show() {
-    try {
-      setDocument(JSON.stringify(await get<Revision>(`/v1/configs/models/${model.id}`), null, 2));
-    } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
-      setDocument(error.message);
-    }
-  }
   return (
     <>
       <dl class="facts">
@@ -78,8 +66,7 @@ function Detail({ model }: { model: Model }) {
       {model.downloads?.map((each) => (
         <p>{`${each.worker} downloads `}<progress max={each.total_bytes} value={each.done_bytes} aria-label={`Download at ${each.worker}`} /></p>
       ))}
-      <button type="button" onClick={show}>Show its entry</button>
-      {document && <pre class="code">{document}</pre>}
+      {!model.id.includes(":") && <ModelHistory model={model.id} />}
     </>
   );
 }

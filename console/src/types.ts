@@ -15,6 +15,10 @@ export interface Model {
   revision?: string | null;
   fingerprint?: string | null;
   certificate?: unknown;
+  license?: string | null;
+  precision?: { served: string[]; reason: string | null };
+  engine?: { served: string[]; reason: string | null };
+  backend?: string;
   variant_of?: string;
   bundles?: string[];
   score_scale?: string | null;

@@ -18,7 +18,16 @@ from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.configs import config_shape
-from sie_gateway import assignments, configs, dead_letter_routes, operations, overview, reserving, whoami
+from sie_gateway import (
+    assignments,
+    config_forward,
+    configs,
+    dead_letter_routes,
+    operations,
+    overview,
+    reserving,
+    whoami,
+)
 from sie_gateway.call import ErrorShape, family
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
 from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute, control
@@ -360,6 +369,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *TEI,
     *CONTROL,
     *CATALOGUE,
+    *config_forward.CONFIG_FORWARD,
     *overview.OVERVIEW,
     *dead_letter_routes.DEAD_LETTERS,
     *whoami.WHOAMI,

@@ -4,10 +4,13 @@ gateway.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,11 @@ import local_models
 import pytest
 from browser import HOST, Page, browsing, click, tab, typed
 from cluster import Cluster, running, until
+
+from sie_broker.nats import connect
+from sie_contracts import messages, topology
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
 
 pytestmark = pytest.mark.debian
 
@@ -169,6 +177,98 @@ def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     until(lambda: answers(cluster), 30, "the other gateway listens")
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
     assert page.evaluate("window.kept") == 1
+
+
+def sign_in(page: Page, cluster: Cluster) -> None:
+    """As the administrator of a `sie serve` that lets everybody read."""
+    click(page, "#sign-in")
+    page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
+    typed(page, "#key", cluster.access().admin_token)
+    click(page, "button[type=submit]")
+    page.wait("Boolean(document.querySelector('#sign-out'))", bool)
+
+
+def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> None:
+    entry = f"{cluster.url}/v1/configs/models/{ENCODER}"
+    before = httpx.get(entry, timeout=10)
+    page.open(f"http://{HOST}:{cluster.port}/#models")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    sign_in(page, cluster)
+    page.wait("Boolean(document.querySelector('#catalogue button'))", bool)
+    page.evaluate(f"[...document.querySelectorAll('#catalogue button')].find(e => e.innerText === '{ENCODER}').click()")
+    revisions = (
+        "[...document.querySelectorAll('.revisions tr')].map(row => [...row.cells].map(c => c.innerText.trim()))"
+    )
+    first = page.wait(revisions, lambda rows: len(rows) == 1)
+    click(page, ".show-entry")
+    document = json.loads(page.wait("document.querySelector('.entry')?.value ?? ''", lambda text: text))
+
+    typed(page, ".entry", "{")
+    click(page, ".write")
+    page.wait("document.querySelector('.history [role=alert]')?.innerText", lambda text: text and "JSON" in text)
+    typed(page, ".entry", json.dumps({**document, "max_tokens": "<img src=x onerror='window.harmed = 1'>"}))
+    click(page, ".write")
+    page.wait("document.querySelector('.history [role=alert]')?.innerText", lambda text: text and "max_tokens" in text)
+
+    typed(page, ".entry", json.dumps({**document, "max_tokens": document["max_tokens"] - 1}))
+    click(page, ".write")
+    rows = page.wait(revisions, lambda rows: len(rows) == 2)
+    assert rows[1][:4] == first[0][:4]
+    assert "max_tokens" in rows[0][4]
+    assert "SIE_ADMIN_TOKEN" in rows[0][2]
+    until(lambda: httpx.get(entry, timeout=10).json()["max_tokens"] == document["max_tokens"] - 1, 20, "the change")
+
+    click(page, ".rollback")
+    page.wait("Boolean(document.querySelector('.confirm'))", bool)
+    click(page, ".confirm")
+    page.wait(revisions, lambda rows: len(rows) == 3)
+    until(lambda: httpx.get(entry, timeout=10).json() == before.json(), 20, "what was before")
+    assert page.evaluate("window.harmed ?? null") is None
+    # the browser itself notes a refusal as a failed request
+    assert all("400" in each or "422" in each for each in page.complaints), page.complaints
+
+
+def given_up(cluster: Cluster, name: str, text: str) -> None:
+    """Work of which the broker keeps that it was given up."""
+    lane = topology.Lane("_default", "cpu", "default")
+    subject = topology.work_subject(lane, "interactive", ENCODER)
+    revision = httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["revision"]
+    item = WorkItem(f"r-{name}", 0, ENCODER, revision, "encode", (Input(text),), RunOptions(), "inbox", 1000)
+    error = ErrorInfo("INFERENCE_ERROR", "why")
+    letter = DeadLetter(name, subject, messages.encode(item), error, ("w7",), 5, 0, time.time())
+
+    async def write() -> None:
+        broker = await connect(cluster.broker_url(), name="test")
+        try:
+            await broker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), name)
+        finally:
+            await broker.close()
+
+    asyncio.run(write())
+
+
+def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Page) -> None:
+    given_up(cluster, "letter-1", "a private text")
+    given_up(cluster, "letter-2", "another one")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    page.wait("document.body.innerText", lambda text: "lacks the scope admin" in text)
+    sign_in(page, cluster)
+    show = "[...document.querySelectorAll('main form button')].find(each => each.innerText === 'Show')"
+    page.wait(f"Boolean({show})", bool)
+    page.evaluate(f"{show}.click()")
+    rows = page.wait(ROWS.format("dead-letters"), lambda rows: len(rows) == 2)
+    assert {row[1] for row in rows} == {"letter-1", "letter-2"}
+    assert "private" not in page.evaluate("document.body.innerText")
+    click(page, "[aria-label='Replay letter-1']")
+    left = page.wait(ROWS.format("dead-letters"), lambda rows: len(rows) == 1, timeout_s=90)
+    assert left[0][1] == "letter-2"
+    assert "letter-1: answered" in page.evaluate("document.body.innerText")
+    click(page, "[aria-label='Purge letter-2']")
+    page.wait("document.activeElement.id", lambda name: name == "purge")
+    click(page, "#purge")
+    page.wait(ROWS.format("dead-letters"), lambda rows: rows == [])
+    assert page.complaints == []
 
 
 @pytest.fixture(scope="module")

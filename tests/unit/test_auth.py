@@ -56,6 +56,11 @@ DOCUMENTED = """
     admin  POST /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
     admin  DELETE /v1/dead-letters /v1/dead-letters/{letter}
     any    GET /v1/whoami
+    read   GET /console/configs/org/name/history
+    config POST /console/configs /console/configs/org/name/rollback
+    config PUT /console/configs/org/name
+    config PATCH /console/configs/org/name
+    config DELETE /console/configs/org/name
     open   GET / /console/mine
     metrics GET /metrics
     read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status

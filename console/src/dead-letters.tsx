@@ -1,0 +1,131 @@
+import { useEffect, useState } from "preact/hooks";
+import { ask, get, Refusal, scopes } from "./api";
+
+const PATH = "/v1/dead-letters";
+const REPLAY_MS = 130_000; // above the longest replay
+
+interface Count { code: string; reason: string; count: number }
+interface Letter extends Record<string, unknown> { id: string; at: number; lane: string; code: string; reason: string; message: string; model: string; inputs: number | null; deliveries: number; deaths: number }
+interface Page { pool: string; pools: string[]; total: number; examined: number; counts: Count[]; letters: Letter[]; next: number | null }
+interface Replayed { id: string; state: string; errors: Count[] }
+
+/** Work that was given up: the list, one letter, its replay and its removal. Inputs are never told. */
+export function DeadLetters() {
+  const [mine, setMine] = useState<string[]>();
+  const [page, setPage] = useState<Page>();
+  const [asked, setAsked] = useState<Record<string, string>>({}); // the filter of the list on screen
+  const [after, setAfter] = useState(""); // where the next replay of all that fit goes on
+  const [chosen, setChosen] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
+  const [open, setOpen] = useState("");
+  const [purging, setPurging] = useState(""); // an id, or "all"
+  const [said, setSaid] = useState("");
+  const [isBusy, setBusy] = useState(false);
+
+  async function attempt(work: () => Promise<string>) {
+    setBusy(true);
+    setSaid("");
+    setPurging("");
+    try {
+      setSaid(await work());
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      setSaid(error.message);
+    } finally {
+      setBusy(false);
+    }
+  }
+  useEffect(() => void attempt(async () => (setMine(await scopes()), "")), []);
+
+  const query = (more: Record<string, string> = {}, filter = asked) => {
+    const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
+    return new URLSearchParams(named.filter(([, value]) => value));
+  };
+  const one = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
+  const read = async (more: Record<string, string> = {}, filter = asked) => setPage(await get<Page>(`${PATH}?${query(more, filter)}`, 20_000));
+  const older = (before: number) => attempt(async () => (await read({ before: `${before}` }), ""));
+  const show = () =>
+    attempt(async () => {
+      await read({}, chosen);
+      setAsked(chosen);
+      setAfter("");
+      return "";
+    });
+  const replay = (path: string) =>
+    attempt(async () => {
+      const told = await ask<Replayed | { replayed: Replayed[]; next: number | null }>({ method: "POST", path }, REPLAY_MS);
+      const all = "replayed" in told ? told.replayed : [told];
+      const next = "replayed" in told ? told.next : null;
+      setAfter(next === null ? "" : `${next}`);
+      await read();
+      return (all.map((each) => `${each.id}: ${[each.state, ...each.errors.map((error) => `${error.count} ${error.code} ${error.reason}`)].join(", ")}`).join("; ") || "nothing to replay") + (next === null ? "" : "; more are left");
+    });
+  const purge = () => {
+    const needsAll = ![...query().keys()].some((name) => name !== "pool");
+    const path = purging === "all" ? `${PATH}?${query(needsAll ? { all: "true" } : {})}` : one(purging);
+    return attempt(async () => {
+      const told = await ask<{ removed: number; complete: boolean }>({ method: "DELETE", path }, 60_000);
+      await read();
+      return `${told.removed} removed${told.complete ? "" : "; more are left"}`;
+    });
+  };
+  const field = (name: string, title: string) => (
+    <label>
+      {title}
+      <input value={chosen[name]} spellcheck={false} autocomplete="off" onInput={(event) => setChosen({ ...chosen, [name]: event.currentTarget.value })} />
+    </label>
+  );
+  return (
+    <>
+      <h2>Dead letters</h2>
+      {mine && !mine.includes("admin") && <p class="dim">Your key lacks the scope admin, which dead letters need.</p>}
+      {mine?.includes("admin") && (
+        <form class="row" onSubmit={(event) => { event.preventDefault(); void show(); }}>
+          {field("pool", "Pool")}{field("code", "Code")}{field("reason", "Reason")}{field("model", "Model")}{field("lane", "Lane")}
+          <button type="submit" disabled={isBusy}>Show</button>
+        </form>
+      )}
+      {purging && (
+        <p class="row" role="alertdialog" aria-label="Confirm the purge">
+          {purging === "all" ? "Forget all dead letters that fit the filter, with their inputs, for ever?" : `Forget dead letter ${purging}, with its inputs, for ever?`}
+          <button type="button" id="purge" ref={(each) => each?.focus()} onClick={purge}>Purge</button>
+          <button type="button" onClick={() => setPurging("")}>Keep</button>
+        </p>
+      )}
+      <p role="status">{isBusy ? "working" : said}</p>
+      {page && (
+        <>
+          <p class="dim">{`${page.total} in pool ${page.pool}; of the ${page.examined} looked at: ${page.counts.map((each) => `${each.count} ${each.code} ${each.reason}`).join(", ") || "none fits"}`}</p>
+          {page.letters.length > 0 && (
+            <>
+              <p class="row">
+                <button type="button" disabled={isBusy} onClick={() => replay(`${PATH}/replay?${query(after ? { after } : {})}`)}>{after ? "Replay the next 20" : "Replay 20 that fit"}</button>
+                <button type="button" disabled={isBusy} onClick={() => setPurging("all")}>Purge all that fit</button>
+                {page.next !== null && <button type="button" disabled={isBusy} onClick={() => older(page.next ?? 0)}>Older</button>}
+              </p>
+              <div class="scroll" tabIndex={0} role="region" aria-label="Dead letters">
+                <table>
+                  <thead><tr><th scope="col">time</th><th scope="col">id</th><th scope="col">model</th><th scope="col">lane</th><th scope="col">error</th><th scope="col" class="number">inputs</th><th scope="col" class="number">deliveries</th><th scope="col" class="number">deaths</th><th scope="col">actions</th></tr></thead>
+                  <tbody id="dead-letters">
+                    {page.letters.map((each) => (
+                      <tr key={each.id}>
+                        <td>{new Date(each.at * 1000).toLocaleString()}</td>
+                        <td><button type="button" class="link" aria-expanded={open === each.id} onClick={() => setOpen(open === each.id ? "" : each.id)}>{each.id}</button></td>
+                        <td>{each.model}</td><td>{each.lane}</td><td>{`${each.code} ${each.reason}`}</td>
+                        <td class="number">{each.inputs ?? "?"}</td><td class="number">{each.deliveries}</td><td class="number">{each.deaths}</td>
+                        <td>
+                          <button type="button" disabled={isBusy} aria-label={`Replay ${each.id}`} onClick={() => replay(one(each.id, "/replay"))}>Replay</button>{" "}
+                          <button type="button" disabled={isBusy} aria-label={`Purge ${each.id}`} onClick={() => setPurging(each.id)}>Purge</button>
+                        </td>
+                      </tr>
+                    ))}
+                  </tbody>
+                </table>
+              </div>
+              {page.letters.filter((each) => each.id === open).map((each) => <pre class="code">{JSON.stringify(each, null, 2)}</pre>)}
+            </>
+          )}
+        </>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,119 @@
+import { useEffect, useState } from "preact/hooks";
+import { ask, get, Refusal } from "./api";
+
+interface Change {
+  op?: string;
+  path?: string;
+  [name: string]: unknown;
+}
+
+interface Revision {
+  revision: number;
+  created_at: string;
+  operation: string;
+  author: string;
+  changes: Change[];
+}
+
+const told = (value: unknown): string => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
+
+/** A change as one line: its field, and what it was and is. */
+function line(change: Change): string {
+  const { op, path, ...rest } = change;
+  const values = Object.entries(rest).map(([name, value]) => `${name} ${told(value)}`);
+  return [op, path, ...values].filter(Boolean).join("  ");
+}
+
+const pathOf = (model: string): string => `/console/configs/${model.split("/").map(encodeURIComponent).join("/")}`;
+
+/** The revisions of a model with their authors and differences, a way back, and its entry to read and to change. */
+export function ModelHistory({ model }: { model: string }) {
+  const [revisions, setRevisions] = useState<Revision[]>();
+  const [trouble, setTrouble] = useState("");
+  const [done, setDone] = useState("");
+  const [asking, setAsking] = useState(0); // the revision whose rollback is to be confirmed
+  const [document, setDocument] = useState<string>();
+  const [isBusy, setBusy] = useState(false);
+  const own = pathOf(model);
+
+  async function guarded(work: () => Promise<void>) {
+    setTrouble("");
+    setDone("");
+    setBusy(true);
+    try {
+      await work();
+    } catch (error) {
+      if (!(error instanceof Refusal) && !(error instanceof SyntaxError)) throw error;
+      const needs = error instanceof Refusal && (error.status === 401 || error.status === 403);
+      setTrouble(needs ? `${error.message}: a key with the scope config may change models` : error.message);
+    } finally {
+      setBusy(false);
+    }
+  }
+  const read = () => guarded(async () => setRevisions((await get<{ revisions: Revision[] }>(`${own}/history`)).revisions));
+  const show = () => guarded(async () => setDocument(JSON.stringify(await get<unknown>(own.replace("/console/configs", "/v1/configs/models")), null, 2)));
+  const rollback = (revision: number) =>
+    guarded(async () => {
+      const written = await ask<{ revision: number }>({ method: "POST", path: `${own}/rollback`, body: { revision } });
+      setAsking(0);
+      setRevisions((await get<{ revisions: Revision[] }>(`${own}/history`)).revisions);
+      setDone(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
+    });
+  const write = () =>
+    guarded(async () => {
+      const entry: unknown = JSON.parse(document ?? "");
+      const written = await ask<{ revision: number; warnings: string[] }>({ method: "PUT", path: own, body: entry });
+      setRevisions((await get<{ revisions: Revision[] }>(`${own}/history`)).revisions);
+      setDone([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
+    });
+  useEffect(() => {
+    void read();
+  }, [model]);
+
+  return (
+    <div class="history">
+      <h3>History</h3>
+      {revisions && (
+        <div class="scroll" tabIndex={0} role="region" aria-label={`History of ${model}`}>
+          <table>
+            <thead><tr><th class="number">revision</th><th>when</th><th>author</th><th>operation</th><th>what changed</th><th>way back</th></tr></thead>
+            <tbody class="revisions">
+              {revisions.map((each, place) => (
+                <tr key={each.revision}>
+                  <td class="number">{each.revision}</td>
+                  <td>{each.created_at}</td>
+                  <td>{each.author}</td>
+                  <td>{each.operation}</td>
+                  <td class="wide">{each.changes.map((change) => <code>{line(change)}</code>)}</td>
+                  <td>
+                    {place > 0 && (asking === each.revision ? (
+                      <>
+                        <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(each.revision)}>{`Make revision ${each.revision} the newest`}</button>
+                        <button type="button" onClick={() => setAsking(0)}>Keep as it is</button>
+                      </>
+                    ) : (
+                      <button type="button" class="rollback" onClick={() => setAsking(each.revision)}>Roll back</button>
+                    ))}
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+      <p role="status">{done}</p>
+      {trouble && <p class="bad" role="alert">{trouble}</p>}
+      {document === undefined ? (
+        <button type="button" class="show-entry" onClick={show}>Show its entry</button>
+      ) : (
+        <>
+          <label>
+            {`Entry of ${model}, as JSON`}
+            <textarea class="entry" rows={16} spellcheck={false} value={document} onInput={(event) => setDocument(event.currentTarget.value)} />
+          </label>
+          <button type="button" class="write" disabled={isBusy} onClick={write}>Write</button>
+        </>
+      )}
+    </div>
+  );
+}
