@@ -89,7 +89,7 @@ def main() -> None:
     with contextlib.ExitStack() as stacked:
         case = fleet.Case(options.models, options.workers, options, stacked)
         gateway, url = case.stack.gateways[0], case.stack.urls[0]
-        folder = Path(stacked.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stacked.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         devtools = stacked.enter_context(browser.browsing(folder))
         time.sleep(fleet.SETTLE_S)
         say("| view | ms to the first view | gateway, of a core | kB a minute | longest frame, ms | longest task, ms |")

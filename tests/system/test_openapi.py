@@ -124,8 +124,8 @@ def test_the_examples_of_requests_work(document: Document, client: httpx.Client)
     """As they stand, but for the model: a success, or what a model of another kind says."""
     for method, path, operation in operations(document):
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
-        if body is None or path == "/v1/pools":
-            continue
+        if body is None or path == "/v1/pools" or path.startswith("/console/configs"):
+            continue  # these write
         body = {**body, "model": MODEL} if "model" in body else body
         answer = client.request(method, path.replace("{model}", MODEL), json=body)
         told = f"{path}: {answer.status_code} {answer.text[:300]}"
