@@ -301,8 +301,8 @@ def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Pa
     assert page.complaints == []
 
 
-def test_a_killed_worker_is_seen_within_three_seconds(cluster: Cluster, page: Page) -> None:
-    """Its heartbeat is overdue only after 15 s."""
+def test_a_killed_worker_is_seen_long_before_its_heartbeat_is_overdue(cluster: Cluster, page: Page) -> None:
+    """That is after 15 s. A machine with a core to spare sees it within 3 s."""
     page.open(f"http://{HOST}:{cluster.port}/#cluster")
     page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     (supervisor,) = [cluster.process.pid] if cluster.process is not None else []
@@ -310,7 +310,7 @@ def test_a_killed_worker_is_seen_within_three_seconds(cluster: Cluster, page: Pa
     cluster.signal(supervisor, signal.SIGSTOP)  # else another one is there before anybody has looked
     try:
         cluster.signal(sidecar, signal.SIGKILL)
-        page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "unhealthy", timeout_s=3.0)
+        page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "unhealthy", timeout_s=9.0)
     finally:
         cluster.signal(supervisor, signal.SIGCONT)
     page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy", timeout_s=60)
