@@ -1,0 +1,163 @@
+// The suite against a real server, in Node and in a browser: each case throws where something is not as it should be.
+
+import {
+  type ClientOptions, InvalidInputError, ModelNotFoundError, SIEAbortError, SIEClient, SIEConnectionError,
+} from "../src/index.js";
+
+const MINI = "test/mini";
+const TEXTS = ["a cat", "a longer text about kittens and other small animals", "a tax form"];
+
+function check(condition: unknown, what: string): asserts condition {
+  if (!condition) throw new Error(what);
+}
+
+function equal(found: unknown, wanted: unknown, what = ""): void {
+  const [one, other] = [JSON.stringify(found), JSON.stringify(wanted)];
+  check(one === other, `${what}: ${one} is not ${other}`);
+}
+
+function near(found: ArrayLike<number>, wanted: ArrayLike<number>, most = 1e-6): void {
+  equal(found.length, wanted.length, "length");
+  for (let place = 0; place < found.length; place++) {
+    const off = Math.abs(found[place]! - wanted[place]!);
+    check(off <= most, `[${place}]: ${found[place]} is not ${wanted[place]}`);
+  }
+}
+
+async function thrown(work: Promise<unknown>): Promise<unknown> {
+  return work.then(
+    () => check(false, "nothing was thrown"),
+    (error: unknown) => error,
+  );
+}
+
+/** The cases by their names. `options`: of the server. */
+export function suite(options: ClientOptions): Record<string, () => Promise<void>> {
+  const client = new SIEClient(options);
+
+  /** What the API answers in JSON, which this client does not read. */
+  async function json(path: string, body: unknown): Promise<any> {
+    const headers = { "content-type": "application/json", accept: "application/json" };
+    const answer = await fetch(`${String(options.baseUrl)}${path}`, { method: "POST", headers, body: JSON.stringify(body) });
+    check(answer.ok, `${path}: ${answer.status}`);
+    return answer.json();
+  }
+
+  return {
+    async "vectors are those of JSON, with what their request cost"() {
+      const found = await client.encode(MINI, TEXTS);
+      const wanted = (await json(`/v1/encode/${MINI}`, { items: TEXTS })).items;
+      found.forEach((each, place) => near(each.dense!, wanted[place].dense.values, 1e-3));
+      check(found.usage.totalTokens > 0, "usage");
+      const { timing, requestId, model } = found[0]!;
+      for (const stage of ["queueMs", "inferenceMs", "totalMs"] as const) check(timing[stage] >= 0, stage);
+      check(timing.totalMs >= timing.inferenceMs, "the whole is more than a part");
+      check(requestId.length > 10, "request id");
+      equal(model, MINI);
+      const one = await client.encode(MINI, { id: "mine", text: TEXTS[0] });
+      equal(one.id, "mine");
+      near(one.dense!, found[0]!.dense!, 1e-3);
+    },
+
+    async "each type of numbers is read as what it is"() {
+      const [plain] = await client.encode(MINI, [TEXTS[0]!]);
+      const [half] = await client.encode(MINI, [TEXTS[0]!], { params: { output_dtype: "float16" } });
+      near(half!.dense!, plain!.dense!, 2e-3);
+      const [bytes] = await client.encode(MINI, [TEXTS[0]!], { params: { output_dtype: "int8" } });
+      check(bytes!.dense instanceof Int8Array, "int8");
+      const [bits] = await client.encode(MINI, [TEXTS[0]!], { params: { output_dtype: "binary" } });
+      equal(bits!.dense!.length * 8, plain!.dense!.length);
+    },
+
+    async "sparse and late-interaction vectors have their shapes"() {
+      const params = { output_types: ["dense", "sparse", "multivector"] as ("dense" | "sparse" | "multivector")[] };
+      const found = await client.encode("test/m3", "hello world", { params });
+      const wanted = (await json("/v1/encode/test/m3", { items: ["hello world"], params })).items[0];
+      equal([...found.sparse!.indices], wanted.sparse.indices);
+      near(found.sparse!.values, wanted.sparse.values, 1e-3);
+      const { data, shape } = found.multivector!;
+      equal(shape[0], wanted.multivector.values.length);
+      near(data.slice(0, shape[1]), wanted.multivector.values[0], 1e-3);
+    },
+
+    async "documents are ranked"() {
+      const documents = ["queue", "river search", "kernel"];
+      const found = await client.score("test/cross", "river search", documents);
+      const wanted = (await json("/v1/score/test/cross", { query: "river search", items: documents })).scores;
+      equal(found.scores.map((each) => each.itemId), wanted.map((each: { item_id: string }) => each.item_id));
+      near(found.scores.map((each) => each.score!), wanted.map((each: { score: number }) => each.score), 1e-3);
+      equal(found.scores.map((each) => each.rank), [0, 1, 2]);
+    },
+
+    async "spans lie where they are in the text"() {
+      const text = "Ada met Charles in 東京 🗼 today.";
+      const found = await client.extract("test/gliner", text, { params: { labels: ["person", "place"], threshold: 0.3 } });
+      const letters = [...text]; // positions are code points
+      for (const span of found.entities) equal(letters.slice(span.start!, span.end!).join(""), span.text);
+      check(found.entities.length > 0, "something is found");
+    },
+
+    async "a stream gives what a list gives, in its order"() {
+      const texts = Array.from({ length: 60 }, (_, number) => `text ${number}`);
+      async function* source() {
+        yield* texts;
+      }
+      const wanted = await client.encode(MINI, texts);
+      let place = 0;
+      for await (const each of client.encodeStream(MINI, source(), { partTokens: 64 })) {
+        near(each.dense!, wanted[place++]!.dense!, 2e-3);
+      }
+      equal(place, texts.length);
+    },
+
+    async "a list in several parts is one list"() {
+      const texts = Array.from({ length: 40 }, (_, number) => `text ${number}`);
+      const progress: number[] = [];
+      const found = await client.encode(MINI, texts, { partTokens: 32, onProgress: ({ done }) => progress.push(done) });
+      const [last] = await client.encode(MINI, [texts[39]!]);
+      near(found[39]!.dense!, last!.dense!, 2e-3);
+      equal(progress[progress.length - 1], 40);
+      check(progress.length > 2, "several parts");
+    },
+
+    async "errors have their classes"() {
+      const missing = await thrown(client.encode("test/min", "a"));
+      check(missing instanceof ModelNotFoundError, `${String(missing)}`);
+      equal([missing.code, missing.status], ["MODEL_NOT_FOUND", 404]);
+      check((missing.details["suggestions"] as string[]).includes(MINI), "suggestions");
+      check((await thrown(client.encode(MINI, { text: 7 as never }))) instanceof InvalidInputError, "a text that is none");
+      const none = new SIEClient({ baseUrl: "http://127.0.0.1:9", connectionTimeoutMs: 0 });
+      check((await thrown(none.health())) instanceof SIEConnectionError, "nobody there");
+      const ends = new AbortController();
+      ends.abort();
+      check((await thrown(client.encode(MINI, "a", { signal: ends.signal }))) instanceof SIEAbortError, "aborted");
+    },
+
+    async "what is refused for now is asked again"() {
+      let calls = 0;
+      const refusing = async (input: string, init: RequestInit): Promise<Response> => {
+        calls += 1;
+        if (calls > 2) return fetch(input, init);
+        const error = { code: "QUEUE_FULL", message: "full", retryable: true };
+        return new Response(JSON.stringify({ error }), { status: 503, headers: { "retry-after": "0", "content-type": "application/json" } });
+      };
+      const patient = new SIEClient({ ...options, fetch: refusing });
+      equal((await patient.encode(MINI, "a")).model, MINI);
+      equal(calls, 3);
+    },
+
+    async "models, pools and health are told"() {
+      check((await client.models({ task: "score" })).some((each) => each.id === "test/cross"), "models");
+      equal((await client.model(MINI)).id, MINI);
+      check((await client.pools.list()).some((each) => each.name === "default"), "pools");
+      equal((await client.health()).status, "healthy");
+    },
+
+    async "the status is watched"() {
+      for await (const frame of client.watch()) {
+        check(frame.workers.length === 1, "one worker");
+        return;
+      }
+    },
+  };
+}

@@ -1,0 +1,115 @@
+"""The TypeScript client: its suite against a real server, in Node and in Chromium, and the examples of its README."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import local_models
+import pytest
+from browser import browsing, tab
+from cluster import MODEL, Cluster, running
+
+pytestmark = pytest.mark.debian
+
+CLIENT = Path(__file__).parents[2] / "sdk-ts"
+PAGE = """<!doctype html><title>suite</title>
+<script type="importmap">{"imports": {"@msgpack/msgpack": "/node_modules/@msgpack/msgpack/dist.esm/index.mjs"}}</script>
+<script type="module">
+import { suite } from "/build/test/suite.js";
+const told = {};
+for (const [name, run] of Object.entries(suite({ baseUrl: "BASE" }))) {
+  try { await run(); told[name] = "passed"; } catch (error) { told[name] = String(error.stack); }
+}
+window.told = told;
+</script>"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Nobody reads it."""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, installed and built, with its suite."""
+    folder = tmp_path_factory.mktemp("typescript") / "sdk-ts"
+    shutil.copytree(CLIENT, folder, ignore=shutil.ignore_patterns("node_modules", "dist", "build"))
+    examples = re.findall(r"```ts\n(.*?)```", (CLIENT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert len(examples) >= 3
+    for number, code in enumerate(examples):
+        (folder / "test" / f"example-{number}.ts").write_text(code, "utf-8")
+    for command in (
+        ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
+        ["npm", "run", "build"],
+        ["npx", "tsc", "--project", "tsconfig.test.json", "--noUncheckedIndexedAccess", "false"],
+    ):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(package: Path) -> Iterator[str]:
+    """The address of a server of the package's files, as a page of somebody else has it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(package))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, site: str) -> Iterator[Cluster]:
+    models = local_models.under(tmp_path_factory.mktemp("typescript-models"))
+    for kind in ("mini", "m3", "cross", "gliner"):
+        models.build(kind)
+    folder = tmp_path_factory.mktemp("typescript-cluster")
+    with running(folder, *models.arguments, "--no-spare", environ={"SIE_CORS_ORIGINS": site}) as cluster:
+        yield cluster
+
+
+def test_the_suite_passes_in_node(package: Path, cluster: Cluster) -> None:
+    environ = {**os.environ, "SIE_URL": cluster.url}
+    done = subprocess.run(
+        ["node", "--test", "build/test/node.test.js"],
+        cwd=package,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_suite_passes_in_chromium(
+    package: Path, cluster: Cluster, site: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (package / "page.html").write_text(PAGE.replace("BASE", cluster.url), "utf-8")
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
+        page.open(f"{site}/page.html")
+        told = page.wait("window.told ?? null", lambda found: found is not None, timeout_s=240)
+    assert len(told) >= 11
+    assert set(told.values()) == {"passed"}, json.dumps(told, indent=2)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_examples_of_the_readme_run(package: Path, cluster: Cluster, number: int) -> None:
+    """With a model of this server in place of the one that they name."""
+    code = (package / f"build/test/example-{number}.js").read_text("utf-8")
+    code = code.replace("http://127.0.0.1:8080", cluster.url).replace(MODEL, "test/mini")
+    program = package / f"example-{number}.mjs"
+    program.write_text(code, "utf-8")
+    done = subprocess.run(["node", program], cwd=package, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    wanted = ("Float32Array", "no model named", "32000")[number]
+    assert wanted in done.stdout or number == 2, done.stdout
+    assert done.stdout.strip()
