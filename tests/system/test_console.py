@@ -271,6 +271,58 @@ def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Pag
     assert page.complaints == []
 
 
+# markup in every text of every reply that the page reads, words of the API's own left out: these decide what is shown
+POISONED = """(() => {
+  const own = /^[a-z_.]{1,14}$/;
+  const harm = value =>
+    typeof value === 'string'
+      ? (own.test(value) ? value : value + '<img src=x onerror="window.harmed = 1"><b id=harm>')
+    : Array.isArray(value) ? value.map(harm)
+    : value && typeof value === 'object'
+      ? Object.fromEntries(Object.entries(value).map(([name, each]) => [own.test(name) ? name : harm(name), harm(each)]))
+    : value;
+  const real = window.fetch;
+  window.fetch = async (...given) => {
+    const answer = await real(...given);
+    const told = await answer.json();
+    return new Response(JSON.stringify(harm(told)), {status: answer.status});
+  };
+})()"""
+
+
+@pytest.mark.parametrize(
+    ("view", "pressed"),
+    [
+        ("playground", ["#run"]),
+        ("models", ["#catalogue button", ".show-entry"]),
+        ("cluster", ["#requests button", "#doctor"]),
+    ],
+)
+def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pressed: list[str]) -> None:
+    httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
+    if view == "cluster":
+        given_up(cluster, "letter-3", "text")
+    page.open("about:blank")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=POISONED)
+    page.open(f"http://{HOST}:{cluster.port}/#{view}")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    sign_in(page, cluster)
+    for element in pressed:
+        page.wait(f"Boolean(document.querySelector('{element}'))", bool, timeout_s=20)
+        click(page, element)
+    fields = "[...document.querySelectorAll('textarea, option')].map(each => each.value).join(' ')"
+    shown = f"document.body.innerText + {fields}"
+    page.wait(shown, lambda text: "<img src=x" in text, timeout_s=20)
+    if view == "cluster":
+        page.wait("Boolean(document.querySelector('#findings'))", bool, timeout_s=60)
+        show = "[...document.querySelectorAll('main form button')].find(each => each.innerText === 'Show')"
+        page.wait(f"Boolean({show})", bool)
+        page.evaluate(f"{show}.click()")
+        page.wait("Boolean(document.querySelector('#dead-letters'))", bool)
+    assert page.evaluate("document.querySelectorAll('img[src=x], #harm').length") == 0
+    assert page.evaluate("window.harmed ?? null") is None
+
+
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The source of axe-core, of the version that the console's lock file names."""
