@@ -279,7 +279,8 @@ POISONED = """(() => {
       ? (own.test(value) ? value : value + '<img src=x onerror="window.harmed = 1"><b id=harm>')
     : Array.isArray(value) ? value.map(harm)
     : value && typeof value === 'object'
-      ? Object.fromEntries(Object.entries(value).map(([name, each]) => [own.test(name) ? name : harm(name), harm(each)]))
+      ? Object.fromEntries(
+          Object.entries(value).map(([name, each]) => [own.test(name) ? name : harm(name), harm(each)]))
     : value;
   const real = window.fetch;
   window.fetch = async (...given) => {
