@@ -1,0 +1,150 @@
+"""OpenAI's files and batches over HTTP, in the shapes that its clients read.
+
+Source: the OpenAI API reference, sections Files and Batch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from sie_contracts.api.jobs import Metadata
+
+ENDPOINTS = ("/v1/embeddings", "/v1/encode", "/v1/score", "/v1/extract", "/v1/rerank")
+Purpose = Literal["batch", "batch_output", "jobs", "user_data"]
+BatchState = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+
+
+class FileObject(Struct, kw_only=True, frozen=True):
+    """A file that was uploaded, or that a batch wrote."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "file-0192f0c17d3e70008000000000000000",
+        "object": "file",
+        "bytes": 140,
+        "created_at": 1790000000,
+        "filename": "requests.jsonl",
+        "purpose": "batch",
+        "status": "processed",
+        "expires_at": None,
+    }
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class FilePage(Struct, kw_only=True):
+    """Files, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class FileDeleted(Struct, kw_only=True):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+class BatchRequest(Struct, kw_only=True, frozen=True):
+    """A batch: each line of the file is one request to `endpoint`, with its `custom_id` and `body`."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "input_file_id": FileObject.EXAMPLE["id"],
+        "endpoint": "/v1/embeddings",
+        "completion_window": "24h",
+    }
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Annotated[str, Meta(pattern=r"^[1-9]\d{0,5}[smhd]$")] = "24h"
+    metadata: Metadata | None = None
+    output_expires_after: dict[str, Any] | UnsetType = UNSET
+
+
+class BatchError(Struct, kw_only=True, frozen=True):
+    """Why a batch failed as a whole."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(Struct, kw_only=True, frozen=True):
+    """A list of them."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchError]
+
+
+class BatchCounts(Struct, kw_only=True, frozen=True):
+    """Requests of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(Struct, kw_only=True, frozen=True):
+    """A batch. Times are whole seconds since 1970."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "batch_0192f0c17d3e70008000000000000000",
+        "object": "batch",
+        "endpoint": "/v1/embeddings",
+        "errors": None,
+        "input_file_id": FileObject.EXAMPLE["id"],
+        "completion_window": "24h",
+        "status": "in_progress",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": 1790000000,
+        "request_counts": {"total": 100, "completed": 20, "failed": 0},
+        "metadata": None,
+    }
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchErrors | None = None
+    input_file_id: str
+    completion_window: str
+    status: BatchState
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None = None
+
+
+class BatchPage(Struct, kw_only=True):
+    """Batches, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None

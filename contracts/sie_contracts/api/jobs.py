@@ -1,0 +1,234 @@
+"""Jobs over HTTP: work on whole files that runs beside the requests of clients, and survives any process.
+
+A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), asks one model, and writes one answer for each
+row, in files that are named by a manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from sie_contracts.api.shapes import MINI
+from sie_contracts.errors import ErrorInfo
+
+JobOperation = Literal["encode", "score", "extract"]
+InputFormat = Literal["jsonl", "csv", "parquet", "images"]
+OutputFormat = Literal["parquet", "jsonl", "npy"]
+JobState = Literal[
+    "queued", "planning", "running", "paused", "finalizing", "completed", "failed", "cancelled", "expired"
+]
+ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "expired"})
+SHARD_ROWS = 10_000
+MAX_SHARD_ROWS = 100_000
+MAX_METADATA = 16  # as OpenAI has it
+
+_Url = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Column = Annotated[str, Meta(min_length=1, max_length=256)]
+_Template = Annotated[str, Meta(min_length=1, max_length=4096)]
+_Window = Annotated[str, Meta(pattern=r"^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$")]
+Metadata = dict[str, Annotated[str, Meta(max_length=512)]]
+
+
+class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a job reads: exactly one of `file` and `url`.
+
+    `file`: the id of a file that was uploaded (`/v1/files`). `url`: one object, or all objects below a path that ends
+    in `/`, in a place that SIE_JOBS_URLS allows. `format` is known by the name of an object, if it is not given.
+
+    `text`, `query`, `document`: templates over the columns of a row, such as `{title}\\n{body}`; the text to encode or
+    to extract from, the query and the document of a score. `image`: a column of image files. `id`: the column of ids;
+    by default a row is named by its object and its number there. `keep`: columns that the output repeats.
+    """
+
+    file: str = ""
+    url: Annotated[str, Meta(max_length=1024)] = ""
+    format: InputFormat | None = None
+    id: Annotated[str, Meta(max_length=256)] = ""
+    text: Annotated[str, Meta(max_length=4096)] = ""
+    query: Annotated[str, Meta(max_length=4096)] = ""
+    document: Annotated[str, Meta(max_length=4096)] = ""
+    image: Annotated[str, Meta(max_length=256)] = ""
+    keep: tuple[_Column, ...] = ()
+
+
+class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a job writes. `url`: the place of its files, below one that SIE_JOBS_URLS allows; by default they are kept
+    with the job and read over HTTP.
+
+    `sink`: the name of a database of SIE_JOBS_SINKS that gets the vectors as well, into the collection or table
+    `collection`.
+    """
+
+    url: Annotated[str, Meta(max_length=1024)] = ""
+    format: OutputFormat = "parquet"
+    sink: Annotated[str, Meta(max_length=64)] = ""
+    collection: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9_-]*$")] = ""
+
+
+class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A job. `params` are those of a request of the operation.
+
+    `tokens_per_s` and `windows` bound when and how fast it works: `windows` are times of the day, such as
+    `22:00-06:00`, in the time zone `time_zone`. `deadline`: seconds since 1970, by which the forecast is judged; what
+    has not run then is not run any more only where `expires` is true. `cache`: answers of earlier jobs by the same
+    model and parameters are taken where the input is the same.
+    """
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": MINI,
+        "input": {"file": "file-0192f0c17d3e70008000000000000000", "text": "{title}\n{body}", "id": "id"},
+    }
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    input: JobInput
+    output: JobOutput = JobOutput()
+    operation: JobOperation = "encode"
+    params: dict[str, Any] = {}
+    name: Annotated[str, Meta(max_length=128)] = ""
+    metadata: Metadata = {}
+    pool: Annotated[str, Meta(max_length=63)] = ""
+    machine_profile: Annotated[str, Meta(max_length=63)] = ""
+    shard_rows: Annotated[int, Meta(ge=1, le=MAX_SHARD_ROWS)] = SHARD_ROWS
+    tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    windows: tuple[_Window, ...] = ()
+    time_zone: Annotated[str, Meta(max_length=64)] = "UTC"
+    deadline: Annotated[float, Meta(ge=0)] = 0.0
+    expires: bool = False
+    cache: bool = False
+
+
+class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
+    """Rows: in all (None until they are counted), answered, and answered with an error. `reused`: answers that were
+    taken from the cache or from an equal row. `tokens`: that were computed. Shards: parts of the input.
+    """
+
+    rows: int | None = None
+    done: int = 0
+    failed: int = 0
+    reused: int = 0
+    tokens: int = 0
+    shards: int | None = None
+    shards_done: int = 0
+    shards_failed: int = 0
+
+
+class Forecast(Struct, kw_only=True, frozen=True):
+    """When a job will be done: at `done_at` give or take `plus_minus_s`, by `rows_per_s` of the last minutes.
+    `workers` serve its lane now; `workers_needed` of them would keep its deadline, None without one.
+    """
+
+    done_at: float
+    plus_minus_s: float
+    rows_per_s: float
+    workers: int
+    workers_needed: int | None = None
+
+
+class JobError(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Why a job ended, is paused, or cannot go on for now."""
+
+    code: str
+    message: str
+    param: str = ""
+
+
+class JobInfo(Struct, kw_only=True, frozen=True):
+    """A job. Times are seconds since 1970.
+
+    `trouble`: what it waits for, while it tries again by itself. `errors`: rows with an error, by its code. `broken`:
+    parts of the input that could not be read, at most 20. `fingerprint`: what the vectors were made with; a job never
+    mixes two.
+    """
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "job-0192f0c17d3e70008000000000000000",
+        "object": "job",
+        "state": "running",
+        "created_at": 1790000000.0,
+        "updated_at": 1790000060.0,
+        "model": MINI,
+        "operation": "encode",
+        "counts": {
+            "rows": 1000000,
+            "done": 120000,
+            "failed": 3,
+            "reused": 0,
+            "tokens": 900000,
+            "shards": 100,
+            "shards_done": 12,
+            "shards_failed": 0,
+        },
+        "errors": {"INVALID_INPUT": 3},
+        "request": JobRequest.EXAMPLE,
+    }
+
+    id: str
+    object: Literal["job"] = "job"
+    state: JobState
+    name: str = ""
+    created_at: float
+    updated_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    model: str
+    operation: str
+    counts: JobCounts
+    errors: dict[str, int] = {}
+    error: JobError | None = None
+    trouble: JobError | None = None
+    broken: list[str] = []
+    fingerprint: str = ""
+    output_url: str = ""
+    owner: str = ""
+    forecast: Forecast | None = None
+    request: JobRequest
+
+
+class JobPage(Struct, kw_only=True):
+    """Jobs, the newest first. `next`: the `after` of the page that follows, None on the last one."""
+
+    object: Literal["list"] = "list"
+    data: list[JobInfo]
+    next: str | None = None
+
+
+class JobPart(Struct, kw_only=True, frozen=True):
+    """A file of a job's output. `source`: the part of the input whose rows it answers, in their order."""
+
+    name: str
+    rows: int
+    failed: int
+    bytes: int
+    sha256: str
+    source: str
+
+
+class JobManifest(Struct, kw_only=True, frozen=True):
+    """The output of a job, as `manifest.json` beside its files says it once the job has ended."""
+
+    job: str
+    state: str
+    url: str
+    format: str
+    model: str
+    fingerprint: str
+    rows: int
+    failed: int
+    parts: list[JobPart]
+    broken: list[str] = []
+    next: int | None = None
+
+
+class JobDeleted(Struct, kw_only=True):
+    """A job that is forgotten."""
+
+    id: str
+    object: Literal["job"] = "job"
+    deleted: bool = True
+
+
+def job_error(info: ErrorInfo) -> JobError:
+    """As the API tells it."""
+    return JobError(code=info.code, message=info.message, param=info.param)
