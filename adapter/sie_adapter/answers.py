@@ -216,7 +216,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
             found = found / (1 + found.abs())  # a sum of products has no bound
         elif "multivector" in weights and not per_row:
             found = found / max(1, len(query["multivector"]))
-        found = (1 + found) / 2
+        found = ((1 + found) / 2).clamp(0, 1)  # a cosine of float32 is above 1 by its rounding
     return _scores(found)
 
 

@@ -696,3 +696,15 @@ def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[i
     for mixed in (documents, [answers.Given(rows) if index % 2 else rows for index, rows in enumerate(documents)]):
         expected = answers._late_scores(answers.Given(query), mixed)
         torch.testing.assert_close(answers._late_scores_at_once(query, mixed), expected)
+
+
+def test_a_relevance_is_at_most_1_where_the_cosine_of_float32_is_above_it() -> None:
+    torch.manual_seed(0)
+    options = RunOptions(outputs=("dense",), parameters={"relevance": True})
+    found = [
+        answers.side_scores(options, {"dense": row}, {"dense": [row, -row]}, per_row=True)
+        for row in torch.randn(256, 32)
+    ]
+    scores = [answer.score for each in found for answer in each if isinstance(answer, answers.Answer)]
+    assert len(scores) == 512
+    assert all(score is not None and 0 <= score <= 1 for score in scores)
