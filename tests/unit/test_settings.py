@@ -115,6 +115,12 @@ DOCUMENTED = {
     "SIE_STREAM_STORAGE": Documented("file", "memory", ("disk", "")),
     "SIE_STREAM_REPLICAS": Documented("1", "3", ("0", "6", "x", "")),
     "SIE_QUEUE_MAX_BYTES": Documented("1073741824", "1048576", ("1048575", "1g", "")),
+    "SIE_JOBS_URLS": Documented(UNSET, "s3://bucket/a,/mnt/jobs", (",", "ftp://host/x", "s3://a,gs://")),
+    "SIE_JOBS_SINKS": Documented(
+        UNSET,
+        f"main=qdrant://host:6333,pg=postgresql://user:{CANARY}@host/db",
+        (",", "main", "main=", "=qdrant://host", "a b=qdrant://host", "a=qdrant://h,a=qdrant://h", "a=qdrant://h:x"),
+    ),
     "SIE_POOL": Documented("_default", "batch_2", ("a.b", "a b", "x" * 64, "")),
     "SIE_BUNDLE": Documented("default", "vision", ("two words", "")),
     "SIE_IPC_SOCKET_PATH": Documented("/tmp/sie-ipc.sock", "/run/sie.sock", ("sie.sock", "/" + "x" * 100, "")),
@@ -348,7 +354,14 @@ def test_the_knobs_of_each_mode_are_the_documented_ones() -> None:
 
 # secrets
 
-SECRETS = {"SIE_ADMIN_TOKEN", "SIE_CONFIG_READ_TOKEN", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS", "SIE_NATS_PASSWORD"}
+SECRETS = {
+    "SIE_ADMIN_TOKEN",
+    "SIE_CONFIG_READ_TOKEN",
+    "SIE_AUTH_TOKEN",
+    "SIE_AUTH_TOKENS",
+    "SIE_NATS_PASSWORD",
+    "SIE_JOBS_SINKS",
+}
 WITH_CREDENTIALS = {
     "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222",
     "SIE_CONFIG_SERVICE_URL": f"http://u:{CANARY}@config",

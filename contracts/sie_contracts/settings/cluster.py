@@ -19,6 +19,8 @@ from sie_contracts.settings.values import (
     PORT,
     SECRET,
     SECRETS,
+    SINKS,
+    STORES,
     Secret,
     choice,
     number,
@@ -244,4 +246,20 @@ class ClusterSettings:
         "gateway",
         whole(1 << 20),
         "Maximum size of the work stream of a pool, bytes. When it is full, new work is refused.",
+    )
+    jobs_urls: tuple[str, ...] | None = row(
+        None,
+        "SIE_JOBS_URLS",
+        "gateway",
+        STORES,
+        "Places that jobs may read from and write to: everything below one of these URLs, and nothing else. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: jobs read uploaded files and keep their output themselves.",
+        waits_for="jobs",
+    )
+    jobs_sinks: tuple[tuple[str, Secret], ...] | None = row(
+        None,
+        "SIE_JOBS_SINKS",
+        "gateway",
+        SINKS,
+        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME. A comma in a password is written as %2C. Unset: none.",
+        waits_for="jobs",
     )

@@ -183,6 +183,28 @@ def _store(*, file_urls: bool = True, paths: bool = True) -> Parse:
     return parse
 
 
+def _stores(text: str) -> tuple[str, ...]:
+    found = _list_of(text)
+    for url in found:
+        store_url(url)
+    return found
+
+
+def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
+    """Names of databases with their URLs, which may hold passwords."""
+    found: dict[str, Secret] = {}
+    for part in _list_of(text):
+        name, equals, url = part.partition("=")
+        pieces = urlsplit(url)
+        _ = pieces.port  # raises ValueError out of range
+        if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in found:
+            raise ValueError
+        if not pieces.scheme or not pieces.hostname:
+            raise ValueError
+        found[name] = Secret(url)
+    return tuple(found.items())
+
+
 def _socket_path(text: str) -> str:
     if not text.startswith("/") or len(text.encode()) > 100:
         raise ValueError
@@ -225,6 +247,8 @@ LABEL = pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-
 DEVICE = pattern("auto, cuda, cuda:N, mps or cpu", r"auto|cpu|mps|cuda(:\d+)?", lower=True)
 STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)
 CLUSTER_STORE = "s3://bucket/prefix or gs://bucket/prefix", _store(file_urls=False, paths=False)
+STORES = "a comma-separated list of s3://bucket/prefix, gs://bucket/prefix, file:///path or paths", _stores
+SINKS = "a comma-separated list of NAME=URL", _sinks
 PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _store()
 POOL = "1 to 63 letters, digits, _ or -", pool_name
 NATS = _url("nats", "tls")
@@ -247,4 +271,4 @@ DEFAULT_MODELS = (
     "a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict",
     _pairs,
 )
-SECRETIVE = frozenset({_secret, _secrets, password})  # parsers of values that are never shown
+SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of values that are never shown

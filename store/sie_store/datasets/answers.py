@@ -1,0 +1,151 @@
+"""The answers to the rows of a span, as columns: what a part of the output holds, in any format.
+
+Columns are those of the API: `dense` with `dense_scale` and `dense_offset` of integers, `sparse_indices` and
+`sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of an extraction. A row
+with an error has none of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.jobs import MAX_CODES
+from sie_store.datasets.rows import Row
+
+Array = NDArray[Any]
+EXTRACTED = ("entities", "relations", "classifications", "objects", "data")
+OTHER = "OTHER"  # errors beyond the codes that are counted apart
+
+
+class About(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a part says of itself, and what is counted in it."""
+
+    job: str
+    shard: int
+    model: str
+    fingerprint: str
+    rows: int = 0
+    failed: int = 0
+    reused: int = 0
+    tokens: int = 0
+    codes: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one row. `arrays` by the names of `messages.Ok`: `dense`, `dense.scale`, `sparse.indices`, ..."""
+
+    error: ErrorInfo | None = None
+    tokens: int = 0
+    truncated: bool = False
+    arrays: dict[str, Array] = field(default_factory=dict)
+    score: float | None = None
+    data: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Answers in the order of the rows. `dense`: [rows, width], zeros where a row has an error. `ragged`: outputs of
+    which each row has another number, by column, None where a row has none. `numbers`: float32 [rows], by column, NaN
+    where a row has none.
+    """
+
+    about: About
+    ids: list[str]
+    kept: dict[str, list[Any]]
+    errors: list[ErrorInfo | None]
+    tokens: NDArray[np.int32]
+    truncated: NDArray[np.bool_]
+    dense: Array | None = None
+    numbers: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    ragged: dict[str, list[Array | None]] = field(default_factory=dict)
+    extracted: dict[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> NDArray[np.bool_]:
+        return np.array([error is None for error in self.errors], bool)
+
+
+def shard_of(about: About, rows: Sequence[Row], answers: Sequence[Answer], keep: Sequence[str] = ()) -> Shard:
+    """The shard of a span. Raises ValueError where vectors of its rows have different widths or types."""
+    errors = [answer.error for answer in answers]
+    tokens = np.array([answer.tokens for answer in answers], np.int32)
+    about = msgspec.structs.replace(
+        about,
+        rows=len(rows),
+        failed=sum(error is not None for error in errors),
+        tokens=int(tokens.sum(dtype=np.int64)),
+        codes=counted(error.code for error in errors if error is not None),
+    )
+    names = {name for answer in answers for name in answer.arrays}
+    good = [answer for answer in answers if answer.error is None]
+    extracted = {name: [_found(answer, name) for answer in answers] for name in EXTRACTED}
+    numbers: dict[str, NDArray[np.float32]] = {
+        _column(name): _numbers(answers, lambda answer, name=name: answer.arrays.get(name))  # type: ignore[misc]
+        for name in ("dense.scale", "dense.offset")
+        if name in names
+    }
+    if any(answer.score is not None for answer in good):
+        numbers["score"] = _numbers(answers, lambda answer: answer.score)
+    ragged = ("sparse.indices", "sparse.values", "multivector", "multivector.scale", "multivector.offset")
+    return Shard(
+        about,
+        [row.id for row in rows],
+        {name: [row.kept.get(name) for row in rows] for name in keep},
+        errors,
+        tokens,
+        np.array([answer.truncated for answer in answers], bool),
+        _stacked(answers) if "dense" in names else None,
+        numbers,
+        {_column(name): _ragged(answers, name) for name in ragged if name in names},
+        {name: values for name, values in extracted.items() if any(value is not None for value in values)},
+    )
+
+
+def counted(codes: Any) -> dict[str, int]:
+    """How many there are of each code; the most frequent MAX_CODES by their names."""
+    ordered = Counter(codes).most_common()
+    found = dict(ordered[:MAX_CODES])
+    if rest := sum(count for _, count in ordered[MAX_CODES:]):
+        found[OTHER] = found.get(OTHER, 0) + rest
+    return found
+
+
+def _column(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _found(answer: Answer, name: str) -> Any:
+    return None if answer.error is not None or answer.data is None else answer.data.get(name)
+
+
+def _numbers(answers: Sequence[Answer], value: Callable[[Answer], Any]) -> NDArray[np.float32]:
+    found = np.full(len(answers), np.nan, np.float32)
+    for at, answer in enumerate(answers):
+        if answer.error is None and (number := value(answer)) is not None:
+            found[at] = np.asarray(number).reshape(-1)[0]
+    return found
+
+
+def _stacked(answers: Sequence[Answer]) -> Array:
+    arrays = [answer.arrays["dense"] for answer in answers if answer.error is None]
+    if len({(array.shape, array.dtype) for array in arrays}) != 1:
+        raise ValueError("dense: vectors of one shard have different widths or types")
+    made = np.zeros((len(answers), arrays[0].size), arrays[0].dtype)
+    made[[answer.error is None for answer in answers]] = arrays
+    return made
+
+
+def _ragged(answers: Sequence[Answer], name: str) -> list[Array | None]:
+    arrays = [None if answer.error is not None else answer.arrays.get(name) for answer in answers]
+    if len({(array.shape[1:], array.dtype) for array in arrays if array is not None}) > 1:
+        raise ValueError(f"{name}: vectors of one shard have different widths or types")
+    return arrays

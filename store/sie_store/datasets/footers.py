@@ -1,0 +1,127 @@
+"""Parquet: the footer says how many rows lie where, and a span reads its own columns and row groups alone.
+
+Rows of a span are numbered in the whole object. Its `start` and `end` are the row groups in which they lie: whole
+groups, or one group of which it is a part. Where a group begins is in the footer, which the reader has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sie_contracts.errors import InvalidInput
+from sie_store.datasets.objects import Found, RangeFile
+from sie_store.datasets.places import Place
+from sie_store.datasets.scan import Cut
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+BUFFER_BYTES = 8 << 20  # of each column chunk that is being read
+BATCH_ROWS = 1024
+MAX_FOOTER_BYTES = 64 << 20
+
+
+class Group(NamedTuple):
+    """A row group: its rows, and the bytes of the columns that are read once they are decoded."""
+
+    rows: int
+    size: int
+
+
+class Footer(NamedTuple):
+    columns: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+
+def malformed(source: str) -> InvalidInput:
+    return InvalidInput(f"{source}: the object is no valid Parquet file", reason="malformed", param="input.url")
+
+
+def _opened(place: Place, what: Found) -> ParquetFile:
+    """Raises InvalidInput, StoreError."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    file = RangeFile(place, what)
+    file.seek(max(0, what.size - 8))
+    tail = file.read(8)
+    if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(what.size, MAX_FOOTER_BYTES):
+        raise malformed(what.source)
+    file.seek(0)
+    try:
+        return ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise malformed(what.source) from error
+
+
+def footer(place: Place, what: Found, names: Collection[str]) -> Footer:
+    """The footer of an object; sizes are those of the columns `names`. For a thread. Raises InvalidInput,
+    StoreError.
+    """
+    import pyarrow as pa
+
+    with _opened(place, what) as file:
+        metadata = file.metadata
+        try:
+            columns = tuple(file.schema_arrow.names)
+        except pa.ArrowException as error:
+            raise malformed(what.source) from error
+        if metadata.num_row_groups == 0:
+            return Footer(columns, ())
+        schema = file.schema
+        leaves = [at for at in range(len(schema)) if schema.column(at).path.split(".")[0] in names]
+        groups = []
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            size = sum(group.column(at).total_uncompressed_size for at in leaves)
+            groups.append(Group(group.num_rows, size))
+        return Footer(columns, tuple(groups))
+
+
+def cuts(groups: Sequence[Group], max_rows: int, max_bytes: int) -> Iterator[Cut]:
+    """Spans of whole row groups, as many as fit; a larger group is split evenly by rows."""
+    first = row = size = start = 0
+    for number, group in enumerate(groups):
+        if row > first and (row + group.rows - first > max_rows or size + group.size > max_bytes):
+            yield Cut(first, row - first, start, number)
+            first = row
+        if row == first:
+            start, size = number, 0
+        if group.rows > max_rows or (group.size > max_bytes and group.rows > 1):
+            parts = max(-(-group.rows // max_rows), min(group.rows, -(-group.size // max_bytes)))
+            step = -(-group.rows // parts)
+            for begin in range(0, group.rows, step):
+                yield Cut(row + begin, min(step, group.rows - begin), number, number + 1)
+            row += group.rows
+            first = row
+            continue
+        row, size = row + group.rows, size + group.size
+    if row > first:
+        yield Cut(first, row - first, start, len(groups))
+
+
+def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The columns `names` of the rows of a span. For a thread. Raises InvalidInput, StoreError."""
+    import pyarrow as pa
+
+    with _opened(place, what) as file:
+        known = [name for name in names if name in file.schema_arrow.names]
+        begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
+        skip = cut.first - begin
+        rows: list[dict[str, Any]] = []
+        try:
+            batches = file.iter_batches(
+                BATCH_ROWS, row_groups=range(cut.start, cut.end), columns=known, use_threads=False
+            )
+            for batch in batches:
+                part = batch.slice(skip, cut.rows - len(rows))
+                skip = max(0, skip - batch.num_rows)
+                rows += part.to_pylist() if known else [{}] * len(part)
+                if len(rows) == cut.rows:
+                    break
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise malformed(what.source) from error
+    if len(rows) != cut.rows:
+        raise malformed(what.source)
+    return rows

@@ -1,0 +1,40 @@
+"""The manifest of an output: written last, so that an output without one is not complete."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sie_contracts.api.jobs import JobManifest
+from sie_store.datasets.formats import MANIFEST
+from sie_store.datasets.places import Place
+from sie_store.object_stores import ObjectMissing, Patience
+
+_PATIENCE = Patience()
+
+
+async def write(place: Place, manifest: JobManifest, patience: Patience = _PATIENCE) -> None:
+    """Replaces one that is there: a leader that died after this step is followed by one that takes it again. Raises
+    StoreError.
+    """
+    import obstore
+
+    key = place.folder + MANIFEST
+    await place.check(key)
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    await patience.asked(lambda: obstore.put_async(place.store, key, data))
+
+
+async def read(place: Place, patience: Patience = _PATIENCE) -> JobManifest | None:
+    """None if there is none. Raises StoreError."""
+    import obstore
+
+    key = place.folder + MANIFEST
+    await place.check(key)
+
+    async def got() -> bytes:
+        return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
+
+    try:
+        return msgspec.json.decode(await patience.asked(got), type=JobManifest)
+    except ObjectMissing:
+        return None

@@ -1,0 +1,153 @@
+"""Bytes of objects: a range of one version of an object, streamed in pieces that go on after a failure, or read at any
+position by a library that wants a file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sie_contracts.errors import InvalidInput
+from sie_store.datasets.places import Place
+from sie_store.object_stores import ObjectMissing, Patience, StoreError, failure, within
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+PIECE_BYTES = 4 << 20
+READ_AHEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object: what spans call it, its size, and its tag, which is another one for another version."""
+
+    source: str
+    size: int
+    tag: str
+
+
+def tag_of(meta: ObjectMeta) -> str:
+    return meta.get("e_tag") or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
+
+
+def missing(source: str) -> InvalidInput:
+    return InvalidInput(f"{source}: there is no such object", reason="input_missing", param="input.url")
+
+
+def changed(source: str) -> InvalidInput:
+    return InvalidInput(
+        f"{source}: the object has changed since the job was planned", reason="input_changed", param="input.url"
+    )
+
+
+async def found(place: Place, source: str, patience: Patience) -> Found:
+    """What the store knows of an object. Raises InvalidInput (reason input_missing), StoreError."""
+    import obstore
+
+    key = place.key(source)
+    await place.check(key)
+    try:
+        meta = await patience.asked(lambda: obstore.head_async(place.store, key))
+    except ObjectMissing as error:
+        raise missing(source) from error
+    return Found(source, meta["size"], tag_of(meta))
+
+
+async def pieces(place: Place, what: Found, start: int, end: int, patience: Patience) -> AsyncIterator[bytes]:
+    """Bytes `start` to `end`. After a failure it asks for the rest. Raises InvalidInput (reasons input_missing,
+    input_changed), StoreError.
+    """
+    import obstore
+
+    key, tries = place.key(what.source), 0
+    await place.check(key)
+    while start < end:
+        try:
+            answer = await within(
+                patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
+            )
+            if tag_of(answer.meta) != what.tag:
+                raise changed(what.source)
+            stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
+            while (piece := await within(patience.stall_s, _next(stream))) is not None:
+                start += len(piece)
+                tries = 0
+                yield piece
+            if start < end:
+                raise StoreError("the answer was cut short")
+        except ObjectMissing as error:
+            raise missing(what.source) from error
+        except StoreError as error:
+            # a range beyond the end of a shorter object has an error of its own in each store
+            if (await found(place, what.source, patience)).tag != what.tag:
+                raise changed(what.source) from error
+            tries += 1
+            await patience.pause(error, tries, "an input", start)
+
+
+async def _next(stream: AsyncIterator[Any]) -> bytes | None:
+    piece = await anext(stream, None)
+    return None if piece is None else bytes(piece)
+
+
+async def whole(place: Place, what: Found, patience: Patience, start: int = 0, end: int | None = None) -> bytes:
+    """As `pieces`, in one."""
+    return b"".join([piece async for piece in pieces(place, what, start, what.size if end is None else end, patience)])
+
+
+class RangeFile(io.RawIOBase):
+    """An object as a file, for a thread: each read is a request for a range, with a read-ahead. Raises StoreError and
+    InvalidInput (reason input_changed).
+    """
+
+    def __init__(self, place: Place, what: Found) -> None:
+        super().__init__()
+        self._place, self._what = place, what
+        self._at = self._ahead_at = 0
+        self._ahead = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._what.size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self._what.size if size is None or size < 0 else min(self._what.size, self._at + size)
+        start, self._at = self._at, max(self._at, end)
+        if start >= end:
+            return b""
+        if not self._ahead_at <= start <= end <= self._ahead_at + len(self._ahead):
+            until = min(self._what.size, max(end, start + READ_AHEAD_BYTES))
+            self._ahead, self._ahead_at = self._fetched(start, until), start
+        return self._ahead[start - self._ahead_at : end - self._ahead_at]
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _fetched(self, start: int, end: int) -> bytes:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            answer = obstore.get(self._place.store, self._place.key(self._what.source), options={"range": (start, end)})
+            if tag_of(answer.meta) != self._what.tag:
+                raise changed(self._what.source)
+            data = bytes(answer.bytes())
+        except (BaseError, OSError) as error:
+            raise failure(error) from error
+        if len(data) != end - start:
+            raise StoreError("the answer was cut short")
+        return data

@@ -1,0 +1,171 @@
+"""A shard as a file of the output, and what such a file says of itself.
+
+parquet  one row for each row; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
+jsonl    one object for each row, with the same names; outputs of a failed row are absent. Each row has the fingerprint.
+npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
+         A column NAME of which each row has another number is `NAME` with all of them and `NAME_rows`, the positions
+         in it at which rows begin and the last one ends. Texts, kept columns and extractions are in the member
+         `rows.jsonl`, About in the member `about.json`, both as bytes: nothing in the file is a pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sie_contracts.api.jobs import OutputFormat
+from sie_contracts.errors import ErrorInfo
+from sie_store.datasets import tables
+from sie_store.datasets.answers import About, Array, Shard, counted
+
+SUFFIX: dict[OutputFormat, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "npy": ".npz"}
+MIN_DIGITS = 5
+ROWS, ABOUT = "rows.jsonl", "about.json"
+_PIECE_ROWS = 256
+
+
+class PartFault(ValueError):
+    """The bytes are no part of an output."""
+
+
+def part_name(number: int, count: int, format: OutputFormat) -> str:
+    """The name of the part `number` (from 0) of `count`."""
+    digits = max(MIN_DIGITS, len(str(count - 1)))
+    return f"part-{number:0{digits}d}{SUFFIX[format]}"
+
+
+def encode(shard: Shard, format: OutputFormat) -> bytes:
+    """The file of a shard. The same shard gives the same bytes in each process of a version."""
+    if format == "parquet":
+        return tables.encode(shard)
+    return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
+
+
+def inspect(data: bytes, format: OutputFormat) -> About:
+    """What a part says of itself; JSON Lines does not say the job, the number and the model. Raises PartFault."""
+    if format == "parquet":
+        try:
+            return tables.inspect(data)
+        except (ValueError, OSError) as error:
+            raise PartFault("the object is no part in Parquet") from error
+    try:
+        return _counted(data) if format == "jsonl" else _of_npz(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, zipfile.BadZipFile) as error:
+        raise PartFault(f"the object is no part in the format {format}") from error
+
+
+def _default(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no value of a column")
+
+
+_json = msgspec.json.Encoder(enc_hook=_default)
+
+
+def error_of(info: ErrorInfo) -> dict[str, str]:
+    return {"code": info.code, "message": info.message}
+
+
+def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
+    import orjson
+
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    rows = []
+    for at, own in enumerate(shard.ids):
+        error = shard.errors[at]
+        row: dict[str, Any] = {"id": own, **{name: values[at] for name, values in shard.kept.items()}}
+        if error is not None:
+            row["error"] = error_of(error)
+        row["tokens"], row["truncated"] = int(shard.tokens[at]), bool(shard.truncated[at])
+        row["fingerprint"] = shard.about.fingerprint
+        if error is None:
+            row |= {name: values[at] for name, values in shard.extracted.items()}
+            if has_arrays:
+                row |= _arrays(shard, at)
+        rows.append(orjson.dumps(row, default=_plain, option=option | orjson.OPT_NON_STR_KEYS))
+        if len(rows) == _PIECE_ROWS:
+            yield b"".join(rows)
+            rows = []
+    yield b"".join(rows)
+
+
+def _arrays(shard: Shard, at: int) -> dict[str, Any]:
+    found: dict[str, Any] = {} if shard.dense is None else {"dense": _exact(shard.dense[at])}
+    found |= {name: values[at] for name, values in shard.numbers.items()}
+    for name, arrays in shard.ragged.items():
+        array = arrays[at]
+        found[name] = None if array is None else _exact(array)
+    return found
+
+
+def _exact(array: Array) -> Array:
+    """float16 as float64, whose shortest digits are its exact value."""
+    return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
+
+
+def _plain(value: Any) -> Any:
+    """What a kept column of Parquet may hold beside the types of JSON."""
+    return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+class _Line(msgspec.Struct):
+    id: str
+    tokens: int
+    fingerprint: str
+    error: dict[str, str] | None = None
+
+
+_line = msgspec.json.Decoder(_Line)
+
+
+def _counted(data: bytes) -> About:
+    rows = tokens = 0
+    fingerprint = ""
+    codes: list[str] = []
+    if data and not data.endswith(b"\n"):
+        raise PartFault("the last line is not complete")
+    for text in io.BytesIO(data):
+        line = _line.decode(text)
+        rows, tokens = rows + 1, tokens + line.tokens
+        fingerprint = line.fingerprint
+        if line.error is not None:
+            codes.append(line.error["code"])
+    return About("", 0, "", fingerprint, rows, len(codes), 0, tokens, counted(codes))
+
+
+def _npz(shard: Shard) -> bytes:
+    arrays: dict[str, Array] = {
+        "ids": np.array(shard.ids, np.str_),
+        "failed": ~shard.answered,
+        "tokens": shard.tokens,
+        "truncated": shard.truncated,
+        **shard.numbers,
+    }
+    if shard.dense is not None:
+        arrays["dense"] = shard.dense
+    for name, values in shard.ragged.items():
+        there = [value for value in values if value is not None]
+        arrays[name] = np.concatenate(there)
+        lengths = [0 if value is None else len(value) for value in values]
+        arrays[f"{name}_rows"] = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    with zipfile.ZipFile(file, "a") as archive:
+        for name, data in (
+            (ROWS, b"".join(_lines(shard, has_arrays=False))),
+            (ABOUT, _json.encode(shard.about)),
+        ):
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return file.getvalue()
+
+
+def _of_npz(data: bytes) -> About:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return msgspec.json.decode(archive.read(ABOUT), type=About)

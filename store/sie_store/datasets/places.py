@@ -1,0 +1,114 @@
+"""Places that a job reads from and writes to: URLs of clients, of which only those below SIE_JOBS_URLS are opened.
+
+URL ──► no segment `..`, below an allowed URL ──► store at the allowed URL, key of the folder, name of the object
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from sie_contracts.errors import InvalidInput, NotReady
+from sie_contracts.settings import SettingError, StoreUrl, store_url
+from sie_store import object_stores
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SETTING = "SIE_JOBS_URLS"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One object of a store, or all objects below a folder.
+
+    `folder`: the key of the folder, empty or with a `/` at its end. `name`: the one object; empty: all below the
+    folder. `label`: what the one object is called in spans and ids, by default its name. `root`: the folder on the
+    disk, which no symbolic link may lead out of.
+    """
+
+    store: ObjectStore
+    folder: str = ""
+    name: str = ""
+    label: str = ""
+    root: Path | None = None
+
+    @classmethod
+    def opened(cls, url: str, allowed: tuple[str, ...], *, is_output: bool = False) -> Place:
+        """The place that a client names. An output is a folder. Raises InvalidInput for what is not allowed, and
+        NotReady where the store of an allowed URL cannot be opened.
+        """
+        param = "output.url" if is_output else "input.url"
+        try:
+            where = store_url(url)
+        except ValueError as error:
+            raise InvalidInput(
+                f"{param}: expected s3://bucket/path, gs://bucket/path or file:///path", param=param
+            ) from error
+        _check_segments(url, where, param)
+        root = next((each for each in allowed if _below(where, store_url(each)) is not None), None)
+        if root is None:
+            raise InvalidInput(f"{param}: this place is not below one of {SETTING}", reason="not_allowed", param=param)
+        path = _below(where, store_url(root)) or ""
+        try:
+            store = object_stores.opened(root, SETTING)
+        except SettingError as error:
+            raise NotReady(f"{param}: the store of {SETTING} cannot be opened", param=param) from error
+        local = Path(store_url(root).path) if where.scheme == "file" else None
+        if is_output or not path or url.endswith("/"):
+            return cls(store, f"{path}/" if path else "", root=local)
+        folder, slash, name = path.rpartition("/")
+        return cls(store, folder + slash, name, root=local)
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.name
+
+    def key(self, source: str) -> str:
+        """The key in the store of an object that spans call `source`."""
+        return self.folder + (self.name or source)
+
+    def below(self, folder: str) -> Place:
+        """A folder of this folder."""
+        return Place(self.store, f"{self.folder}{folder}/", root=self.root)
+
+    async def check(self, key: str) -> None:
+        """Raises InvalidInput where a symbolic link leads out of the place. Whoever may make links there while a file
+        is being opened has to be trusted.
+        """
+        if self.root is not None and not await asyncio.to_thread(_is_inside, self.root, key):
+            raise InvalidInput(
+                f"a symbolic link leads out of the folders of {SETTING}", reason="not_allowed", param="input.url"
+            )
+
+
+def _check_segments(url: str, where: StoreUrl, param: str) -> None:
+    # as it was written: the parser resolves the segments of a path on the disk
+    written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
+    if _CONTROL.search(written):
+        raise InvalidInput(f"{param}: control characters and \\ are not allowed", reason="not_allowed", param=param)
+    segments = written.removeprefix("/").removesuffix("/").split("/")
+    if any(segment in (".", "..") for segment in segments) or ("" in segments and segments != [""]):
+        raise InvalidInput(
+            f"{param}: segments `.`, `..` and empty ones are not allowed ({SETTING})", reason="not_allowed", param=param
+        )
+
+
+def _below(where: StoreUrl, allowed: StoreUrl) -> str | None:
+    """The path below the allowed place, empty for that place itself; None outside of it."""
+    if (where.scheme, where.bucket) != (allowed.scheme, allowed.bucket):
+        return None
+    if where.path == allowed.path:
+        return ""
+    prefix = allowed.path.rstrip("/") + "/" if allowed.path else ""
+    return where.path.removeprefix(prefix) if where.path.startswith(prefix) else None
+
+
+def _is_inside(root: Path, key: str) -> bool:
+    real = root.resolve()
+    return (real / key).resolve().is_relative_to(real)

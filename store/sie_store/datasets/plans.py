@@ -1,0 +1,230 @@
+"""The plan of a job: its input as spans of rows, each of which is read by itself.
+
+    folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes pass once ──────┐
+                                         ├─ parquet ───── the footer alone ─────┼──► spans of an object, or Broken
+                                         └─ images ────── names, a run of them ─┘
+
+An object that cannot be read is one entry of the plan and does not stop the others. Only a store that does not answer
+does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+
+from sie_contracts.api.jobs import InputFormat, JobInput
+from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.jobs import Span
+from sie_store.datasets import footers
+from sie_store.datasets.fields import fields
+from sie_store.datasets.formats import format_of, is_hidden, is_packed
+from sie_store.datasets.objects import Found, found, pieces, tag_of, whole
+from sie_store.datasets.places import Place
+from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
+from sie_store.datasets.templates import columns, reads_images
+from sie_store.object_stores import Patience, within
+
+MAX_OBJECTS = 1_000_000  # whose names are in memory while they are sorted
+MAX_HEADER_BYTES = 64 << 10
+MAX_SPAN_BYTES = 64 << 20  # of one span in memory, unless one row has more
+MAX_COLUMNS_SHOWN = 50
+LISTED_AT_ONCE = 1000
+_PATIENCE = Patience()
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An object that cannot be planned."""
+
+    source: str
+    error: ErrorInfo
+
+
+Planned = list[Span] | Broken
+
+
+async def plan(
+    place: Place, source: JobInput, shard_rows: int, patience: Patience = _PATIENCE
+) -> AsyncIterator[Planned]:
+    """The spans of each object in the order of their names, as soon as they are known. A job whose objects are all
+    broken has nothing to do; the first error is why. Raises InvalidInput where there is nothing to read at all, and
+    StoreError.
+    """
+    names = columns(source)
+    if not place.is_folder:
+        yield await _planned(place, place.label or place.name, source, names, shard_rows, patience)
+        return
+    is_empty = True
+    if reads_images(source):
+        for run in _runs(await images(place, patience), shard_rows):
+            is_empty = False
+            yield [run]
+    else:
+        for each in await _listed(place, lambda name: _is_input(name, source.format), patience):
+            is_empty = False
+            yield await _planned(place, each.source, source, names, shard_rows, patience)
+    if is_empty:
+        raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
+
+
+def _is_input(name: str, wanted: InputFormat | None) -> bool:
+    own = format_of(name)
+    return wanted is not None or (own is not None and own != "images") or is_packed(name)
+
+
+async def images(place: Place, patience: Patience, after: str = "", most: int | None = None) -> list[Found]:
+    """As `_listed`, those of images."""
+    return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
+
+
+async def _listed(
+    place: Place, is_wanted: Callable[[str], bool], patience: Patience, after: str = "", most: int | None = None
+) -> list[Found]:
+    """The objects below a folder by name; with `most`, the first ones after the name `after`. Raises InvalidInput where
+    there are more than MAX_OBJECTS, and StoreError.
+    """
+    return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
+
+
+async def _listed_once(
+    place: Place, is_wanted: Callable[[str], bool], stall_s: float, after: str, most: int | None
+) -> list[Found]:
+    import obstore
+
+    kept: list[Found] = []
+    limit = MAX_OBJECTS if most is None else most
+    pages = aiter(
+        obstore.list(
+            place.store,
+            place.folder.rstrip("/") or None,
+            offset=place.folder + after if after else None,
+            chunk_size=LISTED_AT_ONCE,
+        )
+    )
+    while (page := await within(stall_s, anext(pages, None))) is not None:
+        for entry in page:
+            name = entry["path"].removeprefix(place.folder)
+            if name > after and not is_hidden(name) and is_wanted(name):
+                kept.append(Found(name, entry["size"], tag_of(entry)))
+        if most is None and len(kept) > limit:
+            raise InvalidInput(f"input.url: more than {limit} objects", reason="too_many_items", param="input.url")
+        if most is not None and len(kept) >= limit + LISTED_AT_ONCE:
+            # buckets answer in the order of names, folders of the disk in any
+            kept = heapq.nsmallest(limit, kept, key=_name)
+            if place.root is None:
+                break
+    return sorted(kept, key=_name)[:limit]
+
+
+def _name(what: Found) -> str:
+    return what.source
+
+
+async def _planned(
+    place: Place, name: str, source: JobInput, names: dict[str, str], shard_rows: int, patience: Patience
+) -> Planned:
+    try:
+        what = await found(place, name, patience)
+        kind = source.format or format_of(name)
+        if kind is None:
+            raise InvalidInput(
+                f"{name}: the format is not known by the name; a job reads .jsonl, .csv, .parquet and images",
+                reason="unsupported_format",
+                param="input.format",
+            )
+        if kind == "images":
+            if not reads_images(source):
+                raise InvalidInput(f"{name}: an image has no columns", param="input.format")
+            return list(_runs([what], shard_rows))
+        if reads_images(source):
+            raise InvalidInput(f"{name}: its rows need a template", param="input.text")
+        if kind == "parquet":
+            footer = await asyncio.to_thread(footers.footer, place, what, names)
+            _check_columns(name, names, footer.columns)
+            cuts = footers.cuts(footer.groups, shard_rows, MAX_SPAN_BYTES)
+            return [_span(what, kind, cut) for cut in cuts]
+        return await _scanned(place, what, kind, names, shard_rows, patience)
+    except InvalidInput as error:
+        return Broken(name, error.info())
+
+
+def _span(what: Found, kind: str, cut: Cut, header: str = "") -> Span:
+    return Span(what.source, kind, cut.first, cut.rows, cut.start, cut.end, tag=what.tag, header=header)
+
+
+def _check_columns(source: str, wanted: dict[str, str], there: Iterable[str]) -> None:
+    there = list(there)
+    for column, param in wanted.items():
+        if column not in there:
+            shown = ", ".join(name[:64] for name in there[:MAX_COLUMNS_SHOWN])
+            raise InvalidInput(
+                f"{param}: {source} has no column {column!r}; it has {shown}", reason="schema", param=param
+            )
+
+
+async def _scanned(
+    place: Place, what: Found, kind: str, names: dict[str, str], shard_rows: int, patience: Patience
+) -> list[Span]:
+    has_mark = await whole(place, what, patience, 0, min(len(BOM), what.size)) == BOM
+    begin = len(BOM) if has_mark else 0
+    header = ""
+    if kind == "csv":
+        header, begin = await _header(place, what, begin, patience)
+        _check_columns(what.source, names, fields(header.encode()) or ())
+    spans: list[Span] = []
+    scanner = Scanner(is_quoted=kind == "csv", at=begin)
+    cutter = Cutter(shard_rows, MAX_SPAN_BYTES)
+
+    def feed(piece: bytes) -> None:
+        for starts, ends in scanner.feed(piece):
+            spans.extend(_span(what, kind, cut, header) for cut in cutter.feed(starts, ends))
+
+    async for piece in pieces(place, what, begin, what.size, patience):
+        await asyncio.to_thread(feed, piece)
+    last = (*cutter.feed(*scanner.end()), *cutter.end(what.size))
+    return [*spans, *(_span(what, kind, cut, header) for cut in last)]
+
+
+async def _header(place: Place, what: Found, begin: int, patience: Patience) -> tuple[str, int]:
+    """The first row of a CSV, and where the next one begins."""
+    head = await whole(place, what, patience, begin, min(what.size, begin + MAX_HEADER_BYTES))
+    scanner = Scanner(is_quoted=True, at=begin)
+    rows = [*scanner.feed(head), *([scanner.end()] if begin + len(head) == what.size else [])]
+    for starts, ends in rows:
+        if len(starts):
+            line = head[int(starts[0]) - begin : int(ends[0]) - begin].rstrip(b"\r\n")
+            if fields(line) is None:
+                break
+            return line.decode("utf-8"), int(ends[0])
+    raise InvalidInput(
+        f"{what.source}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
+        reason="malformed",
+        param="input.url",
+    )
+
+
+def _runs(files: list[Found], shard_rows: int) -> Iterable[Span]:
+    """Runs of images in the order of their names."""
+    first, after = 0, ""
+    run: list[Found] = []
+    size = 0
+    for image in files:
+        if run and (len(run) == shard_rows or size + image.size > MAX_SPAN_BYTES):
+            yield Span("", "images", first, len(run), after=after, tag=tag_of_run(run))
+            first, after, run, size = first + len(run), run[-1].source, [], 0
+        run.append(image)
+        size += image.size
+    if run:
+        yield Span("", "images", first, len(run), after=after, tag=tag_of_run(run))
+
+
+def tag_of_run(run: Iterable[Found]) -> str:
+    """Names and tags of images as one."""
+    digest = hashlib.sha256()
+    for image in run:
+        digest.update(f"{image.source}\0{image.tag}\0".encode())
+    return digest.hexdigest()

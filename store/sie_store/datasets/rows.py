@@ -1,0 +1,194 @@
+"""The rows of a span: its own bytes are read, and each row gives what the model is asked, or a fault.
+
+span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► Row
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sie_contracts.api.jobs import JobInput
+from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.jobs import Span
+from sie_store.datasets import footers
+from sie_store.datasets.fields import fields
+from sie_store.datasets.objects import Found, changed, found, whole
+from sie_store.datasets.places import Place
+from sie_store.datasets.plans import MAX_SPAN_BYTES, images, tag_of_run
+from sie_store.datasets.scan import Cut, rows_of
+from sie_store.datasets.templates import ColumnFault, columns, plain, templates
+from sie_store.object_stores import Patience
+
+MAX_ID = 1024  # characters
+IMAGES_AT_ONCE = 8
+_PATIENCE = Patience()
+_Columns = Mapping[str, Any] | ErrorInfo
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the input. With a `fault` it is not asked of any model."""
+
+    id: str
+    text: str | None = None
+    query: str | None = None
+    document: str | None = None
+    images: tuple[bytes, ...] = ()
+    kept: dict[str, Any] = field(default_factory=dict)
+    fault: ErrorInfo | None = None
+
+
+async def read(place: Place, span: Span, source: JobInput, patience: Patience = _PATIENCE) -> list[Row]:
+    """The rows of a span, as many as it says, in their order. Raises InvalidInput (reasons input_missing,
+    input_changed, malformed), StoreError.
+    """
+    if span.format == "images":
+        return await _images(place, span, patience)
+    what = await found(place, span.source, patience)
+    if what.tag != span.tag:
+        raise changed(span.source)
+    names = list(columns(source))
+    if span.format == "parquet":
+        cut = Cut(span.first, span.rows, span.start, span.end)
+        await place.check(place.key(span.source))
+        read_columns: Sequence[_Columns] = await patience.repeated(
+            lambda: asyncio.to_thread(footers.read, place, what, cut, names)
+        )
+    elif span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
+        read_columns = [_fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes")]
+    else:
+        data = await whole(place, what, patience, span.start, span.end)
+        read_columns = await asyncio.to_thread(_parsed, data, span)
+    made = _Maker(span, source)
+    return await asyncio.to_thread(lambda: [made(at, row) for at, row in enumerate(read_columns)])
+
+
+def _parsed(data: bytes, span: Span) -> list[_Columns]:
+    lines = rows_of(data, is_quoted=span.format == "csv")
+    if len(lines) != span.rows:
+        raise changed(span.source)
+    if span.format == "jsonl":
+        return [_json(line) for line in lines]
+    header = fields(span.header.encode()) or ()
+    return [_csv(line, header) for line in lines]
+
+
+def _json(line: bytes) -> _Columns:
+    try:
+        value = msgspec.json.decode(line)
+    except (ValueError, RecursionError):  # what the decoder says may repeat a part of the row
+        return _fault("malformed", "the line is no valid JSON")
+    return value if isinstance(value, dict) else _fault("malformed", "the line is no JSON object")
+
+
+def _csv(line: bytes, header: Sequence[str]) -> _Columns:
+    values = fields(line)
+    if values is None:
+        return _fault("malformed", "the row is no valid CSV in UTF-8")
+    if len(values) != len(header):
+        return _fault("malformed", f"the row has {len(values)} fields, the header has {len(header)}")
+    return dict(zip(header, values, strict=True))
+
+
+def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
+    return InvalidInput(message, reason=reason, param=param).info()
+
+
+class _Maker:
+    """Makes rows from their columns."""
+
+    def __init__(self, span: Span, source: JobInput) -> None:
+        self._span, self._source = span, source
+        self._templates = templates(source)
+
+    def __call__(self, at: int, row: _Columns) -> Row:
+        default = f"{self._span.source}#{self._span.first + at}"
+        if isinstance(row, ErrorInfo):
+            return Row(default, kept=dict.fromkeys(self._source.keep), fault=row)
+        kept = {name: row.get(name) for name in self._source.keep}
+        try:
+            own = self._id(row, default)
+        except ColumnFault as error:
+            return Row(default, kept=kept, fault=_fault("schema", f"{error}", "input.id"))
+        texts: dict[str, str] = {}
+        for name, template in self._templates.items():
+            try:
+                texts[name] = template.text(row)
+            except ColumnFault as error:
+                return Row(own, kept=kept, fault=_fault("schema", f"{error}", f"input.{name}"))
+        try:
+            files = self._images(row)
+        except ColumnFault as error:
+            return Row(own, kept=kept, fault=_fault("schema", f"{error}", "input.image"))
+        return Row(own, texts.get("text"), texts.get("query"), texts.get("document"), files, kept)
+
+    def _id(self, row: Mapping[str, Any], default: str) -> str:
+        if not self._source.id:
+            return default
+        own = plain(row, self._source.id)
+        if not own or len(own) > MAX_ID:
+            raise ColumnFault(f"column {self._source.id!r} has {len(own)} characters, expected 1 to {MAX_ID}")
+        return own
+
+    def _images(self, row: Mapping[str, Any]) -> tuple[bytes, ...]:
+        column = self._source.image
+        if not column:
+            return ()
+        value = row.get(column)
+        values = value if isinstance(value, list) else [value]
+        if value is None or not values:
+            raise ColumnFault(f"column {column!r} is {'null' if column in row else 'missing'}")
+        return tuple(_image(each, column) for each in values)
+
+
+def _image(value: Any, column: str) -> bytes:
+    """The file of an image: bytes, a map with `bytes` as Hugging Face's data sets have it, or base64."""
+    if isinstance(value, dict):
+        value = value.get("bytes")
+    if isinstance(value, bytes) and value:
+        return value
+    if isinstance(value, str) and value:
+        head, comma, rest = value.partition(",") if value.startswith("data:") else ("", "", value)
+        if not comma or head.endswith(";base64"):
+            try:
+                if data := base64.b64decode(rest, validate=True):
+                    return data
+            except (binascii.Error, ValueError):
+                pass  # said below
+    raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
+
+
+async def _images(place: Place, span: Span, patience: Patience) -> list[Row]:
+    if place.is_folder:
+        run = await images(place, patience, span.after, span.rows)
+    else:
+        run = [await found(place, place.label or place.name, patience)]
+    if tag_of_run(run) != span.tag:
+        raise changed(run[0].source if run else place.folder)
+    turns = asyncio.Semaphore(IMAGES_AT_ONCE)
+
+    async def one(what: Found) -> Row:
+        if what.size > MAX_SPAN_BYTES:
+            return Row(what.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes"))
+        async with turns:
+            try:
+                return Row(what.source, images=(await whole(place, what, patience),))
+            except InvalidInput as error:
+                if error.reason == "not_allowed":
+                    return Row(what.source, fault=error.info())
+                raise
+
+    made = await asyncio.gather(*map(one, run), return_exceptions=True)
+    rows: list[Row] = []
+    for each in made:
+        if isinstance(each, BaseException):
+            raise each
+        rows.append(each)
+    return rows

@@ -1,0 +1,101 @@
+"""Parts of an output in a store: each is written once, whoever writes it, and what is there already is taken over.
+
+shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
+                                            └─► is there: read, inspected ──► ShardRecord of what is there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from pathlib import Path
+
+from sie_contracts.api.jobs import OutputFormat
+from sie_contracts.jobs import ShardRecord
+from sie_store import durable
+from sie_store.datasets.parts import PartFault, inspect
+from sie_store.datasets.places import Place
+from sie_store.object_stores import ObjectMissing, Patience, StoreError, WrittenMeanwhile, within
+
+PUT_S = 300.0
+_PATIENCE = Patience()
+
+
+class PartDamaged(StoreError):
+    """There is an object in the place of a part, and it is none. Another attempt does not help."""
+
+
+async def put_once(
+    place: Place, name: str, data: bytes, format: OutputFormat, patience: Patience = _PATIENCE
+) -> ShardRecord:
+    """The record of the part `name`, which is `data` unless there is a part already. Raises PartDamaged, StoreError."""
+    import obstore
+
+    record = await asyncio.to_thread(_record, name, data, format)
+    key = place.folder + name
+    await place.check(key)
+    try:
+        await patience.repeated(
+            lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
+        )
+    except WrittenMeanwhile as error:
+        # by another leader, or by this one: its answer may have been lost
+        there = await existing(place, name, format, patience)
+        if there is None:
+            raise StoreError("the part was written and removed meanwhile") from error
+        return there
+    if place.root is not None:
+        await asyncio.to_thread(_kept_on_disk, place.root / key)
+    return record
+
+
+async def existing(place: Place, name: str, format: OutputFormat, patience: Patience = _PATIENCE) -> ShardRecord | None:
+    """The record of the part that is there, None if there is none. Raises PartDamaged, StoreError."""
+    import obstore
+
+    key = place.folder + name
+    await place.check(key)
+
+    async def read() -> bytes:
+        return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
+
+    try:
+        data = await patience.repeated(lambda: within(PUT_S, read()))
+    except ObjectMissing:
+        return None
+    try:
+        record = await asyncio.to_thread(_record, name, data, format)
+    except PartFault as error:
+        raise PartDamaged(f"{name}: {error}") from error
+    if place.root is not None:
+        await asyncio.to_thread(_kept_on_disk, place.root / key)
+    return record
+
+
+def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
+    about = inspect(data, format)
+    return ShardRecord(
+        name,
+        about.rows,
+        len(data),
+        hashlib.sha256(data).hexdigest(),
+        about.failed,
+        about.reused,
+        about.tokens,
+        about.codes,
+        about.fingerprint,
+    )
+
+
+def _kept_on_disk(path: Path) -> None:
+    """A record says that the part is there, also after a loss of power."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        durable.sync_folder(path.parent)
+    except OSError as error:
+        raise StoreError(f"the part cannot be written to the disk: {error.strerror}") from error

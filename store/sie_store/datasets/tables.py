@@ -1,0 +1,110 @@
+"""A shard as a Parquet file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sie_store.datasets.answers import About, Array, Shard
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEY = b"sie"  # of the metadata
+ROWS_OF_GROUP = 10_000
+
+
+def encode(shard: Shard) -> bytes:
+    """The bytes of the file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    answered = shard.answered
+    columns: dict[str, pa.Array] = {"id": pa.array(shard.ids, pa.string())}
+    columns |= {name: _inferred(values) for name, values in shard.kept.items()}
+    if shard.dense is not None:
+        columns["dense"] = _fixed(shard.dense, ~answered)
+    for name, numbers in shard.numbers.items():
+        columns[name] = pa.array(numbers, pa.float32(), mask=np.isnan(numbers))
+    for name, arrays in shard.ragged.items():
+        columns[name] = _lists(arrays)
+    for name, values in shard.extracted.items():
+        columns[name] = _as_json(values)
+    errors = [None if each is None else {"code": each.code, "message": each.message} for each in shard.errors]
+    columns["error"] = pa.array(errors, pa.struct([("code", pa.string()), ("message", pa.string())]))
+    columns["tokens"] = pa.array(shard.tokens)
+    columns["truncated"] = pa.array(shard.truncated)
+    table = pa.table(columns).replace_schema_metadata({KEY: msgspec.json.encode(shard.about)})
+    sink = pa.BufferOutputStream()
+    texts = ["id", *shard.kept, *shard.extracted]
+    # dictionaries and statistics of vectors cost time and serve nobody
+    parquet.write_table(
+        table,
+        sink,
+        row_group_size=ROWS_OF_GROUP,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=texts,
+        write_statistics=texts,
+    )
+    return bytes(sink.getvalue())
+
+
+def inspect(data: bytes) -> About:
+    """Raises ValueError, OSError."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(pa.BufferReader(data))
+    about = msgspec.json.decode((metadata.metadata or {}).get(KEY, b""), type=About)
+    if metadata.num_rows != about.rows:
+        raise ValueError("the rows are not those of the metadata")
+    return about
+
+
+def _inferred(values: list[Any]) -> pa.Array:
+    """Of the type that the values have; text where there are none; JSON where they have several."""
+    import pyarrow as pa
+
+    try:
+        made = pa.array(values, from_pandas=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return _as_json(values)
+    if pa.types.is_null(made.type):
+        return pa.nulls(len(values), pa.string())
+    return _as_json(values) if _has_map(made.type) else made
+
+
+def _has_map(kind: pa.DataType) -> bool:
+    """Whether there is a map in it: maps of rows have different keys, and an empty one has no form in Parquet."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))
+
+
+def _as_json(values: list[Any]) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array([None if value is None else msgspec.json.encode(value).decode() for value in values], pa.string())
+
+
+def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
+    """[rows, width] as a column of lists of a fixed length."""
+    import pyarrow as pa
+
+    flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))
+    mask = None if absent is None else pa.array(absent)
+    return pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1], mask=mask)
+
+
+def _lists(arrays: list[Array | None]) -> pa.Array:
+    """Arrays of different lengths, each [n] or [n, width]."""
+    import pyarrow as pa
+
+    flat = np.concatenate([array for array in arrays if array is not None])
+    values = pa.array(flat) if flat.ndim == 1 else _fixed(flat)
+    ends = np.cumsum([0 if array is None else len(array) for array in arrays], dtype=np.int64)
+    offsets = pa.array(np.concatenate(([0], ends)).astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, values, mask=pa.array([array is None for array in arrays]))

@@ -1,0 +1,142 @@
+"""Texts of a row: templates over its columns, and what a job's input has to say for an operation.
+
+A template has columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never given to
+`str.format`, which would reach attributes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import math
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sie_contracts.api.jobs import JobInput
+from sie_contracts.errors import InvalidInput
+
+TEXTS = ("text", "query", "document")
+ANSWER_COLUMNS = frozenset(
+    {"id", "error", "tokens", "truncated", "dense", "dense_scale", "dense_offset", "sparse_indices", "sparse_values"}
+    | {"multivector", "multivector_scale", "multivector_offset", "score"}
+    | {"entities", "relations", "classifications", "objects", "data"}
+)
+
+
+class ColumnFault(ValueError):
+    """A value that cannot be part of a text. The message never has the value."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """Literal texts, each followed by the value of a column, except after the last one."""
+
+    pieces: tuple[tuple[str, str | None], ...]
+
+    @classmethod
+    def parsed(cls, text: str, param: str) -> Template:
+        """Raises InvalidInput."""
+        try:
+            parts = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise InvalidInput(f"{param}: the braces of the template do not match", param=param) from error
+        for _, name, spec, conversion in parts:
+            if name is None:
+                continue
+            if not name or spec or conversion or any(char in name for char in ".[]"):
+                raise InvalidInput(
+                    f"{param}: expected only the names of columns in braces, such as {{title}}", param=param
+                )
+        return cls(tuple((literal, name) for literal, name, _, _ in parts))
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(name for _, name in self.pieces if name is not None))
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Raises ColumnFault."""
+        return "".join(literal if name is None else literal + plain(row, name) for literal, name in self.pieces)
+
+
+def plain(row: Mapping[str, Any], column: str) -> str:
+    """The value of a column as a text: a string as it is, a number or a boolean as JSON has it, a time in ISO 8601.
+    Raises ColumnFault.
+    """
+    value = row.get(column)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise ColumnFault(f"column {column!r} is {'null' if column in row else 'missing'}")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float | decimal.Decimal):
+        return str(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    raise ColumnFault(f"column {column!r} is {_kind(value)}, expected text, a number or a boolean")
+
+
+def _kind(value: Any) -> str:
+    names: dict[Any, str] = {dict: "a map", list: "a list", bytes: "bytes"}
+    return names.get(type(value), "of another type")
+
+
+def templates(source: JobInput) -> dict[str, Template]:
+    """The templates that are given, by their names. Raises InvalidInput."""
+    given = {"text": source.text, "query": source.query, "document": source.document}
+    return {name: Template.parsed(text, f"input.{name}") for name, text in given.items() if text}
+
+
+def columns(source: JobInput) -> dict[str, str]:
+    """The columns that are read, each with the parameter that names it. Raises InvalidInput."""
+    found: dict[str, str] = {}
+    for name, template in templates(source).items():
+        for column in template.columns:
+            found.setdefault(column, f"input.{name}")
+    for name in ("image", "id"):
+        if column := str(getattr(source, name)):
+            found.setdefault(column, f"input.{name}")
+    for column in source.keep:
+        found.setdefault(column, "input.keep")
+    return found
+
+
+def reads_images(source: JobInput) -> bool:
+    """Whether each row is the file of an image."""
+    return source.format == "images" or not (source.format or source.text or source.image or source.query)
+
+
+def check(source: JobInput, operation: str) -> None:
+    """Whether the input says all that the operation needs, and nothing else. Raises InvalidInput."""
+    if bool(source.file) == bool(source.url):
+        raise InvalidInput("input: expected exactly one of file and url", param="input")
+    parsed = templates(source)
+    for column in source.keep:
+        if column in ANSWER_COLUMNS:
+            raise InvalidInput(f"input.keep: {column!r} is a column of the output", param="input.keep")
+    if len(set(source.keep)) < len(source.keep):
+        raise InvalidInput("input.keep: a column is named twice", param="input.keep")
+    if operation == "score":
+        _refuse(source, ("text", "image"), "score reads a query and a document")
+        for name in ("query", "document"):
+            if name not in parsed:
+                raise InvalidInput(f"input.{name}: score needs a query and a document", param=f"input.{name}")
+    else:
+        _refuse(source, ("query", "document"), f"{operation} reads a text or an image")
+    if reads_images(source):
+        _refuse(source, (*TEXTS, "image", "id", "keep"), "the files of images have no columns")
+        if operation == "score":
+            raise InvalidInput("input.format: images cannot be scored", param="input.format")
+    elif operation != "score" and "text" not in parsed and not source.image:
+        raise InvalidInput(f"input.text: {operation} needs a text or an image", param="input.text")
+    for name in ("text", "document"):  # a query may be the same for all rows
+        if name in parsed and not parsed[name].columns:
+            raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")
+
+
+def _refuse(source: JobInput, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(source, name):
+            raise InvalidInput(f"input.{name}: {why}", param=f"input.{name}")
