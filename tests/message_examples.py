@@ -43,6 +43,7 @@ from sie_contracts.messages import (
     Mention,
     Ok,
     Payload,
+    Residency,
     RunOptions,
     Stages,
     Vectors,
@@ -220,6 +221,7 @@ EXAMPLES: dict[str, Any] = {
     ),
     "payload-1": Payload((Input("a text"), Input("é")), Input("what?")),
     "fragment-1": Fragment("01a1f797", 3, 1, 2, 4, "9f86d081", b"\x00\x01\xff"),
+    "residency-1": Residency("unload", "org/model:fast"),
     "cancel-1": Cancel(("01a1f797", "01a1f798")),
     "heartbeat-1-capacity": _heartbeat(
         slots=14,
@@ -232,6 +234,7 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-parts": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", reads_parts=True),
     "heartbeat-1-listens": Heartbeat("w6", "_default", "l4", "default", True, "0.3.0", listens=True),
+    "heartbeat-1-residency": Heartbeat("w7", "_default", "l4", "default", True, "0.4.0", takes_residency=True),
     "heartbeat-1-items": _heartbeat(
         credit_items=24,
         batch_cost=16_384,

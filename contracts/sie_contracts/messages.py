@@ -272,6 +272,18 @@ class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
     requests: tuple[str, ...]
 
 
+ResidencyAction = Literal["load", "unload"]
+
+
+class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
+    """An operator wants a model loaded or unloaded on the worker that reads this. `model`: a model or model:profile, as
+    heartbeats name it. A lost message changes nothing: heartbeats report the state.
+    """
+
+    action: ResidencyAction
+    model: str
+
+
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
     """The gateway's answer to a result.
 
@@ -304,5 +316,6 @@ decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
 decode_payload = msgspec.msgpack.Decoder(Payload).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_residency = msgspec.msgpack.Decoder(Residency).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode

@@ -37,6 +37,7 @@ DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
+RESIDENCY_SUBJECT = "sie.residency"
 CONFIG_SUBJECT = "sie.config.models"
 DUPLICATE_WINDOW_S = 120.0
 # Of work: a publisher keeps trying for 10 s, and the broker keeps a quarter of a KiB for each message of the window.
@@ -272,6 +273,11 @@ def assigned_subject(worker: str) -> str:
     out whether the worker is connected: the broker says so at once if it is not, and the worker answers nothing.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
+
+
+def residency_subject(worker: str) -> str:
+    """The subject on which a worker hears that an operator wants a model loaded or unloaded there."""
+    return f"{RESIDENCY_SUBJECT}.{token(worker)}"
 
 
 def gateway_subject(gateway: str) -> str:

@@ -45,6 +45,7 @@ from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers
 from sie_gateway.pools import Pools
+from sie_gateway.residency import Residencies
 from sie_gateway.route_kinds import GatewayRoute, InferenceRoute
 from sie_gateway.routes import PROBES, TABLE, openapi_document
 from sie_gateway.scaling import Scaling
@@ -95,6 +96,7 @@ class Operators(NamedTuple):
 
     doctor: Doctor
     dead_letters: DeadLetters
+    residencies: Residencies
 
 
 class Gateway:
@@ -113,7 +115,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.doctor, self.dead_letters = operators
+        self.doctor, self.dead_letters, self.residencies = operators
         self.fleet = status.fleet
         self.pools = pools
         self.peers = peers

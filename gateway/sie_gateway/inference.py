@@ -203,7 +203,7 @@ class Inference:
     def _check_concurrency(self, call: Call) -> None:
         if self.in_progress < self._settings.max_concurrent_requests:
             return
-        lane = self._lane(call.headers, call.resolved) if call.resolved is not None else None
+        lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
@@ -216,14 +216,14 @@ class Inference:
     def understand(self, call: Call, asked: Asked) -> Understood:
         """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
         headers, resolved, call.asked = call.headers, asked.resolved, asked
-        lane = self._lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
+        lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
         self._urls.check(asked.items, asked.query)
         if asked.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             parameters = _with_error_mode(asked.parameters, headers.get("x-sie-on-item-error", ""))
             resolved, options = self._options(resolved, parameters, asked.operation, strict=strict)
             if resolved is not asked.resolved:  # another profile, which other workers may have loaded
-                lane = self._lane(headers, resolved)
+                lane = self.lane(headers, resolved)
         else:
             options = RequestOptions(asked.run)
         if families.row(resolved.entry.family).ignores_text_beside_images and (
@@ -308,7 +308,10 @@ class Inference:
             return "interactive"
         raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
 
-    def _lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
+    def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
+        """The lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
+        Provisioning.
+        """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         given = headers.get("x-sie-pool", "").strip()
         pool = _pool_name(given)

@@ -132,8 +132,14 @@ class Placer:
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
         """Work of one model is being published. Without a live host it is placed at once."""
-        model = items[0].model
-        self._planner(lane).note(model, len(items), sum(item.cost for item in items))
+        self._noted(lane, items[0].model, len(items), sum(item.cost for item in items))
+
+    def want(self, lane: Lane, model: str) -> None:
+        """A model is to have a host though no work of it is there. Without a live host it is placed at once."""
+        self._noted(lane, model, 0, 0)
+
+    def _noted(self, lane: Lane, model: str, count: int, cost: int) -> None:
+        self._planner(lane).note(model, count, cost)
         table = self.table(lane)
         hosts = table.hosts.get(model, ()) if table else ()
         if self._hosts and self._hosts.isdisjoint(hosts):

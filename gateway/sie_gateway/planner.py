@@ -180,7 +180,9 @@ class Planner:
         with self._noting:
             noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
-            mean, known, kept = tokens / max(1, count), self._cost.get(model), 0.9**calls
+            if not count:  # it is wanted without any work, which tells nothing of its cost
+                continue
+            mean, known, kept = tokens / count, self._cost.get(model), 0.9**calls
             self._cost[model] = mean if known is None else kept * known + (1 - kept) * mean
         for model in [*backlog, *noted]:
             self._touch(model, now_s)

@@ -36,6 +36,7 @@ from sie_gateway.pool_keeper import PoolKeeper
 from sie_gateway.pool_rules import not_found
 from sie_gateway.pools import PoolRecord, Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
+from sie_gateway.residency import Residencies
 from sie_gateway.runner import Runner
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
@@ -137,7 +138,7 @@ async def serve(
 
     def on_pool_gone(name: str) -> None:
         inbox.fail_pool(name, not_found(name))
-        for part in (admission, backlog, ages, placer, demand, cold):
+        for part in (admission, backlog, ages, placer, demand, cold, residencies):
             part.forget(name)
 
     keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
@@ -150,7 +151,8 @@ async def serve(
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys)
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
-    operators = Operators(Doctor(host, port, data_dir), letters)
+    residencies = Residencies(broker, fleet, placer, cold)
+    operators = Operators(Doctor(host, port, data_dir), letters, residencies)
     readiness = Readiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, operators, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
@@ -212,6 +214,7 @@ async def serve(
         tasks.start(admission.peers.run(drained), "announcements")
         tasks.start(demand.run(drained), "demand")
         tasks.start(placer.run(drained), "placement")
+        tasks.start(residencies.run(drained), "residencies")
         tasks.start(keeper.run(drained), "pools")
         tasks.start(status.run(drained), "status")
         tasks.start(status.pulse.run(drained), "pulse")

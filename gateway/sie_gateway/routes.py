@@ -26,6 +26,7 @@ from sie_gateway import (
     operations,
     overview,
     reserving,
+    residency,
     whoami,
 )
 from sie_gateway.call import ErrorShape, family
@@ -368,6 +369,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *DIALECTS,
     *TEI,
     *CONTROL,
+    *residency.RESIDENCY,
     *CATALOGUE,
     *config_forward.CONFIG_FORWARD,
     *overview.OVERVIEW,

@@ -187,6 +187,10 @@ class Assignment:
         self._ahead_s.update(dict.fromkeys(found, now_s))
         return found
 
+    def unloaded(self, model: str) -> None:
+        """An operator had it unloaded: it is not loaded ahead of work within AHEAD_AGAIN_S."""
+        self._ahead_s[model] = self._now_s()
+
     async def look(self, loaded: Iterable[str]) -> None:
         """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises
         BrokerError.

@@ -116,6 +116,7 @@ class Health:
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
             reads_parts=True,
             listens=self._listens,
+            takes_residency=True,
         )
 
     async def listen(self) -> None:

@@ -297,6 +297,31 @@ class Hosting(Models):
         self._on_change()
         await asyncio.shield(releasing)
 
+    async def unload_when_idle(self, hosted: Hosted) -> bool:
+        """Unload the model once its load has ended and nothing is in flight for it; whether this call did. Raises
+        AdapterGone, SIEError.
+
+        `retain` ends the wait.
+        """
+        if hosted.leaves:  # another call waits
+            return False
+        hosted.leaves = True
+        try:
+            while hosted.leaves and (hosted.state == "loading" or (hosted.state == "loaded" and not hosted.is_quiet)):
+                await self._until_quiet(self._clock(), None)
+            if not hosted.leaves or hosted.state != "loaded":
+                return False
+            await self.release(hosted)
+            return True
+        finally:
+            hosted.leaves = False
+
+    def retain(self, hosted: Hosted) -> None:
+        """An operator wants it loaded: it is not unloaded when idle, and a load that failed is tried again."""
+        hosted.leaves = False
+        hosted.forget_failure()
+        self._look_again()
+
     async def _release(self, hosted: Hosted) -> None:
         try:
             await self._link.ask(ipc.Release(hosted.name))

@@ -65,6 +65,7 @@ class Hosted:
         self.held = 0
         self.before_gate: list[Callable[[], int]] = []  # for each caller that waits there: how many of its items do
         self.arriving = False  # the adapter is loading it now
+        self.leaves = False  # it is unloaded once it is idle: an operator asked
         self.makes_room = False  # new work waits before a gate: another model waits for this one's memory
         self.loaded_s = 0.0
         self.used_s = 0.0  # when work last came or went
@@ -178,6 +179,12 @@ class Hosted:
             self.state = "available"
         self.ready = None
 
+    def forget_failure(self) -> None:
+        """Its next load is tried as the first."""
+        self.attempts = 0
+        if self.state == "failed":
+            self.state, self.error = "available", None
+
     def forget_loras(self) -> None:
         """A LoRA that is not known is asked for again, which costs nothing if the adapter has it."""
         self.loras.clear()
@@ -257,10 +264,12 @@ class Models:
             hosted.resolved = resolved
             hosted.unload()
             hosted.tokenizer = None  # that of another model
-            hosted.attempts = 0
-            if hosted.state == "failed":
-                hosted.state, hosted.error = "available", None
+            hosted.forget_failure()
         return hosted
+
+    def find(self, residency: str) -> Hosted | None:
+        """The residency of this name, None where nothing here ever asked for it."""
+        return self._hosted.get(residency)
 
     def take(self, hosted: Hosted, items: int = 1) -> None:
         """Hold `items` more work items for `hosted`. From now on no request permits to unload it."""

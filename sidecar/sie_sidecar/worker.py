@@ -46,6 +46,7 @@ from sie_sidecar.models import Hosted
 from sie_sidecar.poison import Marks
 from sie_sidecar.prepare import Prepare
 from sie_sidecar.quantum import quantum_of
+from sie_sidecar.residency import Residency
 from sie_sidecar.settle import Settle
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.source import Source
@@ -92,7 +93,7 @@ class Worker:
         self._broker = broker
         self._metrics = metrics
         self._clock = clock
-        self._cancels: list[Subscription] = []  # one, once it began
+        self._heard: list[Subscription] = []  # what gateways say, once it began
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
@@ -114,6 +115,8 @@ class Worker:
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
         self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
+        self._residency = Residency(self.loading, self._work, lambda model: self.source.assignment.unloaded(model))
+        self._residency_subject = topology.residency_subject(worker_id)
         self.inventory = Inventory(
             self.hosting,
             on_less=lambda: self.source.refill_soon(),
@@ -166,15 +169,17 @@ class Worker:
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
         self._loops.start(self._isolate.run(), "isolate")
-        await retry(
-            self._listen, errors=(BrokerError,), stop=stop, logger=_logger, what="listening for cancelled requests"
-        )
+        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, what="listening to gateways")
         self._loops.start(self._take_in(), "intake")
         self._loops.start(self.dispatch.run(self._more_expected), "dispatch")
         self._loops.start(self.leases.run(), "leases")
 
     async def _listen(self) -> None:
-        self._cancels.append(await self._broker.subscribe(topology.cancel_subject("*"), self.intake.on_cancel))
+        for subject, handler in (
+            (topology.cancel_subject("*"), self.intake.on_cancel),
+            (self._residency_subject, self._residency.on_message),
+        )[len(self._heard) :]:
+            self._heard.append(await self._broker.subscribe(subject, handler))
 
     async def _take_in(self) -> None:
         while True:
@@ -242,7 +247,7 @@ class Worker:
             self._loras.stop(),
             self._marks.close(),
             self._media.close(),
-            *(each.stop() for each in self._cancels),
+            *(each.stop() for each in self._heard),
         )
         if self._ledger:
             self._ledger.close()

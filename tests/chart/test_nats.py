@@ -393,6 +393,7 @@ OWN = {
         topology.cancel_subject("_default"),
         topology.gateway_subject("g.1"),
         topology.assigned_subject("sie-worker-cpu-7d9f-x2"),
+        topology.residency_subject("sie-worker-cpu-7d9f-x2"),
     ),
     "config": (topology.config_subject("default"),),
     "worker": (
@@ -453,6 +454,7 @@ FORBIDDEN_TO_PUBLISH = {
         "sie.config.models.default",
         "sie.gateway.g",
         "sie.assigned.w1",
+        "sie.residency.w1",
         "sie.cancel._default",
         "$KV.sie_catalogue.x",
         "$KV.sie_keys.x",

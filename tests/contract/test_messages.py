@@ -22,6 +22,7 @@ Message = (
     | configs.ConfigDelta
     | messages.Fragment
     | messages.Cancel
+    | messages.Residency
     | messages.Payload
     | records.Placement
     | messages.DeadLetter

@@ -53,6 +53,7 @@ DOCUMENTED = """
     read   GET /v1/pools/assignments /health /docs /v1/cluster
     read   GET /v1/placement /v1/requests/{request}/log
     admin  GET /v1/doctor /v1/dead-letters /v1/dead-letters/{letter}
+    admin  POST /v1/models/org/name/load /v1/models/org/name/unload
     admin  POST /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
     admin  DELETE /v1/dead-letters /v1/dead-letters/{letter}
     any    GET /v1/whoami

@@ -1,0 +1,215 @@
+"""Models that an operator has loaded before their first request, and unloaded: real gateways and sidecars before fake
+adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import GatewayProcess, InProcess, placing, until, until_told
+
+from sie_broker import CoreMessage
+from sie_contracts import messages, records, topology
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.topology import Lane
+
+ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
+TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": USER}
+LANE = Lane("_default", "_default", "default")
+AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry("toy/one"), toy_entry("toy/two")) as cluster:
+        yield cluster
+
+
+async def served(cluster: InProcess) -> tuple[GatewayProcess, FakeAdapter]:
+    """A gateway, and the adapter of the one worker that it has."""
+    gateway, adapter = await cluster.gateway(**TOKENS), await cluster.adapter()
+    await cluster.sidecar(adapter)
+    await placing(cluster)
+    return gateway, adapter
+
+
+async def asked(gateway: GatewayProcess, action: str, model: str = "toy/one", **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await gateway.client.post(f"/v1/models/{model}/{action}", headers={**AS_ADMIN, **named})
+
+
+async def eventually(gateway: GatewayProcess, state: str, model: str = "toy/one") -> None:
+    async def is_so() -> bool:
+        answer = await gateway.client.get(f"/v1/models/{model}", headers=AS_ADMIN)
+        return bool(answer.json()["state"] == state)
+
+    await until_told(is_so, f"{model} is {state}")
+
+
+async def test_a_model_is_loaded_without_any_request_and_a_second_load_says_that_it_is(cluster: InProcess) -> None:
+    gateway, adapter = await served(cluster)
+    adapter.hold_loads = True
+    first = await asked(gateway, "load")
+    assert (first.status_code, first.json()["state"]) == (202, "loading"), first.text
+    await adapter.until(lambda it: it.loads == ["toy/one"], "the load")
+    await eventually(gateway, "loading")
+    again = await asked(gateway, "load")
+    assert again.status_code == 202
+    adapter.hold_loads = False
+    adapter.let_go()
+    await eventually(gateway, "loaded")
+    done = await asked(gateway, "load")
+    assert done.status_code == 200
+    assert done.json() == {
+        "name": "toy/one",
+        "state": "loaded",
+        "lanes": [
+            {
+                "model": "toy/one",
+                "lane": str(LANE),
+                "state": "loaded",
+                "workers": [{"worker": "w0", "state": "loaded", "in_flight": 0, "asked": True}],
+            }
+        ],
+    }
+    answer = await gateway.encode("a", authorization=f"Bearer {USER}")
+    assert (answer.status_code, adapter.loads) == (200, ["toy/one"])
+
+
+async def test_a_worker_that_comes_later_loads_what_was_asked_for(cluster: InProcess) -> None:
+    """The lane counts as wanted, so that a worker of it is started."""
+    gateway = await cluster.gateway(**TOKENS)
+    reply = await asked(gateway, "load")
+    assert (reply.status_code, reply.json()["lanes"][0]["state"]) == (202, "provisioning")
+
+    async def wanted() -> bool:
+        bucket = await cluster.server.connect("reader").key_value(topology.DEMAND_BUCKET)
+        entry = await bucket.get(topology.lane_key(LANE))
+        return entry is not None and entry.value is not None and records.decode_demand(entry.value).at_s > 0
+
+    await until_told(wanted, "the record of demand")
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    await eventually(gateway, "loaded")
+    assert adapter.loads == ["toy/one"]
+
+
+async def test_one_host_of_several_workers_loads_it(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(**TOKENS)
+    adapters = [await cluster.adapter(f"{number}.sock") for number in range(3)]
+    for adapter in adapters:
+        await cluster.sidecar(adapter)
+    await placing(cluster)
+    assert (await asked(gateway, "load")).status_code == 202
+    await eventually(gateway, "loaded")
+    assert sorted(load for adapter in adapters for load in adapter.loads) == ["toy/one"]
+
+
+async def test_an_unload_waits_for_what_runs_and_the_next_request_loads_it_again(cluster: InProcess) -> None:
+    gateway, adapter = await served(cluster)
+    adapter.hold_batches = True
+    request = asyncio.create_task(gateway.encode("a", authorization=f"Bearer {USER}"))
+    await adapter.until(lambda it: it.running == 1, "the batch")
+    reply = await asked(gateway, "unload")
+    assert (reply.status_code, reply.json()["state"]) == (202, "unloading")
+    assert reply.json()["lanes"][0]["workers"][0]["worker"] == "w0"
+    assert (await asked(gateway, "unload")).status_code == 202  # also twice
+    assert adapter.releases == []
+    adapter.hold_batches = False
+    adapter.let_go()
+    assert (await request).status_code == 200
+    await adapter.until(lambda it: it.releases == ["toy/one"], "the unload")
+    await eventually(gateway, "available")
+    nothing = await asked(gateway, "unload")
+    assert (nothing.status_code, nothing.json()["state"], nothing.json()["lanes"]) == (200, "available", [])
+    answer = await gateway.encode("b", authorization=f"Bearer {USER}")
+    assert answer.status_code == 200
+    assert (adapter.loads, adapter.releases) == (["toy/one", "toy/one"], ["toy/one"])
+
+
+async def test_a_load_takes_an_unload_back_that_still_waits(cluster: InProcess) -> None:
+    gateway, adapter = await served(cluster)
+    adapter.hold_batches = True
+    request = asyncio.create_task(gateway.encode("a", authorization=f"Bearer {USER}"))
+    await adapter.until(lambda it: it.running == 1, "the batch")
+    await asked(gateway, "unload")
+    assert (await asked(gateway, "load")).json()["state"] == "loaded"
+    adapter.hold_batches = False
+    adapter.let_go()
+    assert (await request).status_code == 200
+    await asked(gateway, "load", "toy/two")
+    await eventually(gateway, "loaded", "toy/two")
+    assert (adapter.loads, adapter.releases) == (["toy/one", "toy/two"], [])
+
+
+async def test_a_failed_load_is_told_and_tried_again_when_asked(cluster: InProcess) -> None:
+    """Requests are refused while a failure cools down; an operator may have repaired its cause."""
+    gateway, adapter = await served(cluster)
+    failure = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
+    adapter.refusals["toy/one"] = failure
+    await asked(gateway, "load")
+    await eventually(gateway, "failed")
+    info = (await gateway.client.get("/v1/models/toy/one", headers=AS_ADMIN)).json()
+    assert (info["last_error"]["code"], info["last_error"]["permanent"]) == ("NOT_FOUND", True)
+    assert (await gateway.encode("a", authorization=f"Bearer {USER}")).json()["error"]["code"] == "MODEL_LOAD_FAILED"
+    adapter.refusals.clear()
+    assert (await asked(gateway, "load")).status_code == 202
+    await eventually(gateway, "loaded")
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+async def test_what_is_not_there_is_refused_as_for_inference(cluster: InProcess, action: str) -> None:
+    gateway, adapter = await served(cluster)
+    unknown = await asked(gateway, action, "toy/on")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "MODEL_NOT_FOUND")
+    assert "did you mean toy/one" in unknown.json()["error"]["message"]
+    pool = await asked(gateway, action, X_SIE_Pool="none")
+    assert (pool.status_code, pool.json()["error"]["code"]) == (404, "POOL_NOT_FOUND")
+    profile = await asked(gateway, action, X_SIE_MACHINE_PROFILE="h100")
+    assert (profile.status_code, profile.json()["error"]["reason"]) == (404, "gpu_not_found")
+    for token, status in ((USER, 403), ("", 401)):
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        refused = await gateway.client.post(f"/v1/models/toy/one/{action}", headers=headers)
+        assert refused.status_code == status
+    assert (adapter.loads, adapter.releases) == ([], [])
+
+
+async def test_an_older_worker_is_named_and_not_asked(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(**TOKENS)
+    heard: list[bytes] = []
+
+    async def on_message(message: CoreMessage) -> None:
+        heard.append(message.data)
+
+    await cluster.server.connect("old").subscribe(topology.residency_subject("old"), on_message)
+    beat = Heartbeat(
+        "old", "_default", "_default", "default", True, "0.0", models=(ModelStatus("toy/one", "loaded", queued=2),)
+    )
+    await cluster.send(topology.health_subject("old"), messages.encode(beat))
+    await eventually(gateway, "loaded")
+    reply = await asked(gateway, "unload")
+    assert reply.json()["lanes"][0]["workers"] == [{"worker": "old", "state": "loaded", "in_flight": 2, "asked": False}]
+    newer = Heartbeat("old", "_default", "_default", "default", True, "1", models=beat.models, takes_residency=True)
+    await cluster.send(topology.health_subject("old"), messages.encode(newer))
+
+    async def is_asked() -> bool:
+        told = (await asked(gateway, "unload", X_SIE_MACHINE_PROFILE="_default")).json()
+        return bool(told["lanes"][0]["workers"][0]["asked"])
+
+    await until_told(is_asked, "the newer worker is asked")
+    await until(lambda: heard, "the message")
+    assert set(heard) == {messages.encode(messages.Residency("unload", "toy/one"))}
+
+
+async def test_a_message_of_a_later_version_changes_nothing(cluster: InProcess) -> None:
+    gateway, adapter = await served(cluster)
+    await cluster.send(topology.residency_subject("w0"), b"\x00")
+    await asked(gateway, "load")
+    await eventually(gateway, "loaded")
+    assert adapter.loads == ["toy/one"]
