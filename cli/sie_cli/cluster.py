@@ -139,6 +139,14 @@ class Cluster:
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
+    @property
+    def gateway_admin_token(self) -> Secret | None:
+        """What to show to a gateway for what only administrators may do: SIE_ADMIN_TOKEN, unless the gateway is that of
+        a `sie serve`, which wrote down its own.
+        """
+        own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
+        return own or self.gateway_token
+
     def without_gateway(self) -> str:
         """What to do where no gateway answers."""
         if self.settings.gateway_url is not None:

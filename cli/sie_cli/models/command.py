@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from sie_cli.models import catalogue
+from sie_cli.models import catalogue, residency
 from sie_cli.models.add import add
 from sie_cli.models.alias import alias
 from sie_cli.models.compare import compare
@@ -24,6 +24,11 @@ def models() -> None:
                                                service
 
     \b
+    At a gateway, with its SIE_ADMIN_TOKEN or a key with the scope admin:
+    sie models load my/model --wait            have a worker load it before the first request
+    sie models unload my/model                 free its memory; the next request loads it again
+
+    \b
     With a config service (--url, SIE_CONFIG_SERVICE_URL) and its SIE_ADMIN_TOKEN:
     sie models list                            what there is
     sie models show my/model                   the configuration, which `add` and `set -f` take back
@@ -37,5 +42,5 @@ def models() -> None:
     """
 
 
-for _command in (inspect, add, *catalogue.COMMANDS, alias, compare):
+for _command in (inspect, add, *catalogue.COMMANDS, alias, compare, *residency.COMMANDS):
     models.add_command(_command)

@@ -1,0 +1,214 @@
+"""`sie models load` and `unload`: what a gateway is asked, and how the workers get there.
+
+POST /v1/models/NAME/load ──► 200: done
+                          └─► 202: with --wait, GET /v1/models/NAME each POLL_S until it is done, failed or late
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import click
+import httpx
+import msgspec
+
+from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.refusal import Refused
+from sie_contracts.settings import public_url
+
+F = TypeVar("F", bound=Callable[..., Any])
+TIMEOUT_S = 15.0
+POLL_S = 0.5
+STALE_S = 3.0  # a failure that is older than the load is reported until the worker has begun
+_NEXT = {
+    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_AUTH_TOKEN to a key with the scope admin",
+    "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
+}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Where a request goes, and for how long its outcome is waited for (None: not at all)."""
+
+    cluster: Cluster
+    headers: dict[str, str]
+    wait_s: float | None
+
+
+class _Gateway:
+    """The gateway of a cluster, as an administrator asks it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.url = cluster.gateway_urls[0]
+        token = cluster.gateway_admin_token
+        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+
+    def __enter__(self) -> _Gateway:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def ask(self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None) -> dict[str, Any]:
+        """The body of a success. Raises Refused, httpx.TransportError."""
+        path = f"/v1/models/{quote(name, safe='/:@')}{action}"
+        answer = self._client.request(method, path, headers=headers)
+        try:
+            body: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise Refused(f"{public_url(self.url)} answered {answer.status_code}, not as a gateway does") from error
+        if answer.is_success:
+            return body
+        error = body.get("error") or {}
+        told = str(error.get("message") or f"status {answer.status_code}")
+        following = _NEXT.get(str(error.get("code")))
+        raise Refused(f"{told}\n{following}" if following else told)
+
+    def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
+        """POST. Raises Refused, also where no gateway answers."""
+        try:
+            return self.ask("POST", name, action, headers)
+        except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            why = f"no gateway answers at {public_url(self.url)} ({str(error)[:200] or type(error).__name__})"
+            raise Refused(f"{why}\n{self._cluster.without_gateway()}") from error
+
+    def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+        """What the gateway says of a model, each POLL_S for `wait_s`, with the seconds since the start. A gateway that
+        is started again meanwhile is waited for. Raises Refused.
+        """
+        began_s = time.monotonic()
+        while (since_s := time.monotonic() - began_s) < wait_s:
+            try:
+                yield since_s, self.ask("GET", name)
+            except httpx.TransportError:
+                click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
+            time.sleep(POLL_S)  # the interval at which the gateway is asked
+
+
+def _options(command: F) -> F:
+    for option in (
+        click.option("--pool", metavar="POOL", default="", help="Only in this pool.  [default: as inference]"),
+        click.option("--machine-profile", metavar="NAME", default="", help="Only on this machine profile."),
+        click.option("--wait", "waits", is_flag=True, help="Return when it is done; progress is on standard error."),
+        click.option(
+            "--timeout",
+            "timeout_s",
+            type=click.FloatRange(1, 86_400),
+            default=600.0,
+            show_default=True,
+            help="Seconds for --wait.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _asked(cluster: Cluster, pool: str, machine_profile: str, waits: bool, timeout_s: float) -> _Asked:
+    headers = {"x-sie-pool": pool, "x-sie-machine-profile": machine_profile}
+    return _Asked(cluster, {name: value for name, value in headers.items() if value}, timeout_s if waits else None)
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@_options
+@cluster_options(GATEWAY_URL)
+def load(cluster: Cluster, name: str, **how: Any) -> None:
+    """Have a worker load model NAME (or model:profile, or an alias) before its first request.
+
+    Where the lane has no worker, one is asked for, and it loads the model when it has come; a gateway remembers that
+    for ten minutes. It needs the scope admin.
+
+    \b
+    sie models load BAAI/bge-m3 --wait
+    """
+    asked = _asked(cluster, **how)
+    with _Gateway(cluster) as gateway:
+        told = gateway.first(name, "/load", asked.headers)
+        for lane in told["lanes"]:
+            _show_lane(lane)
+        if told["state"] == "loaded" or asked.wait_s is None:
+            return
+        for model in dict.fromkeys(lane["model"] for lane in told["lanes"] if lane["state"] != "loaded"):
+            _await_load(gateway, model, asked.headers, asked.wait_s)
+
+
+def _await_load(gateway: _Gateway, model: str, headers: dict[str, str], wait_s: float) -> None:
+    has_begun, last = False, ""
+    for since_s, info in gateway.states(model, wait_s):
+        has_begun = has_begun or info["state"] == "loading"
+        # the gateway tells of all lanes; only the same question again tells of the one that was asked for
+        if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
+            click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
+            return
+        if info["state"] == "failed" and (has_begun or since_s > STALE_S):
+            raise Refused(f"{model} could not be loaded: {(info.get('last_error') or {}).get('message', 'no reason')}")
+        last = _progress(model, info, last)
+    raise Refused(f"{model} is not loaded after {wait_s:g} s; `sie models load {model}` asks again")
+
+
+def _progress(model: str, info: dict[str, Any], last: str) -> str:
+    """Print how far a load is, if that is not `last`."""
+    line = f"{model}: {info['state']}"
+    for each in info.get("downloads") or ():
+        total = each["total_bytes"]
+        line += f", {each['worker']} has {100 * each['done_bytes'] // total if total else 0} % of the weights"
+    if line != last:
+        click.echo(line, err=True)
+    return line
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@_options
+@cluster_options(GATEWAY_URL)
+def unload(cluster: Cluster, name: str, **how: Any) -> None:
+    """Have the workers unload model NAME (or model:profile, or an alias).
+
+    A worker finishes what it has in flight for the model first. The next request loads it again. It needs the scope
+    admin.
+    """
+    asked = _asked(cluster, **how)
+    with _Gateway(cluster) as gateway:
+        told = gateway.first(name, "/unload", asked.headers)
+        if not told["lanes"]:
+            click.echo(f"{name}: no worker has it loaded")
+            return
+        for lane in told["lanes"]:
+            _show_lane(lane)
+        if asked.wait_s is None:
+            return
+        for lane in told["lanes"]:
+            _await_unload(gateway, lane, asked.wait_s)
+
+
+def _await_unload(gateway: _Gateway, lane: dict[str, Any], wait_s: float) -> None:
+    model, having = lane["model"], {worker["worker"] for worker in lane["workers"] if worker["asked"]}
+    if not having:
+        raise Refused(f"{model} stays loaded in {lane['lane']}: its workers run an older version")
+    for since_s, info in gateway.states(model, wait_s):
+        if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
+            click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
+            return
+    raise Refused(f"{model} is still loaded after {wait_s:g} s: requests keep it in use, or have loaded it again")
+
+
+def _show_lane(lane: dict[str, Any]) -> None:
+    """One line: the model, its lane, and what each worker there says."""
+    workers = ", ".join(_worker(each) for each in lane["workers"])
+    click.echo(f"{lane['model']}: {lane['state']} in {lane['lane']}{f' ({workers})' if workers else ''}", err=True)
+
+
+def _worker(told: dict[str, Any]) -> str:
+    line = f"{told['worker']}: {told['state']}"
+    if told["in_flight"]:
+        line += f", {told['in_flight']} in flight"
+    return line if told["asked"] else f"{line}, an older version that cannot be asked"
+
+
+COMMANDS = (load, unload)
