@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
 import { ModelHistory } from "./model-history";
+import { ModelResidency } from "./model-residency";
 import type { Model } from "./types";
 
 const SHOWN = 200; // rows of a table; a filter finds the rest
@@ -66,6 +67,7 @@ function Detail({ model }: { model: Model }) {
       {model.downloads?.map((each) => (
         <p>{`${each.worker} downloads `}<progress max={each.total_bytes} value={each.done_bytes} aria-label={`Download at ${each.worker}`} /></p>
       ))}
+      <ModelResidency model={model.id} />
       {!model.id.includes(":") && <ModelHistory model={model.id} />}
     </>
   );

@@ -228,6 +228,27 @@ def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> Non
     assert all("400" in each or "422" in each for each in page.complaints), page.complaints
 
 
+def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page) -> None:
+    page.open(f"http://{HOST}:{cluster.port}/#models")
+    page.wait("Boolean(document.querySelector('#catalogue button'))", bool)
+    opened = f"[...document.querySelectorAll('#catalogue button')].find(e => e.innerText === '{ENCODER}').click()"
+    page.evaluate(opened)
+    click(page, ".residency .load")
+    refusal = "document.querySelector('.residency [role=alert]')?.innerText"
+    page.wait(refusal, lambda text: text and text.endswith("a key with the scope admin may load and unload models"))
+    sign_in(page, cluster)
+    page.wait("Boolean(document.querySelector('#catalogue button'))", bool)
+    page.evaluate(opened)
+    said = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
+    click(page, ".residency .load")
+    page.wait(said, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
+    assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["loaded"] is True
+    click(page, ".residency .unload")
+    page.wait(said, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
+    assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["state"] == "available"
+    assert all("401" in each or "403" in each for each in page.complaints), page.complaints
+
+
 def given_up(cluster: Cluster, name: str, text: str) -> None:
     """Work of which the broker keeps that it was given up."""
     lane = topology.Lane("_default", "cpu", "default")

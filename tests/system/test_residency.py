@@ -75,15 +75,13 @@ def test_a_model_is_loaded_before_its_first_request_and_unloaded_again(cluster: 
 
 
 def test_an_unload_leaves_a_request_that_runs_alone(cluster: Cluster) -> None:
-    assert sie(cluster, "load", MODEL, "--wait").exit_code == 0
+    assert info(cluster, MODEL)["state"] == "available"
     with ThreadPoolExecutor(1) as threads:
         request = threads.submit(httpx.post, f"{cluster.url}/v1/encode/{MODEL}", json={"items": LONG}, timeout=120)
-
-        def in_flight() -> bool:
-            lanes = httpx.post(f"{cluster.url}/v1/models/{MODEL}/load", headers=AS_ADMIN, timeout=10).json()["lanes"]
-            return any(worker["in_flight"] for lane in lanes for worker in lane["workers"])
-
-        until(in_flight, 30, "the worker reports the request")
+        until(  # for this request, whose work follows at once
+            lambda: request.done() or info(cluster, MODEL)["loaded"], 60, "the load", lambda: cluster.log()
+        )
+        assert not request.done(), request.result().text
         reply = httpx.post(f"{cluster.url}/v1/models/{MODEL}/unload", headers=AS_ADMIN, timeout=10)
         assert (reply.status_code, request.done()) == (202, False), reply.text
         answer = request.result()

@@ -1,0 +1,76 @@
+import { useEffect, useRef, useState } from "preact/hooks";
+import { ask, get, Refusal } from "./api";
+
+const POLL_MS = 1000;
+const POLLS = 600; // as long as a gateway remembers a load that no worker could begin
+const STALE_POLLS = 3; // a failure of an earlier load is reported until the worker has begun this one
+
+type Action = "load" | "unload";
+interface Worker { worker: string; state: string; in_flight: number; asked: boolean }
+interface Lane { model: string; lane: string; state: string; workers: Worker[] }
+interface Residency { state: string; lanes: Lane[] }
+interface State { state: string; loaded: boolean; workers?: string[]; last_error?: { message?: string } | null }
+
+const older = (worker: Worker): string => `${worker.worker} runs an older version and was not asked`;
+
+/** One sentence for each lane, and one for each worker that could not be asked. */
+function summary(told: Residency): string {
+  const lanes = told.lanes.map((lane) => `${lane.model} is ${lane.state} in ${lane.lane}`);
+  const unasked = told.lanes.flatMap((lane) => lane.workers).filter((worker) => !worker.asked).map(older);
+  return [...lanes, ...unasked].join("; ") || "no worker has it loaded";
+}
+
+/** Has a model loaded before its first request, or unloaded, and shows its state until that is done. */
+export function ModelResidency({ model }: { model: string }) {
+  const [said, setSaid] = useState("");
+  const [trouble, setTrouble] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const ended = useRef(false);
+  const own = `/v1/models/${model.split("/").map(encodeURIComponent).join("/")}`;
+  useEffect(() => {
+    ended.current = false;
+    return () => void (ended.current = true);
+  }, [model]);
+
+  /** Poll until the model is loaded, or unloaded, or its load failed. */
+  async function settled(action: Action): Promise<string> {
+    let began = false;
+    for (let polls = 0; polls < POLLS && !ended.current; polls++) {
+      const now = await get<State>(own, 20_000);
+      began ||= now.state === "loading";
+      if (action === "load" && now.loaded) return `loaded by ${(now.workers ?? []).join(", ")}`;
+      if (action === "unload" && now.state === "available") return "unloaded; the next request loads it again";
+      if (action === "load" && now.state === "failed" && (began || polls >= STALE_POLLS)) return `not loaded: ${now.last_error?.message ?? "no reason was given"}`;
+      setSaid(now.state);
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+    }
+    return "not done yet";
+  }
+  async function send(action: Action) {
+    setBusy(true);
+    setTrouble("");
+    try {
+      const told = await ask<Residency>({ method: "POST", path: `${own}/${action}` }, 20_000);
+      setSaid(summary(told));
+      const isDone = told.state === "loaded" || told.state === "available";
+      if (!isDone) setSaid(await settled(action));
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      setSaid("");
+      setTrouble(error.status === 401 || error.status === 403 ? `${error.message}: a key with the scope admin may load and unload models` : error.message);
+    } finally {
+      setBusy(false);
+    }
+  }
+
+  return (
+    <div class="residency">
+      <p>
+        <button type="button" class="load" disabled={isBusy} onClick={() => send("load")}>Load</button>{" "}
+        <button type="button" class="unload" disabled={isBusy} onClick={() => send("unload")}>Unload</button>
+      </p>
+      <p role="status">{said}</p>
+      {trouble && <p class="bad" role="alert">{trouble}</p>}
+    </div>
+  );
+}
