@@ -41,7 +41,7 @@ BLOCKS = {
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "migration.md": {"server": 1, "": 3},
-    "models.md": {"server": 1, "": 2},
+    "models.md": {"server": 1, "": 3},
     "objects.md": {"": 1},
     "parsing.md": {"vision": 1, "install": 1},
     "pools.md": {"server": 1, "": 1},
