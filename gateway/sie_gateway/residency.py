@@ -23,7 +23,7 @@ from fastapi.responses import Response
 from sie_broker import BrokerError, Bus
 from sie_contracts import messages, topology
 from sie_contracts.aliases import resolve_all
-from sie_contracts.api.operations import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
+from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import QueueUnavailable
 from sie_contracts.heartbeats import Heartbeat, ModelStatus

@@ -301,7 +301,7 @@ class Hosting(Models):
         """Unload the model once its load has ended and nothing is in flight for it; whether this call did. Raises
         AdapterGone, SIEError.
 
-        `retain` ends the wait.
+        After `Hosted.retain` it stays.
         """
         if hosted.leaves:  # another call waits
             return False
@@ -315,12 +315,6 @@ class Hosting(Models):
             return True
         finally:
             hosted.leaves = False
-
-    def retain(self, hosted: Hosted) -> None:
-        """An operator wants it loaded: it is not unloaded when idle, and a load that failed is tried again."""
-        hosted.leaves = False
-        hosted.forget_failure()
-        self._look_again()
 
     async def _release(self, hosted: Hosted) -> None:
         try:

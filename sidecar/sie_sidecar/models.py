@@ -185,6 +185,11 @@ class Hosted:
         if self.state == "failed":
             self.state, self.error = "available", None
 
+    def retain(self) -> None:
+        """An operator wants it loaded: it is not unloaded when idle, and a load that failed is tried again."""
+        self.leaves = False
+        self.forget_failure()
+
     def forget_loras(self) -> None:
         """A LoRA that is not known is asked for again, which costs nothing if the adapter has it."""
         self.loras.clear()

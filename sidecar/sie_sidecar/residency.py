@@ -41,7 +41,7 @@ class Residency:
         hosted = self._hosting.find(asked.model)
         if asked.action == "load":
             if hosted is not None:
-                self._hosting.retain(hosted)
+                hosted.retain()
             self._loading.ahead([asked.model])
         elif hosted is not None and hosted.state in ("loading", "loaded"):
             self._work.start(self._unload(hosted), "unload")

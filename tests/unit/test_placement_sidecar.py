@@ -128,6 +128,12 @@ async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -
         host.now_s += AHEAD_AGAIN_S
         assert host.assignment.ahead() == ["a"]
         host.now_s += AHEAD_AGAIN_S
+        host.assignment.unloaded("a")  # as an operator asked
+        host.now_s += AHEAD_AGAIN_S / 2
+        assert host.assignment.ahead() == []
+        host.now_s += AHEAD_AGAIN_S / 2
+        assert host.assignment.ahead() == ["a"]
+        host.now_s += AHEAD_AGAIN_S
         host.loaded.add("a")
         assert host.assignment.ahead() == []
         await host.assignment.stop()

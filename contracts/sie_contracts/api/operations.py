@@ -105,52 +105,6 @@ class Models(Struct, kw_only=True):
     total: Whole = UNSET
 
 
-ResidencyState = Literal["loaded", "loading", "provisioning", "unloading", "available"]
-
-
-class WorkerResidency(Struct, kw_only=True):
-    """A worker that is concerned. `state`: what it last reported. `asked`: false for a worker of an older version, to
-    which no message is sent.
-    """
-
-    worker: str
-    state: Literal["available", "loading", "loaded", "unloading", "failed"]
-    in_flight: Annotated[int, Meta(ge=0, description="Work items of the model that it holds.")]
-    asked: bool
-
-
-class LaneResidency(Struct, kw_only=True):
-    """A model in a lane. provisioning: the lane has no worker yet."""
-
-    model: str
-    lane: Annotated[str, Meta(description="pool.machine_profile.bundle")]
-    state: ResidencyState
-    workers: list[WorkerResidency]
-
-
-class ModelResidency(Struct, kw_only=True):
-    """What becomes of a model, or of each model of an alias; `GET /v1/models/{model}` shows the progress. `state`: of
-    the lane that is farthest from what was asked for.
-    """
-
-    EXAMPLE: ClassVar[Any] = {
-        "name": MINI,
-        "state": "loading",
-        "lanes": [
-            {
-                "model": MINI,
-                "lane": "_default.cpu.default",
-                "state": "loading",
-                "workers": [{"worker": "w0", "state": "available", "in_flight": 0, "asked": True}],
-            }
-        ],
-    }
-
-    name: str
-    state: ResidencyState
-    lanes: list[LaneResidency]
-
-
 # pools
 
 TTL_S, MAX_TTL_S = 1200, 3600
