@@ -65,9 +65,9 @@ class _Gateway:
             raise Refused(f"{public_url(self.url)} answered {answer.status_code}, not as a gateway does") from error
         if answer.is_success:
             return body
-        error = body.get("error") or {}
-        told = str(error.get("message") or f"status {answer.status_code}")
-        following = _NEXT.get(str(error.get("code")))
+        refusal = body.get("error") or {}
+        told = str(refusal.get("message") or f"status {answer.status_code}")
+        following = _NEXT.get(str(refusal.get("code")))
         raise Refused(f"{told}\n{following}" if following else told)
 
     def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
