@@ -1,6 +1,7 @@
-"""The types of bodies and replies that the TypeScript client has, made from the OpenAPI document of a gateway.
+"""The types of bodies and replies that the TypeScript client and the console have, made from the OpenAPI document of a
+gateway.
 
-    document ──► schemas that the client's routes name ──► openapi-typescript ──► sdk-ts/src/openapi.ts
+    document ──► schemas that these routes name ──► openapi-typescript ──► sdk-ts/src/openapi.ts
 
 python tests/typescript_types.py    (needs Node, and `npm ci` in sdk-ts)
 """
@@ -29,13 +30,30 @@ ROUTES = (
     "/v1/pools/{name}",
     "/v1/pools/{name}/renew",
     "/health",
+    # of the console alone
+    "/v1/cluster",
+    "/v1/placement",
+    "/v1/history",
+    "/v1/requests",
+    "/v1/requests/{request}",
+    "/v1/requests/{request}/log",
+    "/v1/doctor",
+    "/v1/dead-letters",
+    "/v1/dead-letters/{letter}",
+    "/v1/dead-letters/replay",
+    "/v1/dead-letters/{letter}/replay",
+    "/v1/whoami",
+    "/console/configs/{id}",
+    "/console/configs/{id}/history",
+    "/console/configs/{id}/rollback",
+    "/tei/{model}/tokenize",
 )
 # without a version, so that a release alone leaves the types as they are
 _ABOUT = {"openapi": "3.1.0", "info": {"title": "SIE", "version": ""}}
 
 
 def schemas() -> dict[str, Any]:
-    """A document of the schemas that the client's routes name, directly or not."""
+    """A document of the schemas that the routes name, directly or not."""
     whole = openapi_document(_ABOUT)
     every, found = whole["components"]["schemas"], dict[str, Any]()
     waiting = [whole["paths"][route] for route in ROUTES]
@@ -58,7 +76,8 @@ def generate() -> None:
         document, made = Path(folder, "document.json"), Path(folder, "made.ts")
         document.write_text(json.dumps(schemas()))
         tool = CLIENT / "node_modules" / ".bin" / "openapi-typescript"
-        subprocess.run([tool, document, "--output", made, "--default-non-nullable", "false"], check=True)
+        options = ("--default-non-nullable", "false", "--empty-objects-unknown")
+        subprocess.run([tool, document, "--output", made, *options], check=True)
         code = made.read_text("utf-8")
     body = code.partition("*/\n")[2].lstrip()
     TYPES.write_text(

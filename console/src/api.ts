@@ -1,25 +1,17 @@
-/** Requests to the gateway that served this page. The key stays in the session storage of the page. */
+/** Requests to the gateway that served this page, by the TypeScript client. The key stays in the session storage of the
+ * page. */
+
+import { type CallOptions, SIEClient } from "sie-client";
+import type { Whoami } from "./types";
 
 const STORED = "sie.key";
-const TIMEOUT_MS = 130_000; // above the longest budget of a request by default
+const LIMIT_MS = 30_000; // of what is read
 
 export interface Sent {
   method: string;
   path: string;
   body?: unknown;
   explain?: boolean;
-}
-
-/** An answer that is an error, or no answer at all (status 0). */
-export class Refusal extends Error {
-  constructor(
-    message: string,
-    readonly status: number,
-    readonly code: string,
-    readonly requestId: string,
-  ) {
-    super(message);
-  }
 }
 
 export const key = (): string => sessionStorage.getItem(STORED) ?? "";
@@ -32,32 +24,20 @@ export function keep(value: string): void {
 /** The address of a path, below the prefix that this page has behind a proxy. */
 export const address = (path: string): string => new URL(path.replace(/^\//, ""), new URL(".", location.href)).href;
 
-/** Raises Refusal. */
-export async function ask<T>(sent: Sent, timeoutMs = TIMEOUT_MS): Promise<T> {
-  const headers: Record<string, string> = { accept: "application/json" };
-  if (key()) headers["authorization"] = `Bearer ${key()}`;
-  if (sent.body !== undefined) headers["content-type"] = "application/json";
-  if (sent.explain) headers["x-sie-explain"] = "1";
-  let answer: Response;
-  try {
-    answer = await fetch(address(sent.path), {
-      method: sent.method,
-      headers,
-      body: sent.body === undefined ? undefined : JSON.stringify(sent.body),
-      signal: AbortSignal.timeout(timeoutMs),
-      cache: "no-store",
-    });
-  } catch {
-    throw new Refusal("the gateway does not answer", 0, "", "");
-  }
-  const told: unknown = await answer.json().catch(() => ({}));
-  if (answer.ok) return told as T;
-  const error = (told as { error?: { message?: string; code?: string } }).error ?? {};
-  const id = answer.headers.get("x-sie-request-id") ?? "";
-  throw new Refusal(error.message ?? `status ${answer.status}`, answer.status, error.code ?? "", id);
-}
+/** A person waits: what is refused for now is shown, and not asked again. Throws SIEError for a key that cannot be sent. */
+export const client = (): SIEClient =>
+  new SIEClient({
+    baseUrl: address(""),
+    apiKey: key(),
+    waitForCapacity: false,
+    fetch: (input, init) => fetch(input, { ...init, cache: "no-store" }),
+  });
 
-export const get = <T>(path: string, timeoutMs?: number): Promise<T> => ask<T>({ method: "GET", path }, timeoutMs);
+/** Throws SIEError. */
+export const ask = async <T>({ method, path, ...options }: Sent & CallOptions): Promise<T> => client().json<T>(method, path, options);
 
-/** What the key of this page may do. Raises Refusal. */
-export const scopes = async (): Promise<string[]> => (await get<{ scopes: string[] }>("/v1/whoami", 10_000)).scopes;
+export const get = <T>(path: string, limitMs = LIMIT_MS): Promise<T> =>
+  ask<T>({ method: "GET", path, signal: AbortSignal.timeout(limitMs) });
+
+/** What the key of this page may do. Throws SIEError. */
+export const scopes = async (): Promise<string[]> => (await get<Whoami>("/v1/whoami")).scopes;

@@ -1,16 +1,16 @@
 import { useEffect, useState } from "preact/hooks";
-import { get, Refusal } from "./api";
+import { type CallOptions, SIEError } from "sie-client";
+import { get } from "./api";
 
 const LATE_MS = 3000; // of an answer, after which the page says that there is none
 
 /**
- * What a path answers, asked again `everyMs` after each answer, and never while the page is hidden. What was answered last
+ * What a path, or a call of the client that stays the same function, answers, asked again `everyMs` after each answer, and never while the page is hidden. What was answered last
  * stays to be read when an answer is missing; `trouble` says why it is.
  */
-export function useAsked<T>(path: string, everyMs: number, lateMs = LATE_MS): { value?: T; trouble: string; status: number } {
+export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>), everyMs: number): { value?: T; trouble: string } {
   const [value, setValue] = useState<T>();
   const [trouble, setTrouble] = useState("");
-  const [status, setStatus] = useState(200);
   useEffect(() => {
     let timer = 0;
     let ended = false;
@@ -18,16 +18,14 @@ export function useAsked<T>(path: string, everyMs: number, lateMs = LATE_MS): { 
       window.clearTimeout(timer);
       if (document.visibilityState === "visible") {
         try {
-          const next = await get<T>(path, lateMs);
+          const next = await (typeof what === "string" ? get<T>(what, LATE_MS) : what({ signal: AbortSignal.timeout(LATE_MS) }));
           if (ended) return;
           setValue(next);
           setTrouble("");
-          setStatus(200);
         } catch (error) {
-          if (!(error instanceof Refusal)) throw error;
+          if (!(error instanceof SIEError)) throw error;
           if (ended) return;
           setTrouble(error.status ? error.message : "no connection, trying again");
-          setStatus(error.status);
         }
       }
       if (!ended) timer = window.setTimeout(turn, everyMs);
@@ -37,6 +35,6 @@ export function useAsked<T>(path: string, everyMs: number, lateMs = LATE_MS): { 
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [path, everyMs, lateMs]);
-  return { value, trouble, status };
+  }, [what, everyMs]);
+  return { value, trouble };
 }

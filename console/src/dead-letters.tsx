@@ -1,18 +1,14 @@
 import { useEffect, useState } from "preact/hooks";
-import { ask, get, Refusal, scopes } from "./api";
+import { SIEError } from "sie-client";
+import { ask, get, scopes } from "./api";
+import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
 const PATH = "/v1/dead-letters";
-const REPLAY_MS = 130_000; // above the longest replay
-
-interface Count { code: string; reason: string; count: number }
-interface Letter extends Record<string, unknown> { id: string; at: number; lane: string; code: string; reason: string; message: string; model: string; inputs: number | null; deliveries: number; deaths: number }
-interface Page { pool: string; pools: string[]; total: number; examined: number; counts: Count[]; letters: Letter[]; next: number | null }
-interface Replayed { id: string; state: string; errors: Count[] }
 
 /** Work that was given up: the list, one letter, its replay and its removal. Inputs are never told. */
 export function DeadLetters() {
   const [mine, setMine] = useState<string[]>();
-  const [page, setPage] = useState<Page>();
+  const [page, setPage] = useState<DeadLetterPage>();
   const [asked, setAsked] = useState<Record<string, string>>({}); // the filter of the list on screen
   const [after, setAfter] = useState(""); // where the next replay of all that fit goes on
   const [chosen, setChosen] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
@@ -28,7 +24,7 @@ export function DeadLetters() {
     try {
       setSaid(await work());
     } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
+      if (!(error instanceof SIEError)) throw error;
       setSaid(error.message);
     } finally {
       setBusy(false);
@@ -41,7 +37,7 @@ export function DeadLetters() {
     return new URLSearchParams(named.filter(([, value]) => value));
   };
   const one = (id: string, rest = "") => `${PATH}/${encodeURIComponent(id)}${rest}?${new URLSearchParams({ pool: page?.pool ?? "" })}`;
-  const read = async (more: Record<string, string> = {}, filter = asked) => setPage(await get<Page>(`${PATH}?${query(more, filter)}`, 20_000));
+  const read = async (more: Record<string, string> = {}, filter = asked) => setPage(await get<DeadLetterPage>(`${PATH}?${query(more, filter)}`));
   const older = (before: number) => attempt(async () => (await read({ before: `${before}` }), ""));
   const show = () =>
     attempt(async () => {
@@ -52,7 +48,7 @@ export function DeadLetters() {
     });
   const replay = (path: string) =>
     attempt(async () => {
-      const told = await ask<Replayed | { replayed: Replayed[]; next: number | null }>({ method: "POST", path }, REPLAY_MS);
+      const told = await ask<Replayed | ReplayedAll>({ method: "POST", path });
       const all = "replayed" in told ? told.replayed : [told];
       const next = "replayed" in told ? told.next : null;
       setAfter(next === null ? "" : `${next}`);
@@ -63,7 +59,7 @@ export function DeadLetters() {
     const needsAll = ![...query().keys()].some((name) => name !== "pool");
     const path = purging === "all" ? `${PATH}?${query(needsAll ? { all: "true" } : {})}` : one(purging);
     return attempt(async () => {
-      const told = await ask<{ removed: number; complete: boolean }>({ method: "DELETE", path }, 60_000);
+      const told = await ask<Purged>({ method: "DELETE", path });
       await read();
       return `${told.removed} removed${told.complete ? "" : "; more are left"}`;
     });

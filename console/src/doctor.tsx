@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
-import { get, Refusal } from "./api";
+import { SIEError } from "sie-client";
+import { get } from "./api";
 import type { Report } from "./types";
 
 const LIMIT_MS = 60_000;
@@ -17,7 +18,7 @@ export function Doctor() {
     try {
       setReport(await get<Report>("/v1/doctor", LIMIT_MS));
     } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
+      if (!(error instanceof SIEError)) throw error;
       setTrouble(error.status === 401 || error.status === 403 ? `${error.message}: the doctor needs a key with the scope admin` : error.message);
     } finally {
       setRunning(false);

@@ -1,10 +1,11 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { get, keep, key, Refusal } from "./api";
+import { SIEError } from "sie-client";
+import { get, keep, key } from "./api";
 import { Cluster } from "./cluster";
 import { Models } from "./models";
 import { Playground } from "./playground";
-import type { Model } from "./types";
+import type { Model, Models as Listed } from "./types";
 
 const VIEWS = { playground: "Playground", models: "Models", cluster: "Cluster" } as const;
 type View = keyof typeof VIEWS;
@@ -19,7 +20,7 @@ function App() {
   const [models, setModels] = useState<Model[]>();
   const [total, setTotal] = useState(0);
   const [wanted, setWanted] = useState("");
-  const [refusal, setRefusal] = useState<Refusal>();
+  const [refusal, setRefusal] = useState<SIEError>();
   const [signedIn, setSignedIn] = useState(0);
   const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
@@ -34,13 +35,13 @@ function App() {
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const told = await get<{ models: Model[]; total: number }>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(wanted.trim())}`);
+          const told = await get<Listed>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(wanted.trim())}`);
           if (ended) return;
           setModels(told.models);
-          if (!wanted.trim()) setTotal(told.total);
+          if (!wanted.trim()) setTotal(told.total ?? 0);
           setRefusal(undefined);
         } catch (error) {
-          if (!(error instanceof Refusal)) throw error;
+          if (!(error instanceof SIEError)) throw error;
           if (ended) return;
           setRefusal(error);
         }
@@ -96,7 +97,7 @@ function App() {
   );
 }
 
-function SignIn({ refusal, onKey, onBack }: { refusal?: Refusal; onKey: (value: string) => void; onBack?: () => void }) {
+function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError; onKey: (value: string) => void; onBack?: () => void }) {
   const [value, setValue] = useState("");
   return (
     <main class="sign-in">

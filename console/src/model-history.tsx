@@ -1,24 +1,14 @@
 import { useEffect, useState } from "preact/hooks";
-import { ask, get, Refusal } from "./api";
+import { SIEError } from "sie-client";
+import { ask, get } from "./api";
+import type { ModelDocument, ModelHistory as History, Written } from "./types";
 
-interface Change {
-  op?: string;
-  path?: string;
-  [name: string]: unknown;
-}
-
-interface Revision {
-  revision: number;
-  created_at: string;
-  operation: string;
-  author: string;
-  changes: Change[];
-}
+type Revision = History["revisions"][number];
 
 const told = (value: unknown): string => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
 
 /** A change as one line: its field, and what it was and is. */
-function line(change: Change): string {
+function line(change: Revision["changes"][number]): string {
   const { op, path, ...rest } = change;
   const values = Object.entries(rest).map(([name, value]) => `${name} ${told(value)}`);
   return [op, path, ...values].filter(Boolean).join("  ");
@@ -43,27 +33,27 @@ export function ModelHistory({ model }: { model: string }) {
     try {
       await work();
     } catch (error) {
-      if (!(error instanceof Refusal) && !(error instanceof SyntaxError)) throw error;
-      const needs = error instanceof Refusal && (error.status === 401 || error.status === 403);
+      if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;
+      const needs = error instanceof SIEError && (error.status === 401 || error.status === 403);
       setTrouble(needs ? `${error.message}: a key with the scope config may change models` : error.message);
     } finally {
       setBusy(false);
     }
   }
-  const read = () => guarded(async () => setRevisions((await get<{ revisions: Revision[] }>(`${own}/history`)).revisions));
-  const show = () => guarded(async () => setDocument(JSON.stringify(await get<unknown>(own.replace("/console/configs", "/v1/configs/models")), null, 2)));
+  const read = () => guarded(async () => setRevisions((await get<History>(`${own}/history`)).revisions));
+  const show = () => guarded(async () => setDocument(JSON.stringify(await get<ModelDocument>(own.replace("/console/configs", "/v1/configs/models")), null, 2)));
   const rollback = (revision: number) =>
     guarded(async () => {
-      const written = await ask<{ revision: number }>({ method: "POST", path: `${own}/rollback`, body: { revision } });
+      const written = await ask<Written>({ method: "POST", path: `${own}/rollback`, body: { revision } });
       setAsking(0);
-      setRevisions((await get<{ revisions: Revision[] }>(`${own}/history`)).revisions);
+      setRevisions((await get<History>(`${own}/history`)).revisions);
       setDone(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
     });
   const write = () =>
     guarded(async () => {
       const entry: unknown = JSON.parse(document ?? "");
-      const written = await ask<{ revision: number; warnings: string[] }>({ method: "PUT", path: own, body: entry });
-      setRevisions((await get<{ revisions: Revision[] }>(`${own}/history`)).revisions);
+      const written = await ask<Written>({ method: "PUT", path: own, body: entry });
+      setRevisions((await get<History>(`${own}/history`)).revisions);
       setDone([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
     });
   useEffect(() => {

@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import { useAsked } from "./asked";
-import type { Placed, PlacedLane } from "./types";
+import type { Placed, Placement as Told } from "./types";
 
 const EVERY_MS = 3000;
 
@@ -25,7 +25,7 @@ export function why(row: Placed, workers: number): string {
 /** The placement table of each lane. */
 export function Placement() {
   const [filter, setFilter] = useState("");
-  const { value, trouble } = useAsked<{ lanes: PlacedLane[] }>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value, trouble } = useAsked<Told>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
   if (!value.lanes.length && !filter) return null;
   return (

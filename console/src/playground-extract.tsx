@@ -123,10 +123,6 @@ function Boxes({ picture, name, boxes, polygons }: { picture: string; name: stri
   );
 }
 
-/** The name of an end of a relation: a text, or an entity. */
-const end = (value: unknown): string =>
-  typeof value === "string" ? value : value && typeof value === "object" && "text" in value ? String(value.text) : JSON.stringify(value);
-
 function Relations({ relations }: { relations: Relation[] }) {
   return (
     <>
@@ -137,10 +133,10 @@ function Relations({ relations }: { relations: Relation[] }) {
           <tbody>
             {relations.map((each) => (
               <tr>
-                <td>{end(each.head)}</td>
-                <td class="arrow"><span>{each.relation ?? each.label ?? ""}</span></td>
-                <td>{end(each.tail)}</td>
-                <td class="number">{each.score?.toFixed(4) ?? ""}</td>
+                <td>{each.head}</td>
+                <td class="arrow"><span>{each.relation}</span></td>
+                <td>{each.tail}</td>
+                <td class="number">{each.score.toFixed(4)}</td>
               </tr>
             ))}
           </tbody>

@@ -1,7 +1,8 @@
 /** Parts that several views of the playground share. */
 
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { ask, Refusal } from "./api";
+import { SIEError } from "sie-client";
+import { ask } from "./api";
 import { type Call, CODE, type Input, shortened } from "./playground-requests";
 import type { Reply } from "./types";
 import { norm } from "./vectors";
@@ -36,7 +37,7 @@ export function useAnswer<T>(path: string, body: unknown): Told<T> {
     if (path) {
       ask<T>({ method: "POST", path, body: JSON.parse(text) as unknown }).then(
         (value) => !ended && setTold({ value }),
-        (error) => !ended && setTold({ refusal: error instanceof Refusal ? error.message : String(error) }),
+        (error) => !ended && setTold({ refusal: error instanceof SIEError ? error.message : String(error) }),
       );
     }
     return () => {

@@ -1,6 +1,7 @@
 /** The requests of the playground, and the same as code. */
 
-import { address, ask, key, Refusal, type Sent } from "./api";
+import { SIEError } from "sie-client";
+import { address, ask, key, type Sent } from "./api";
 import type { Model, Reply } from "./types";
 
 export type Verb = "encode" | "score" | "extract";
@@ -31,7 +32,7 @@ export interface Outcome {
   model: Model;
   calls: Call[];
   replies: Reply[];
-  refusal?: Refusal;
+  refusal?: SIEError;
 }
 
 const sent = ({ verb, model, body }: Call): Sent => ({ method: "POST", path: `/v1/${verb}/${model}`, body, explain: true });
@@ -40,7 +41,7 @@ export async function run(model: Model, calls: Call[]): Promise<Outcome> {
   try {
     return { model, calls, replies: await Promise.all(calls.map((call) => ask<Reply>(sent(call)))) };
   } catch (error) {
-    if (error instanceof Refusal) return { model, calls, replies: [], refusal: error };
+    if (error instanceof SIEError) return { model, calls, replies: [], refusal: error };
     throw error;
   }
 }

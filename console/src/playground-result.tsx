@@ -17,7 +17,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
     return (
       <article class="panel">
         <h2>{model.id}</h2>
-        <p class="bad" role="alert">{`${refusal?.code} ${refusal?.message}`}</p>
+        <p class="bad" role="alert">{refusal?.message}</p>
         <p class="dim">{`status ${refusal?.status}, request ${refusal?.requestId}`}</p>
         {copies}
       </article>

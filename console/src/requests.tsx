@@ -1,15 +1,16 @@
 import { Fragment } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { get, Refusal } from "./api";
+import { SIEError } from "sie-client";
+import { get } from "./api";
 import { useAsked } from "./asked";
-import type { Slow } from "./types";
+import type { RequestLog, Slow, SlowRequests } from "./types";
 import { Waterfall } from "./waterfall";
 
 const EVERY_MS = 10_000;
 
 /** The slow and failed requests of the last hour, each with where its time went, and one by its id. */
 export function Requests() {
-  const { value } = useAsked<{ requests: Slow[] }>("/v1/requests?limit=20", EVERY_MS);
+  const { value } = useAsked<SlowRequests>("/v1/requests?limit=20", EVERY_MS);
   const [open, setOpen] = useState("");
   const [wanted, setWanted] = useState("");
   const [found, setFound] = useState<Slow>();
@@ -24,7 +25,7 @@ export function Requests() {
       setFound(request);
       setOpen(request.id);
     } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
+      if (!(error instanceof SIEError)) throw error;
       setTrouble(error.message);
     }
   }
@@ -96,10 +97,10 @@ function Log({ id }: { id: string }) {
     let ended = false;
     async function read() {
       try {
-        const { lines } = await get<{ lines: { at: number; level: string; logger: string; message: string }[] }>(`/v1/requests/${encodeURIComponent(id)}/log`);
+        const { lines } = await get<RequestLog>(`/v1/requests/${encodeURIComponent(id)}/log`);
         if (!ended) setText(lines.map((line) => `${new Date(line.at * 1000).toISOString()} ${line.level} ${line.logger}: ${line.message}`).join("\n"));
       } catch (error) {
-        if (!(error instanceof Refusal)) throw error;
+        if (!(error instanceof SIEError)) throw error;
         if (!ended) setText(error.message);
       }
     }

@@ -9,9 +9,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from sie_contracts import families
 from sie_contracts.aliases import Alias
-from sie_contracts.catalogue import Catalogue
+from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.entries import ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
@@ -25,7 +27,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     """One ModelInfo. A variant carries `variant_of`."""
     resolved = catalogue.resolve_profile(entry, profile, entry.id)
     state, reports = fleet.model(resolved.residency)
-    error = next((status.error for _, status in reports if status.error is not None), None)
+    hosts = [_host(beat, status) for beat, status in reports]
     fingerprint = next((status.fingerprint for _, status in reports if status.fingerprint), None)
     certificate = next((status.certificate for _, status in reports if status.certificate), None)
     loaded = sorted(beat.worker for beat, status in reports if status.state == "loaded")
@@ -42,24 +44,21 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "dims": widths(entry, resolved.run),
         "loaded": state == "loaded",
         "state": state,
-        "last_error": None
-        if error is None
-        else {
-            "code": error.extras.get("error_class", "UNKNOWN"),
-            "attempts": error.extras.get("attempts", 1),
-            "permanent": error.extras.get("permanent", False),
-            "message": error.message,
-        },
+        "last_error": next((host["error"] for host in hosts if host["error"] is not None), None),
         "max_sequence_length": entry.max_tokens,
-        "profiles": {name: _profile(entry, name) for name in ("default", *entry.profiles)},
+        "profiles": _profiles(entry),
         "bundles": list(catalogue.bundles_of(entry)),
         "worker_count": len(loaded),
         "workers": loaded,
+        "hosts": hosts,
         "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None,
         "score_scale": score_scale(entry),
         "supports_lora": families.row(entry.family).takes_lora,
         "prompts": sorted(entry.prompts),
+        "prompt_texts": entry.prompts,
         "revision": entry.revision,
+        "license": entry.license,
+        "description": entry.description,
         "certificate": certificate,
         "precision": _precision(resolved.load.precision, reports),
         "fingerprint": fingerprint,
@@ -112,13 +111,52 @@ def _capabilities(entry: ModelEntry) -> list[str]:
     return [name for name, on in can.items() if on]
 
 
-def _profile(entry: ModelEntry, name: str) -> dict[str, Any]:
-    """What a profile decides of a request by itself."""
-    run = Catalogue.resolve_profile(entry, name, entry.id).run
+def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
+    """The model on one worker."""
+    error = status.error
+    return {
+        "worker": beat.worker,
+        "state": status.state,
+        "memory_bytes": status.memory_bytes,
+        "load_s": status.load_s,
+        "queued": status.queued,
+        "error": None
+        if error is None
+        else {
+            "code": error.extras.get("error_class", "UNKNOWN"),
+            "attempts": error.extras.get("attempts", 1),
+            "permanent": error.extras.get("permanent", False),
+            "message": error.message,
+        },
+    }
+
+
+def _profiles(entry: ModelEntry) -> dict[str, Any]:
+    """Each profile, and what it decides of a request by itself."""
+    default = Catalogue.resolve_profile(entry, "default", entry.id)
+    return {name: _profile(default, entry, name) for name in ("default", *entry.profiles)}
+
+
+def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
+    own = Catalogue.resolve_profile(entry, name, entry.id)
+    run = own.run
+    changes = {**_differing(default.load, own.load), **_differing(default.run, run)}
+    if "lora" in changes and run.lora:
+        changes["lora"] = without_paths(run.lora)
     return {
         "is_default": name == "default",
+        "changes": changes,
         **({"output_types": list(run.output_types)} if run.output_types else {}),
         **({"lora_id": without_paths(run.lora)} if run.lora else {}),
+    }
+
+
+def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
+    """The fields of `own` that are other than those of `default`."""
+    return {
+        name: msgspec.to_builtins(value)
+        for name in own.__struct_fields__
+        if (value := getattr(own, name)) != getattr(default, name)
     }
 
 

@@ -57,7 +57,7 @@ CONFIG_ROUTES: tuple[Route, ...] = (
     _read(
         "status", f"{_MODEL}/status", "Which gateways and workers serve which revision of a model", api.ModelRevisions
     ),
-    _read("history", f"{_MODEL}/history", "The revisions of a model, newest first", api.History),
+    _read("history", f"{_MODEL}/history", "The revisions of a model, newest first", api.ModelHistory),
     _read("bundles", f"{PREFIX}bundles", "All bundles", api.ConfigBundles),
     _read(
         "bundle", f"{PREFIX}bundles/{{id:path}}", "One bundle", api.ConfigBundle, (JSON, YAML), parameters=(_BUNDLE,)

@@ -107,7 +107,8 @@ export function sleep(ms: number, signal: AbortSignal | undefined): Promise<void
 }
 
 export function aborted(signal: AbortSignal): SIEAbortError {
-  return new SIEAbortError("the call was aborted", { cause: signal.reason });
+  const why = signal.reason instanceof Error ? `: ${signal.reason.message}` : "";
+  return new SIEAbortError(`the call was aborted${why}`, { cause: signal.reason });
 }
 
 /** Throws SIEAbortError, and InvalidInputError for a request that cannot be written. */
@@ -221,15 +222,23 @@ export function reading<T>(answer: Received, function_: (body: Uint8Array) => T)
   }
 }
 
-/** A call whose body, if any, and reply are JSON maps. */
-export async function jsonCall<T extends object>(
+/**
+ * What a call replies as JSON, once `check` has not thrown for it. `path` begins with a slash, and names a route below the
+ * base URL. `body`: sent as JSON, undefined for none.
+ */
+export async function json(
   method: string,
   path: string,
   session: Session,
-  expected: readonly (string & keyof T)[],
-  body?: unknown,
-): Promise<T> {
-  const request: Send = { method, path, headers: { accept: "application/json" }, withinMs: CONTROL_MS };
+  body: unknown,
+  withinMs: number,
+  check: (found: unknown) => void = () => undefined,
+): Promise<unknown> {
+  // the key is sent there, and `..` would leave the prefix of a proxy
+  if (!path.startsWith("/") || !new URL(session.baseUrl + path).href.startsWith(`${session.baseUrl}/`)) {
+    throw invalid("path: expected a route, such as /v1/models", "path");
+  }
+  const request: Send = { method, path, headers: { accept: "application/json" }, withinMs };
   if (body !== undefined) {
     request.headers!["content-type"] = "application/json";
     try {
@@ -238,12 +247,25 @@ export async function jsonCall<T extends object>(
       throw invalid(`body: ${error instanceof Error ? error.message : String(error)}`, "", error);
     }
   }
-  const answer = await call(request, session);
-  return reading(answer, (bytes) => {
+  return reading(await call(request, session), (bytes) => {
     const found: unknown = JSON.parse(new TextDecoder().decode(bytes));
-    if (!isMap(found)) throw new TypeError("expected a map");
-    const absent = expected.filter((name) => !(name in found));
-    if (absent.length) throw new TypeError(`expected ${absent.join(", ")}`);
-    return found as T;
+    check(found);
+    return found;
   });
+}
+
+/** A call whose body, if any, is JSON, and whose reply is a map with these names. */
+export async function jsonCall<T extends object>(
+  method: string,
+  path: string,
+  session: Session,
+  expected: readonly (string & keyof T)[],
+  body?: unknown,
+): Promise<T> {
+  const found = await json(method, path, session, body, CONTROL_MS, (told) => {
+    if (!isMap(told)) throw new TypeError("expected a map");
+    const absent = expected.filter((name) => !(name in told));
+    if (absent.length) throw new TypeError(`expected ${absent.join(", ")}`);
+  });
+  return found as T;
 }

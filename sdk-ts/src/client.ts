@@ -1,10 +1,11 @@
+import { json } from "./calls.js";
 import * as cluster from "./cluster.js";
 import { invalid } from "./errors.js";
 import { type CallOptions, type ClientOptions, Session } from "./options.js";
 import { stream } from "./streams.js";
 import type {
-  EncodeOptions, EncodeResult, ExtractOptions, ExtractResult, Health, Input, Model, ModelFilters, Results, ScoreOptions,
-  ScoreResult, StatusFrame, StreamOptions,
+  EncodeOptions, EncodeResult, ExtractOptions, ExtractResult, Health, Input, JsonOptions, Model, ModelFilters, Results,
+  ScoreOptions, ScoreResult, StatusFrame, StreamOptions,
 } from "./types.js";
 import { ENCODE, EXTRACT, perItem, score, type Verb } from "./verbs.js";
 import { watch } from "./watching.js";
@@ -79,6 +80,15 @@ export class SIEClient {
   /** The status of workers and models, each second, across reconnections, for as long as it is asked for. */
   watch(options?: CallOptions): AsyncGenerator<StatusFrame, void, undefined> {
     return watch(this.#session.forCall(options));
+  }
+
+  /**
+   * The JSON that any route below the base URL replies, for what the other methods do not do. The errors, the waiting and
+   * the options are those of all calls. `path`: with its query, such as `/v1/history?step_s=60`. `T` is not checked.
+   */
+  async json<T = unknown>(method: string, path: string, { body, ...call }: JsonOptions = {}): Promise<T> {
+    const session = this.#session.forCall(call);
+    return (await json(method, path, session, body, session.withinMs)) as T;
   }
 
   async #each<R>(

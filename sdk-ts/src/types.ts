@@ -44,6 +44,11 @@ export interface ExtractOptions extends CallOptions {
   params?: ExtractParams;
 }
 
+/** `body`: what is sent as JSON; undefined: nothing. */
+export interface JsonOptions extends CallOptions {
+  body?: unknown;
+}
+
 /** Of a stream: how long a part that is not full waits for further inputs. 20 */
 export interface StreamOptions {
   lingerMs?: number;

@@ -1,7 +1,7 @@
 // The suite against a real server, in Node and in a browser: each case throws where something is not as it should be.
 
 import {
-  type ClientOptions, InvalidInputError, ModelNotFoundError, SIEAbortError, SIEClient, SIEConnectionError,
+  type ClientOptions, InvalidInputError, ModelNotFoundError, SIEAbortError, SIEClient, SIEConnectionError, SIEError,
 } from "../src/index.js";
 
 const MINI = "test/mini";
@@ -151,6 +151,25 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       equal((await client.model(MINI)).id, MINI);
       check((await client.pools.list()).some((each) => each.name === "default"), "pools");
       equal((await client.health()).status, "healthy");
+    },
+
+    async "any route is asked in JSON"() {
+      const body = { items: ["a cat"] };
+      interface Told {
+        items: { dense: { values: number[] } }[];
+        explain: unknown[];
+      }
+      const told = await client.json<Told>("POST", `/v1/encode/${MINI}`, { body, explain: true });
+      near(told.items[0]!.dense.values, (await client.encode(MINI, "a cat")).dense!, 2e-3);
+      equal(told.explain.length, 1);
+      equal((await client.json<{ requests: unknown[] }>("GET", "/v1/requests?limit=1")).requests.length <= 1, true);
+      check(Array.isArray(await client.json("POST", `/tei/${MINI}/tokenize`, { body: { inputs: "a" } })), "a list");
+      check((await thrown(client.json("GET", "/v1/models/test/min"))) instanceof ModelNotFoundError, "its error");
+      check((await thrown(client.json("GET", "/metrics", { waitForCapacity: false }))) instanceof SIEError, "no JSON");
+      const below = new SIEClient({ ...options, baseUrl: `${options.baseUrl}/prefix` });
+      for (const path of ["v1/models", ".evil.example/", "/../v1/models", "/%2e%2e/v1/models"]) {
+        check((await thrown(below.json("GET", path))) instanceof InvalidInputError, path);
+      }
     },
 
     async "the status is watched"() {

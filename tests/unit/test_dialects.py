@@ -338,9 +338,9 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
     cluster.source.put(toy_entry("toy/two", outputs={"dense": WIDTH, "sparse": 10}, profiles=profiles))
     gateway = await cluster.gateway()
     assert (await gateway.client.get("/v1/models/toy/two")).json()["profiles"] == {
-        "default": {"is_default": True},
-        "words": {"is_default": False, "output_types": ["sparse"]},
-        "tuned": {"is_default": False, "lora_id": "org/lora"},
+        "default": {"is_default": True, "changes": {}},
+        "words": {"is_default": False, "changes": {"output_types": ["sparse"]}, "output_types": ["sparse"]},
+        "tuned": {"is_default": False, "changes": {"lora": "org/lora"}, "lora_id": "org/lora"},
     }
 
 

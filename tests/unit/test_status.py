@@ -424,6 +424,8 @@ async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProce
         while (info := (await gateway.client.get("/v1/models/toy/one")).json())["state"] != "failed":
             pass
     assert info["last_error"] == {"code": "GATED", "attempts": 1, "permanent": True, "message": "the files are gated"}
+    (host,) = info["hosts"]
+    assert (host["worker"], host["state"], host["error"]) == ("w0", "failed", info["last_error"])
     assert info["loaded"] is False
     assert (await gateway.client.get("/health")).json()["models"][0]["state"] == "failed"
     async with looking(sidecar, "/ws/status") as socket:

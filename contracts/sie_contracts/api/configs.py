@@ -186,7 +186,7 @@ class Revision(Struct, kw_only=True):
     changes: list[dict[str, Any]]
 
 
-class History(Struct, kw_only=True):
+class ModelHistory(Struct, kw_only=True):
     """The revisions of a model, newest first."""
 
     EXAMPLE: ClassVar[Any] = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Reply, Text, Texts, Timing, Whole
+from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Reply, Text, Texts, Timing, Usage, Whole
 
 Dtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 Truncation = Literal["END", "START", "NONE"]
@@ -145,21 +145,31 @@ class Extract(Struct, kw_only=True):
 
 # replies
 
+ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}  # of examples
+
+
+class RequestUsage(Usage, kw_only=True):
+    """Number of tokens that ran, the positions of truncated inputs, and the number of images, if there are any."""
+
+    prompt_tokens: int
+    total_tokens: int
+    truncated_items: list[int]
+
 
 class ItemUsage(Struct, kw_only=True):
     """Tokens of one input."""
 
-    prompt_tokens: Whole = UNSET
-    total_tokens: Whole = UNSET
-    truncated: Flag = UNSET
+    prompt_tokens: int
+    total_tokens: int
+    truncated: bool
 
 
 class SlotError(Struct, kw_only=True):
     """Why one input has no result."""
 
-    code: Text = UNSET
-    message: Text = UNSET
-    retryable: Flag = UNSET
+    code: str
+    message: str
+    retryable: bool
     reason: Text = UNSET
     retry_after_s: Whole = UNSET
 
@@ -167,16 +177,16 @@ class SlotError(Struct, kw_only=True):
 class _Slot(Struct, kw_only=True):
     id: Text = UNSET
     metadata: Map = UNSET
-    usage: ItemUsage | UnsetType = UNSET
+    usage: ItemUsage
     error: SlotError | UnsetType = UNSET
 
 
 class Dense(Struct, kw_only=True):
     """One vector, and what its codes are read with."""
 
-    dims: Whole = UNSET
-    dtype: Text = UNSET
-    values: list[float] | UnsetType = UNSET
+    dims: int
+    dtype: str
+    values: list[float]
     scale: Number = UNSET
     offset: Number = UNSET
     source: Text = UNSET
@@ -185,19 +195,21 @@ class Dense(Struct, kw_only=True):
 class Sparse(Struct, kw_only=True):
     """Weights of words of the vocabulary."""
 
-    dims: Whole = UNSET
-    dtype: Text = UNSET
-    indices: list[int] | UnsetType = UNSET
-    values: list[float] | UnsetType = UNSET
+    dims: int
+    dtype: str
+    indices: list[int]
+    values: list[float]
 
 
 class Multivector(Struct, kw_only=True):
-    """A vector for each token."""
+    """A vector for each token, and what the codes of each are read with."""
 
-    token_dims: Whole = UNSET
-    num_tokens: Whole = UNSET
-    dtype: Text = UNSET
-    values: list[list[float]] | UnsetType = UNSET
+    token_dims: int
+    num_tokens: int
+    dtype: str
+    values: list[list[float]]
+    scale: list[float] | UnsetType = UNSET
+    offset: list[float] | UnsetType = UNSET
 
 
 class EncodedItem(_Slot, kw_only=True):
@@ -210,49 +222,97 @@ class EncodedItem(_Slot, kw_only=True):
 
 
 class ScoredItem(Struct, kw_only=True):
-    """The score of one input."""
+    """The score of one input; null where it failed."""
 
-    item_id: Text = UNSET
-    score: float | UnsetType | None = UNSET
-    rank: Whole = UNSET
+    item_id: str
+    score: float | None
+    rank: int
     metadata: Map = UNSET
-    usage: ItemUsage | UnsetType = UNSET
+    usage: ItemUsage
     error: SlotError | UnsetType = UNSET
 
 
+class Entity(Struct, kw_only=True):
+    """A part of a text, or text of an image. `start` and `end` count code points, and are null in text of an image.
+    `bbox`: left, top, width and height in pixels of the upright image.
+    """
+
+    text: str
+    label: str
+    score: float
+    start: int | None
+    end: int | None
+    bbox: list[float] | None
+
+
+class Relation(Struct, kw_only=True):
+    """A relation between two entities, which are named by their text."""
+
+    head: str
+    tail: str
+    relation: str
+    score: float
+
+
+class Classification(Struct, kw_only=True):
+    """A class of the whole input."""
+
+    label: str
+    score: float
+
+
+class DetectedObject(Struct, kw_only=True):
+    """A part of an image. `bbox`: left, top, width and height in pixels of the upright image."""
+
+    label: str
+    score: float
+    bbox: list[float]
+
+
 class ExtractedItem(_Slot, kw_only=True):
-    """What was found in one input."""
+    """What was found in one input. Lists are empty where nothing was."""
 
-    entities: list[dict[str, Any]] | UnsetType = UNSET
-    relations: list[dict[str, Any]] | UnsetType = UNSET
-    classifications: list[dict[str, Any]] | UnsetType = UNSET
-    objects: list[dict[str, Any]] | UnsetType = UNSET
-    data: Map = UNSET
+    entities: list[Entity]
+    relations: list[Relation]
+    classifications: list[Classification]
+    objects: list[DetectedObject]
+    data: dict[str, Any]
 
 
-class Encoded(Reply, kw_only=True):
+class _Native(Reply, kw_only=True):
+    model: str
+    usage: RequestUsage
+    timing: Timing
+    fingerprint: str
+
+
+class Encoded(_Native, kw_only=True):
     """The vectors of each input, in their order."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
-        "items": [{"dense": {"dims": 384, "dtype": "float32", "values": [0.02, -0.07]}}],
+        "items": [{"dense": {"dims": 384, "dtype": "float32", "values": [0.02, -0.07]}, "usage": ITEM_USED}],
         **SHARED,
     }
 
     muvera: Map = UNSET
-    items: list[EncodedItem] | UnsetType = UNSET
+    items: list[EncodedItem]
 
 
-class Scored(Reply, kw_only=True):
+class Scored(_Native, kw_only=True):
     """The scores, best first."""
 
-    EXAMPLE: ClassVar[Any] = {"model": MINI, "scores": [{"item_id": "item-0", "score": 0.83, "rank": 0}], **SHARED}
+    EXAMPLE: ClassVar[Any] = {
+        "model": MINI,
+        "scores": [{"item_id": "item-0", "score": 0.83, "rank": 0, "usage": ITEM_USED}],
+        **SHARED,
+    }
 
     query_id: str | UnsetType | None = UNSET
-    scores: list[ScoredItem] | UnsetType = UNSET
+    scores: list[ScoredItem]
 
 
-class Extracted(Reply, kw_only=True):
+class Extracted(_Native, kw_only=True):
     """What was found in each input, in their order."""
 
     EXAMPLE: ClassVar[Any] = {
@@ -260,14 +320,15 @@ class Extracted(Reply, kw_only=True):
         "items": [
             {
                 "id": "item-0",
-                "entities": [{"text": "Ada", "label": "person", "start": 0, "end": 3, "score": 0.97}],
+                "entities": [{"text": "Ada", "label": "person", "start": 0, "end": 3, "bbox": None, "score": 0.97}],
                 "relations": [],
                 "classifications": [],
                 "objects": [],
                 "data": {},
+                "usage": ITEM_USED,
             }
         ],
         **SHARED,
     }
 
-    items: list[ExtractedItem] | UnsetType = UNSET
+    items: list[ExtractedItem]

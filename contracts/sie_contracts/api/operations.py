@@ -7,38 +7,117 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts import __version__
-from sie_contracts.api.shapes import MINI, Flag, Map, Number, Text, Texts, Whole
+from sie_contracts.api.shapes import MINI, Text, Texts, Whole
+from sie_contracts.load_errors import LoadErrorClass
+from sie_contracts.messages import BatchNote, Stages
+from sie_contracts.status import QueueInfo
 
 # models
 
+ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
+
 
 class Download(Struct, kw_only=True):
-    """Weights that a worker fetches."""
+    """Weights that a worker downloads. `total_bytes` is 0 until it is known."""
 
-    worker: Text = UNSET
-    done_bytes: Whole = UNSET
-    total_bytes: Whole = UNSET
-    bytes_per_s: Number = UNSET
+    worker: str
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
 
 
 class Precision(Struct, kw_only=True):
     """The requested precision, the precision that workers use, and the reason if they differ."""
 
-    requested: str | UnsetType | None = UNSET
-    served: Texts = UNSET
-    reason: str | UnsetType | None = UNSET
+    requested: str | None
+    served: list[str]
+    reason: str | None
 
 
 class Engine(Struct, kw_only=True):
     """The engine that the entry asks for, the engine that workers use, and the reason for it."""
 
-    requested: str | UnsetType | None = UNSET
-    served: Texts = UNSET
-    reason: str | UnsetType | None = UNSET
+    requested: str | None
+    served: list[str]
+    reason: str | None
+
+
+class LoadError(Struct, kw_only=True):
+    """Why a worker could not load a model. `permanent`: the worker does not try again until the entry changes."""
+
+    code: LoadErrorClass
+    attempts: int
+    permanent: bool
+    message: str
+
+
+class ModelHost(Struct, kw_only=True):
+    """A model on one worker. `memory_bytes` is 0 where it is not loaded, `load_s` where it never was."""
+
+    worker: str
+    state: ModelState
+    memory_bytes: int
+    load_s: float
+    queued: int
+    error: LoadError | None
+
+
+class ProfileInfo(Struct, kw_only=True):
+    """A profile of a model. `changes`: each setting that differs from the default profile, with its value."""
+
+    is_default: bool
+    changes: dict[str, Any]
+    output_types: Texts = UNSET
+    lora_id: Text = UNSET
+
+
+class Certificate(Struct, kw_only=True):
+    """The checks that a loaded model passed. A load that fails one of them is refused.
+
+    `digests`: the files whose SHA-256 is that of the entry. `packed`: for each output, the worst cosine of the packed
+    path with the padded one. `golden`: the worst cosine with vectors of the public oracle; null where the entry has
+    none.
+    """
+
+    digests: list[str]
+    packed: dict[str, float]
+    golden: float | None
+    seconds: float
+
+
+class AliasTarget(Struct, kw_only=True):
+    """A model that serves an alias. Its share of the keys is its share of all weights."""
+
+    model: str
+    weight: int
+
+
+class AliasShadow(Struct, kw_only=True):
+    """A model that gets copies of a share of an alias' requests."""
+
+    model: str
+    share: float
+
+
+class AliasInfo(Struct, kw_only=True):
+    """The models of an alias."""
+
+    targets: list[AliasTarget]
+    shadow: AliasShadow | UnsetType = UNSET
+
+
+class ModelStats(Struct, kw_only=True):
+    """Work of a model at the workers that know it."""
+
+    queue_absolute: int
 
 
 class ModelInfo(Struct, kw_only=True):
-    """One model, or one of its profiles, or an alias."""
+    """One model, or one of its profiles, or an alias.
+
+    `prompts` lists the prompts by name, and `prompt_texts` has the text of each. `hosts`: each worker that knows the
+    model, with its state there.
+    """
 
     EXAMPLE: ClassVar[Any] = {
         "name": MINI,
@@ -54,44 +133,67 @@ class ModelInfo(Struct, kw_only=True):
         "state": "loaded",
         "last_error": None,
         "max_sequence_length": 256,
-        "profiles": {"default": {"is_default": True}},
+        "profiles": {"default": {"is_default": True, "changes": {}}},
         "bundles": ["default"],
         "worker_count": 1,
         "workers": ["w0"],
+        "hosts": [
+            {"worker": "w0", "state": "loaded", "memory_bytes": 91000000, "load_s": 1.4, "queued": 0, "error": None}
+        ],
+        "matryoshka_dims": None,
+        "score_scale": "cosine",
+        "supports_lora": False,
+        "prompts": [],
+        "prompt_texts": {},
+        "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf",
+        "license": "apache-2.0",
+        "description": "",
+        "certificate": {"digests": [], "packed": {"dense": 0.9999999}, "golden": 0.9999998, "seconds": 0.4},
+        "fingerprint": "b1946ac9",
+        "downloads": [],
+        "precision": {"requested": None, "served": ["float32"], "reason": None},
+        "engine": {"requested": None, "served": ["torch"], "reason": None},
+        "backend": "torch",
+        "capabilities": ["embed"],
+        "stats": {"queue_absolute": 0},
     }
 
     name: str
     id: str
     object: str
-    created: Whole = UNSET
-    owned_by: Text = UNSET
-    inputs: Texts = UNSET
+    created: int
+    owned_by: str
+    inputs: list[str]
     outputs: list[str]
     tasks: list[Literal["encode", "score", "extract"]]
     dims: dict[str, int]
     loaded: bool
-    state: Literal["available", "loading", "loaded", "unloading", "failed"]
-    last_error: dict[str, Any] | UnsetType | None = UNSET
-    max_sequence_length: int | UnsetType | None = UNSET
-    profiles: Map = UNSET
-    bundles: Texts = UNSET
-    worker_count: Whole = UNSET
-    workers: Texts = UNSET
-    matryoshka_dims: list[int] | UnsetType | None = UNSET
-    score_scale: str | UnsetType | None = UNSET
-    supports_lora: Flag = UNSET
-    prompts: Texts = UNSET
-    revision: Text = UNSET
-    certificate: dict[str, Any] | UnsetType | None = UNSET
-    fingerprint: str | UnsetType | None = UNSET
+    state: ModelState
+    last_error: LoadError | None
+    max_sequence_length: int
+    profiles: dict[str, ProfileInfo]
+    bundles: list[str]
+    worker_count: int
+    workers: list[str]
+    hosts: list[ModelHost]
+    matryoshka_dims: list[int] | None
+    score_scale: str | None
+    supports_lora: bool
+    prompts: list[str]
+    prompt_texts: dict[str, str]
+    revision: str
+    license: str
+    description: str
+    certificate: Certificate | None
+    fingerprint: str | None
     variant_of: Text = UNSET
-    alias: Annotated[Map, Meta(description="For an alias: its targets, and its shadow model.")] = UNSET
-    downloads: list[Download] | UnsetType = UNSET
-    precision: Precision | UnsetType = UNSET
-    engine: Engine | UnsetType = UNSET
-    backend: Text = UNSET
-    capabilities: list[Literal["embed", "rerank", "classify"]] | UnsetType = UNSET
-    stats: Map = UNSET
+    alias: Annotated[AliasInfo | UnsetType, Meta(description="Of an alias: its targets and its shadow.")] = UNSET
+    downloads: list[Download]
+    precision: Precision
+    engine: Engine
+    backend: str
+    capabilities: list[Literal["embed", "rerank", "classify"]]
+    stats: ModelStats
 
 
 class Models(Struct, kw_only=True):
@@ -330,8 +432,19 @@ class LaneFigures(Struct, kw_only=True):
     demand: int
 
 
+class ClusterCounts(Struct, kw_only=True):
+    """How many there are of each, of which at most 50 workers and models are listed. `in_flight`: messages."""
+
+    workers: int
+    models: int
+    in_flight: int
+    dead_letters: int
+
+
 class ClusterView(Struct, kw_only=True):
-    """The state of the cluster in brief. Workers that are not healthy and models that are in use come first."""
+    """The state of the cluster in brief. Workers that are not healthy and models that are in use come first. `queues`
+    is null where the broker was not read. `failures`: why a model that is listed could not be loaded.
+    """
 
     EXAMPLE: ClassVar[Any] = {
         "version": __version__,
@@ -345,10 +458,10 @@ class ClusterView(Struct, kw_only=True):
 
     version: str
     cluster: ClusterInfo
-    counts: dict[str, int]
+    counts: ClusterCounts
     workers: list[WorkerInfo]
     models: list[ModelSummary]
-    queues: list[dict[str, Any]] | None
+    queues: list[QueueInfo] | None
     failures: dict[str, str]
 
 
@@ -465,6 +578,15 @@ class History(Struct, kw_only=True):
     steps: list[HistoryStep]
 
 
+class RequestChunk(Struct, kw_only=True):
+    """One message of a request, and where its time went at the worker."""
+
+    worker: str
+    chunk: int
+    batch: BatchNote
+    stages: Stages
+
+
 class SlowRequest(Struct, kw_only=True):
     """A request without its inputs. What only a request that ran has is missing from others."""
 
@@ -498,7 +620,7 @@ class SlowRequest(Struct, kw_only=True):
     priority: Text = UNSET
     tokens: Whole = UNSET
     timing: dict[str, float] | UnsetType = UNSET
-    chunks: list[dict[str, Any]] | UnsetType = UNSET
+    chunks: list[RequestChunk] | UnsetType = UNSET
 
 
 class SlowRequests(Struct, kw_only=True):

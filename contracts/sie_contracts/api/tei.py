@@ -87,13 +87,13 @@ class TeiTokenize(Struct, kw_only=True):
 
 
 class TeiToken(Struct, kw_only=True):
-    """A token, and where it begins and ends in the bytes of the text."""
+    """A token, and where it begins and ends in the bytes of the text; null for a special token."""
 
-    id: Whole = UNSET
-    text: Text = UNSET
-    special: Flag = UNSET
-    start: int | UnsetType | None = UNSET
-    stop: int | UnsetType | None = UNSET
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
 
 
 class TeiDecode(Struct, kw_only=True):
