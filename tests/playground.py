@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from browser import HOST, Page, click, typed
+from typescript_package import compiled, ran
 
 KEY = "a-key-that-no-code-shows"
 ANSWER_S = 60.0  # the first request for a model loads it
@@ -83,6 +85,14 @@ def by_python(page: Page, shown: str, place: int = 0) -> Any:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=environ)
     assert ran.returncode == 0, ran.stderr.decode()
     return json.loads(ran.stdout.decode().rpartition("told ")[2])
+
+
+def by_typescript(page: Page, package: Path, shown: str, place: int = 0) -> Any:
+    """What `shown`, of the `results` of the copied program, is as JSON. It is compiled as strictly as the client is."""
+    program = f"{copied(page, 'TypeScript', place)}\nconsole.log('told', JSON.stringify({shown}));\n"
+    (package / "test" / "copied.ts").write_text(program, "utf-8")
+    compiled(package)
+    return json.loads(ran(["node", "build/test/copied.js"], package, SIE_API_KEY=KEY).rpartition("told ")[2])
 
 
 def bars(page: Page, within: str = "article") -> list[tuple[str, Any]]:

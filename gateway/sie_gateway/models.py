@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,10 @@ from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.places import without_paths
 from sie_gateway.fleet import Fleet
+from sie_gateway.shadow import Figures
 
+Measured = Callable[[str, str], Figures]
+"""What a gateway measured of an alias' shadow, by the names of both."""
 _SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
 
 
@@ -189,6 +192,7 @@ async def model_list(
     variants: bool = True,
     named: str = "",
     limit: int | None = None,
+    figures: Measured,
 ) -> Listed:
     """All models in order of name, each followed by its variants, then the aliases. `named`: only those with this in
     their name, in any case. `limit`: only the first ones, of which alone the rest is looked up.
@@ -198,7 +202,9 @@ async def model_list(
     infos: list[dict[str, Any]] = []
     for number, (name, profile) in enumerate(names, 1):
         if profile is None:
-            infos.append(_of_alias(catalogue, fleet, catalogue.aliases[name]))
+            alias = catalogue.aliases[name]
+            resolved = catalogue.resolve(alias.heaviest.model, follow=False)
+            infos.append(alias_info(model_info(catalogue, fleet, resolved.entry, resolved.profile), alias, figures))
         else:
             infos.append(model_info(catalogue, fleet, catalogue.entries[name], profile))
         if number == limit and not picks:
@@ -232,17 +238,13 @@ def _names(catalogue: Catalogue, wanted: str, *, variants: bool) -> list[tuple[s
     return found
 
 
-def alias_info(info: dict[str, Any], alias: Alias) -> dict[str, Any]:
+def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
     """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that
     it names.
     """
     told: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:
-        told["shadow"] = {"model": alias.shadow.model, "share": alias.shadow.share}
+        model = alias.shadow.model
+        told["shadow"] = {"model": model, "share": alias.shadow.share, "figures": figures(alias.id, model).told()}
     rest = {name: value for name, value in info.items() if name not in ("variant_of", "owned_by")}
     return {**rest, "name": alias.id, "id": alias.id, "owned_by": alias.id.partition("/")[0], "alias": told}
-
-
-def _of_alias(catalogue: Catalogue, fleet: Fleet, alias: Alias) -> dict[str, Any]:
-    resolved = catalogue.resolve(alias.heaviest.model, follow=False)
-    return alias_info(model_info(catalogue, fleet, resolved.entry, resolved.profile), alias)

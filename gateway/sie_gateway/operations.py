@@ -59,6 +59,7 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
         variants=query.get("variants", "") != "false",
         named=query.get("filter", "").strip(),
         limit=int(number(query, "limit", 1, 1, 1000)) if "limit" in query else None,
+        figures=gateway.inference.shadows.figures,
     )
     return {"models": found.infos, **({"total": found.total} if "limit" in query else {})}
 
@@ -82,7 +83,7 @@ async def model(gateway: Gateway, request: Request) -> Response:
     catalogue = gateway.inference.catalogue
     info = model_info(catalogue, gateway.fleet, resolved.entry, resolved.profile)
     alias = catalogue.aliases.get(resolved.alias)
-    return json_response(info if alias is None else alias_info(info, alias))
+    return json_response(info if alias is None else alias_info(info, alias, gateway.inference.shadows.figures))
 
 
 async def health(gateway: Gateway, _request: Request) -> Response:

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import Meta
 
-from sie_contracts.api import operations as api
+from sie_contracts.api import views as api
 from sie_contracts.errors import InvalidInput, NotFound
 from sie_gateway.history import STEP_S
 from sie_gateway.operations import json_response, number

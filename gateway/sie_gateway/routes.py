@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from sie_contracts.api import dialects as api
 from sie_contracts.api import inference as native_api
+from sie_contracts.api import models as models_api
 from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
@@ -235,11 +236,11 @@ _MODELS = control(
     "models",
     operations.models,
     ("SIE", "The catalogue"),
-    operations_api.Models,
+    models_api.Models,
     parameters=_MODEL_QUERY,
 )
 _MODEL = control(
-    "GET", "/v1/models/{model:path}", "models", operations.model, ("SIE", "One model"), operations_api.ModelInfo
+    "GET", "/v1/models/{model:path}", "models", operations.model, ("SIE", "One model"), models_api.ModelInfo
 )
 _WORKER = Parameter("worker", "query", str, "The id of the worker, as in its heartbeats.", "w0", required=True)
 CONTROL: tuple[GatewayRoute, ...] = (

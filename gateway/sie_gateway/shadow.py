@@ -15,8 +15,9 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +51,42 @@ _logger = logging.getLogger("sie.gateway.shadow")
 Result = Literal["done", "failed", "busy", "loaded", "cold", "paused", "large", "unsuited"]
 
 
+class Mean:
+    """The mean of what was added, None before."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._sum += value
+        self._count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._count if self._count else None
+
+
+@dataclass
+class Figures:
+    """What was measured of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
+
+    model: str
+    copies: Counter[Result] = field(default_factory=Counter)
+    cosine: Mean = field(default_factory=Mean)
+    rank: Mean = field(default_factory=Mean)
+    served_ms: Mean = field(default_factory=Mean)
+    shadow_ms: Mean = field(default_factory=Mean)
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "copies": dict(self.copies),
+            "cosine": self.cosine.value,
+            "rank": self.rank.value,
+            "served_ms": self.served_ms.value,
+            "shadow_ms": self.shadow_ms.value,
+        }
+
+
 class Shadows:
     """Owned by the gateway's loop. `after` returns at once and raises nothing."""
 
@@ -69,6 +106,7 @@ class Shadows:
         self._run = run
         self._clock = clock
         self._met: dict[str, int] = {}  # by alias, requests whose share is copied
+        self._figures: dict[str, Figures] = {}  # by alias
         self._paused_s: dict[str, float] = {}  # by model, until when
         self._opening: set[str] = set()  # residencies that a copy is to have loaded
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,6 +124,13 @@ class Shadows:
             self._after(call, call.asked, finished)
         except Exception:  # an answer never fails for its copy
             _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
+
+    def figures(self, alias: str, model: str) -> Figures:
+        """Of the shadow that an alias has; another model begins anew."""
+        found = self._figures.get(alias)
+        if found is None or found.model != model:
+            found = self._figures[alias] = Figures(model)
+        return found
 
     def _after(self, call: Call, asked: Asked, finished: Finished) -> None:
         resolved = finished.request.resolved
@@ -180,15 +225,22 @@ class Shadows:
 
     def _count(self, alias: Alias, model: str, result: Result) -> None:
         self._metrics.shadows.labels(alias.id, model, result).inc()
+        self.figures(alias.id, model).copies[result] += 1
 
     def _compare(self, finished: Finished, copied: Finished, alias: Alias, model: str) -> None:
-        names = alias.id, model
-        for side, each in (("served", finished), ("shadow", copied)):
+        names, figures = (alias.id, model), self.figures(alias.id, model)
+        for side, each, mean in (
+            ("served", finished, figures.served_ms),
+            ("shadow", copied, figures.shadow_ms),
+        ):
             self._metrics.shadow_seconds.labels(*names, side).observe(each.waited_ms / 1000)
+            mean.add(each.waited_ms)
         for value in cosines(finished, copied):
             self._metrics.shadow_cosine.labels(*names).observe(value)
+            figures.cosine.add(value)
         if (agreement := rank_agreement(finished, copied)) is not None:
             self._metrics.shadow_rank.labels(*names).observe(agreement)
+            figures.rank.add(agreement)
 
     async def close(self) -> None:
         """End those that run; what they have in the queue is withdrawn."""

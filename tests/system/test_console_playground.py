@@ -9,17 +9,19 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import local_models
 import numpy as np
 import pytest
+import typescript_package
 from browser import HOST, Page, browsing, tab, typed
 from cluster import Cluster, running
 from image_files import encoded, picture, turned
 from parity import detector_checkpoints, qwen_checkpoints, reader_checkpoints
-from playground import CELLS, COPIED, KEY, ask, attach, bars, by_curl, by_python, choose, copied, files
+from playground import CELLS, COPIED, KEY, ask, attach, bars, by_curl, by_python, by_typescript, choose, copied, files
 
 pytestmark = pytest.mark.debian
 
@@ -76,6 +78,12 @@ def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
         assert [asked for asked in page.asked if not asked.startswith((own, "data:"))] == []
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The TypeScript client, built."""
+    return typescript_package.copied(tmp_path_factory.mktemp("typescript"))
+
+
 def cosines(vectors: list[list[float]]) -> list[float]:
     rows = np.array(vectors) / np.linalg.norm(vectors, axis=1, keepdims=True)
     found: list[float] = (rows @ rows.T).ravel().tolist()
@@ -85,7 +93,7 @@ def cosines(vectors: list[list[float]]) -> list[float]:
 HEAT = "[...document.querySelectorAll('.heat td')].map(cell => Number(cell.innerText))"
 
 
-def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page) -> None:
+def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page, package: Path) -> None:
     choose(page, "encode", "test/mini")
     typed(page, "#texts", 'a cat\na <b>kitten</b>\nit\'s "stocks" \\ $HOME `id`')
     ask(page)
@@ -94,8 +102,9 @@ def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page) ->
     assert shown == pytest.approx(cosines(vectors), abs=0.0051)
     told = by_python(page, '[each["dense"].tolist() for each in results]')
     assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
+    told = by_typescript(page, package, "results.map((each) => [...each.dense!])")
+    assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
     assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
-    assert "sie-client" in copied(page, "TypeScript")
 
 
 def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
@@ -248,7 +257,7 @@ def test_patches_lie_over_the_page_that_they_are_of(page: Page) -> None:
     assert np.abs(box).max() <= 3
 
 
-def test_boxes_lie_on_the_upright_picture_in_its_pixels(page: Page) -> None:
+def test_boxes_lie_on_the_upright_picture_in_its_pixels(page: Page, package: Path) -> None:
     choose(page, "extract", "test/dino")
     attach(page, ("turned.png", "image/png", turned(6, picture(60, 100))))
     typed(page, "#labels", "a cat, <b>box</b>")
@@ -267,12 +276,12 @@ def test_boxes_lie_on_the_upright_picture_in_its_pixels(page: Page) -> None:
     typed(page, ".least", str(least))
     kept = [one["bbox"] for one in item["objects"] if one["score"] >= least]
     page.wait(f"{drawn}Number(each.getAttribute(name))))", lambda found: found == kept)
-    assert by_python(page, '[[one["bbox"] for one in each["objects"]] for each in results]') == [
-        [one["bbox"] for one in item["objects"]]
-    ]
+    boxes = [[one["bbox"] for one in item["objects"]]]
+    assert by_python(page, '[[one["bbox"] for one in each["objects"]] for each in results]') == boxes
+    assert by_typescript(page, package, "results.map((each) => each.objects.map((one) => one.bbox))") == boxes
 
 
-def test_spans_classes_and_what_a_page_says_are_shown(page: Page) -> None:
+def test_spans_classes_and_what_a_page_says_are_shown(page: Page, package: Path) -> None:
     choose(page, "extract", "test/gliner")
     text = "Ada Lovelace 🙂 met Charles in London."
     typed(page, "#texts", text)
@@ -282,6 +291,8 @@ def test_spans_classes_and_what_a_page_says_are_shown(page: Page) -> None:
     marks = page.evaluate("[...document.querySelectorAll('.spans mark')].map(each => each.firstChild.data)")
     assert marks
     assert set(marks) <= {text[found["start"] : found["end"]] for found in item["entities"]}
+    for one, found in zip(by_typescript(page, package, "results[0]!.entities"), item["entities"], strict=True):
+        assert one == {**found, "score": pytest.approx(found["score"], abs=1e-6)}
 
     typed(page, "#further", "")
     typed(page, "#labels", "")
@@ -378,7 +389,7 @@ def test_documents_are_sent_with_the_format_that_their_content_does_not_tell(pag
     assert f"markdown: {HARM}" in page.evaluate("document.querySelector('.tree').innerText")
 
 
-def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page) -> None:
+def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page, package: Path) -> None:
     choose(page, "encode", "test/mini")
     groups = "[...document.querySelectorAll('#beside optgroup')].map(each => each.label)"
     page.wait(groups, lambda found: found == ["Profiles of this model", "Other models"])
@@ -403,6 +414,8 @@ def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page) -> N
         assert ("▲" in row[3]) is (after < before)
     by_id = {one["item_id"]: one["score"] for one in by_curl(page)["scores"]}
     told = dict(by_python(page, '[[one["item_id"], one["score"]] for one in results["scores"]]'))
+    assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
+    told = dict(by_typescript(page, package, "results.scores.map((one) => [one.itemId, one.score])"))
     assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
     shown = bars(page, "article:first-of-type")
     assert [value for _, value in shown] == pytest.approx(sorted(by_id.values(), reverse=True), abs=6e-5)
@@ -449,7 +462,7 @@ def test_the_patches_of_a_model_that_keeps_the_shape_have_that_shape(page: Page)
     assert page.evaluate("document.querySelector('[data-grid=first]').value") == "4"
 
 
-def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster) -> None:
+def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster, package: Path) -> None:
     page.evaluate(f"sessionStorage.setItem('sie.key', '{KEY}')")
     page.open(f"http://{HOST}:{cluster.port}/?again")
     page.wait("document.querySelector('#sign-out') && document.querySelector('#model')?.value", bool)
@@ -459,6 +472,8 @@ def test_code_names_the_key_and_never_shows_it(page: Page, cluster: Cluster) -> 
     ask(page)
     (item,) = by_curl(page)["items"]
     told = by_python(page, 'results[0]["dense"].tolist()')
+    assert told == pytest.approx(item["dense"]["values"], abs=1e-6)
+    told = by_typescript(page, package, "[...results[0]!.dense!]")
     assert told == pytest.approx(item["dense"]["values"], abs=1e-6)
     for kind, name in (("curl", "$SIE_API_KEY"), ("Python", "SIE_API_KEY"), ("TypeScript", "process.env.SIE_API_KEY")):
         code = copied(page, kind)

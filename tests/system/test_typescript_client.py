@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,10 +14,10 @@ import local_models
 import pytest
 from browser import browsing, tab
 from cluster import MODEL, Cluster, running
+from typescript_package import CLIENT, compiled, copied, ran
 
 pytestmark = pytest.mark.debian
 
-CLIENT = Path(__file__).parents[2] / "sdk-ts"
 PAGE = """<!doctype html><title>suite</title>
 <script type="importmap">{"imports": {"@msgpack/msgpack": "/node_modules/@msgpack/msgpack/dist.esm/index.mjs"}}</script>
 <script type="module">
@@ -40,20 +37,13 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package, installed and built, with its suite."""
-    folder = tmp_path_factory.mktemp("typescript") / "sdk-ts"
-    shutil.copytree(CLIENT, folder, ignore=shutil.ignore_patterns("node_modules", "dist", "build"))
+    """With its suite and its examples compiled."""
+    folder = copied(tmp_path_factory.mktemp("typescript"))
     examples = re.findall(r"```ts\n(.*?)```", (CLIENT / "README.md").read_text("utf-8"), re.DOTALL)
     assert len(examples) >= 3
     for number, code in enumerate(examples):
         (folder / "test" / f"example-{number}.ts").write_text(code, "utf-8")
-    for command in (
-        ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
-        ["npm", "run", "build"],
-        ["npx", "tsc", "--project", "tsconfig.test.json", "--noUncheckedIndexedAccess", "false"],
-    ):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    compiled(folder)
     return folder
 
 
@@ -77,17 +67,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, site: str) -> Iterator[Clu
 
 
 def test_the_suite_passes_in_node(package: Path, cluster: Cluster) -> None:
-    environ = {**os.environ, "SIE_URL": cluster.url}
-    done = subprocess.run(
-        ["node", "--test", "build/test/node.test.js"],
-        cwd=package,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(["node", "--test", "build/test/node.test.js"], package, SIE_URL=cluster.url)
 
 
 def test_the_suite_passes_in_chromium(
@@ -108,8 +88,7 @@ def test_the_examples_of_the_readme_run(package: Path, cluster: Cluster, number:
     code = code.replace("http://127.0.0.1:8080", cluster.url).replace(MODEL, "test/mini")
     program = package / f"example-{number}.mjs"
     program.write_text(code, "utf-8")
-    done = subprocess.run(["node", program], cwd=package, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    said = ran(["node", str(program)], package)
     wanted = ("Float32Array", "no model named", "32000")[number]
-    assert wanted in done.stdout or number == 2, done.stdout
-    assert done.stdout.strip()
+    assert wanted in said or number == 2, said
+    assert said.strip()

@@ -124,7 +124,8 @@ async def test_the_models_api_and_the_config_reads_show_aliases(served: Served) 
     await served.write(alias({"model": "toy/one", "weight": 3}, "toy/two", shadow="toy/two", force=True))
     info = await served.targets(2)
     targets = [{"model": "toy/one", "weight": 3}, {"model": "toy/two", "weight": 1}]
-    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0}}
+    nothing = {"copies": {}, "cosine": None, "rank": None, "served_ms": None, "shadow_ms": None}
+    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0, "figures": nothing}}
     one = await served.get("/v1/models/toy/one")
     same = {name: value for name, value in info.items() if name not in ("id", "name", "owned_by", "alias")}
     assert same == {name: value for name, value in one.items() if name not in ("id", "name", "owned_by")}
@@ -206,6 +207,12 @@ async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> Non
     assert cosine < 0.999  # the second model reads a prompt before each text
     assert await served.gateway.metric("sie_gateway_shadow_cosine_bucket", **labels, le="0.999") >= done
     assert await served.gateway.metric("sie_gateway_shadow_seconds_count", **labels, side="served") == done
+    for info in (await served.get("/v1/models/search"), (await served.get("/v1/models?filter=search"))["models"][0]):
+        figures = info["alias"]["shadow"]["figures"]
+        assert figures["copies"]["done"] == done
+        assert figures["cosine"] < 0.999
+        assert figures["rank"] is None
+        assert min(figures["served_ms"], figures["shadow_ms"]) > 0
     # copies are none
     assert await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") >= done + 1
 

@@ -3,7 +3,9 @@
     shapes      types that several files share, and how a field takes one of several shapes
     inference   encode, score and extract
     dialects    OpenAI, Jina, Voyage, Cohere, Infinity, Text Embeddings Inference
-    operations  models, pools, health, scaling
+    models      models and aliases
+    operations  pools, health, scaling
+    views       what the console reads
     configs     the catalogue, at gateways and at the config service
     faults      errors
 

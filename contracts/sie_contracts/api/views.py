@@ -1,0 +1,238 @@
+"""What the console reads over HTTP: the cluster in brief, placement, history, requests, the doctor."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from sie_contracts import __version__
+from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
+from sie_contracts.api.shapes import MINI, Text, Whole
+from sie_contracts.messages import BatchNote, Stages
+from sie_contracts.status import QueueInfo
+
+
+class ClusterCounts(Struct, kw_only=True):
+    """How many there are of each, of which at most 50 workers and models are listed. `in_flight`: messages."""
+
+    workers: int
+    models: int
+    in_flight: int
+    dead_letters: int
+
+
+class ClusterView(Struct, kw_only=True):
+    """The state of the cluster in brief. Workers that are not healthy and models that are in use come first. `queues`
+    is null where the broker was not read. `failures`: why a model that is listed could not be loaded.
+    """
+
+    EXAMPLE: ClassVar[Any] = {
+        "version": __version__,
+        "cluster": {"worker_count": 1, "gpu_count": 1, "models_loaded": 1, "total_qps": 2.5},
+        "counts": {"workers": 1, "models": 12, "in_flight": 0, "dead_letters": 0},
+        "workers": [],
+        "models": [],
+        "queues": None,
+        "failures": {},
+    }
+
+    version: str
+    cluster: ClusterInfo
+    counts: ClusterCounts
+    workers: list[WorkerInfo]
+    models: list[ModelSummary]
+    queues: list[QueueInfo] | None
+    failures: dict[str, str]
+
+
+class PlacedModel(Struct, kw_only=True):
+    """A model of a lane and its hosts. `state`: of each host, as it reports. `tokens_per_s`: what they take in for it.
+    `waiting`, `oldest_s`: messages in the queue, leased ones included. `raised_s`: seconds since it last got one more
+    host.
+    """
+
+    model: str
+    hosts: dict[str, str]
+    memory_bytes: int
+    tokens_per_s: float
+    waiting: int
+    oldest_s: float
+    raised_s: float | None
+
+
+class PlacedLane(Struct, kw_only=True):
+    """The placement table of a lane. `age_s`: seconds since it was written. `workers`: healthy ones. `models`: how many
+    the table has; at most 50 are `shown`, those with work first.
+    """
+
+    lane: str
+    age_s: float
+    workers: int
+    models: int
+    shown: list[PlacedModel]
+
+
+class PlacementView(Struct, kw_only=True):
+    """Which workers host which models."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "lanes": [
+            {
+                "lane": "_default.l4.default",
+                "age_s": 3.2,
+                "workers": 1,
+                "models": 1,
+                "shown": [
+                    {
+                        "model": MINI,
+                        "hosts": {"w0": "loaded"},
+                        "memory_bytes": 91000000,
+                        "tokens_per_s": 120.5,
+                        "waiting": 0,
+                        "oldest_s": 0.0,
+                        "raised_s": 61.0,
+                    }
+                ],
+            }
+        ]
+    }
+
+    lanes: list[PlacedLane]
+
+
+class DoctorFinding(Struct, kw_only=True):
+    """What is wrong, and what mends it."""
+
+    wrong: str
+    fix: str
+
+
+class DoctorCheck(Struct, kw_only=True):
+    """One check. `absent`: there is nothing to look at. `blind`: it could not look, and `says` why."""
+
+    check: str
+    state: Literal["fine", "wrong", "absent", "blind"]
+    says: str
+    findings: list[DoctorFinding]
+
+
+class DoctorReport(Struct, kw_only=True):
+    """What `sie doctor` finds from the machine of this gateway, with its settings."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "status": "fine",
+        "checks": [{"check": "broker", "state": "fine", "says": "3 streams", "findings": []}],
+    }
+
+    status: Literal["fine", "wrong", "blind"]
+    checks: list[DoctorCheck]
+
+
+class HistoryStep(Struct, kw_only=True):
+    """Some seconds from `at` on, seconds since the epoch. Latency is that of requests that ran, in the order of
+    `stages`, at most a fifth too high.
+    """
+
+    at: int
+    requests: int
+    errors: dict[str, int]
+    p50_ms: list[float] | UnsetType = UNSET
+    p99_ms: list[float] | UnsetType = UNSET
+
+
+class History(Struct, kw_only=True):
+    """What a gateway answered over the last hour. Steps in which nothing was answered are left out."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "now": 1790000000.0,
+        "step_s": 10,
+        "stages": ["queue_time", "total_time"],
+        "steps": [
+            {"at": 1789999990, "requests": 3, "errors": {}, "p50_ms": [1.2, 9.3], "p99_ms": [2.1, 13.4]},
+        ],
+    }
+
+    now: float
+    step_s: int
+    stages: list[str]
+    steps: list[HistoryStep]
+
+
+class RequestChunk(Struct, kw_only=True):
+    """One message of a request, and where its time went at the worker."""
+
+    worker: str
+    chunk: int
+    batch: BatchNote
+    stages: Stages
+
+
+class SlowRequest(Struct, kw_only=True):
+    """A request without its inputs. What only a request that ran has is missing from others."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "id": "0192f0c1-7d3e-7000-8000-000000000000",
+        "at": 1790000000.0,
+        "endpoint": "encode",
+        "status": 200,
+        "code": "",
+        "model": MINI,
+        "total_ms": 812.4,
+        "items": 3,
+        "trace_id": "",
+        "lane": "_default.l4.default",
+        "priority": "interactive",
+        "tokens": 24,
+        "timing": {"queue_time": 800.1, "total_time": 812.4},
+        "chunks": [{"worker": "w0", "chunk": 0, "batch": {"id": "b1", "items": 3}, "stages": {"inference_ms": 7.1}}],
+    }
+
+    id: str
+    at: float
+    endpoint: str
+    status: int
+    code: str
+    model: str
+    total_ms: float
+    items: int
+    trace_id: str
+    lane: Text = UNSET
+    priority: Text = UNSET
+    tokens: Whole = UNSET
+    timing: dict[str, float] | UnsetType = UNSET
+    chunks: list[RequestChunk] | UnsetType = UNSET
+
+
+class SlowRequests(Struct, kw_only=True):
+    """The requests of the last hour that a gateway keeps."""
+
+    EXAMPLE: ClassVar[Any] = {"requests": [SlowRequest.EXAMPLE]}
+
+    requests: list[SlowRequest]
+
+
+class LogLine(Struct, kw_only=True):
+    """A line of a log. `at`: seconds since the epoch."""
+
+    at: float
+    level: str
+    logger: str
+    message: str
+
+
+class RequestLog(Struct, kw_only=True):
+    """The lines of a gateway's log that belong to a request, of its last 5,000 such lines."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "lines": [
+            {
+                "at": 1790000000.123,
+                "level": "INFO",
+                "logger": "sie.gateway",
+                "message": "encode 200 in 9.3 ms items=1 tokens=4",
+            }
+        ]
+    }
+
+    lines: list[LogLine]
