@@ -7,6 +7,7 @@ import { Placement } from "./placement";
 import { Requests } from "./requests";
 import { Reservations } from "./reservations";
 import type { Cluster as State } from "./types";
+import { bytes } from "./units";
 
 const EVERY_MS = 1000;
 
@@ -76,8 +77,6 @@ function Lanes({ state }: { state: State }) {
   );
 }
 
-const gib = (bytes: number): string => (bytes / 2 ** 30).toFixed(1);
-
 function Workers({ state }: { state: State }) {
   const rest = state.counts.workers - state.workers.length;
   return (
@@ -103,7 +102,7 @@ function Workers({ state }: { state: State }) {
                     {worker.memory_total_bytes > 0 && (
                       <>
                         <meter max={worker.memory_total_bytes} value={worker.memory_used_bytes} aria-label={`Memory of ${worker.name}`} />
-                        {` ${gib(worker.memory_used_bytes)} of ${gib(worker.memory_total_bytes)} GiB`}
+                        {` ${bytes(worker.memory_used_bytes)} of ${bytes(worker.memory_total_bytes)}`}
                       </>
                     )}
                   </td>

@@ -10,6 +10,7 @@ import type { Model, Models as Listed } from "./types";
 const VIEWS = { playground: "Playground", models: "Models", cluster: "Cluster" } as const;
 type View = keyof typeof VIEWS;
 const MODELS_EVERY_MS = 15_000;
+const LOADING_EVERY_MS = 2_000; // while something is loaded or downloaded
 const MODELS = 200; // that are read; a name finds others
 const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
@@ -32,12 +33,14 @@ function App() {
   useEffect(() => {
     let ended = false;
     let timer = 0;
+    let everyMs = MODELS_EVERY_MS;
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
           const told = await get<Listed>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(wanted.trim())}`);
           if (ended) return;
           setModels(told.models);
+          everyMs = told.models.some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
           if (!wanted.trim()) setTotal(told.total ?? 0);
           setRefusal(undefined);
         } catch (error) {
@@ -46,7 +49,7 @@ function App() {
           setRefusal(error);
         }
       }
-      timer = window.setTimeout(turn, MODELS_EVERY_MS);
+      timer = window.setTimeout(turn, everyMs);
     }
     timer = window.setTimeout(turn, wanted ? TYPED_MS : 0);
     return () => {

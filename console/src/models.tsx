@@ -1,6 +1,5 @@
 import { useState } from "preact/hooks";
-import { ModelHistory } from "./model-history";
-import { ModelResidency } from "./model-residency";
+import { ModelDetail } from "./model-detail";
 import type { Model } from "./types";
 
 const SHOWN = 200; // rows of a table; a filter finds the rest
@@ -25,14 +24,14 @@ export function Models({ models }: { models: Model[] }) {
               <>
                 <tr>
                   <td><button type="button" class="link" aria-expanded={open === model.id} onClick={() => setOpen(open === model.id ? "" : model.id)}>{model.id}</button></td>
-                  <td><span class={`state ${model.state}`}>{model.state}</span></td>
+                  <td><span class={`state ${model.state}`}>{stateOf(model)}</span></td>
                   <td>{model.tasks.join(", ")}</td>
                   <td>{model.inputs.join(", ")}</td>
                   <td>{model.outputs.map((name) => (model.dims[name] ? `${name} ${model.dims[name]}` : name)).join(", ")}</td>
-                  <td class="number">{model.max_sequence_length ?? ""}</td>
+                  <td class="number">{model.max_sequence_length}</td>
                   <td class="number">{model.worker_count}</td>
                 </tr>
-                {open === model.id && <tr><td colSpan={7}><Detail model={model} /></td></tr>}
+                {open === model.id && <tr><td colSpan={7}><ModelDetail model={model} /></td></tr>}
               </>
             ))}
           </tbody>
@@ -42,33 +41,8 @@ export function Models({ models }: { models: Model[] }) {
   );
 }
 
-function Detail({ model }: { model: Model }) {
-  const rows: [string, string][] = [
-    ["revision", model.revision ?? ""],
-    ["fingerprint", model.fingerprint ?? ""],
-    ["bundles", (model.bundles ?? []).join(", ")],
-    ["workers", (model.workers ?? []).join(", ")],
-    ["profiles", Object.keys(model.profiles ?? {}).join(", ")],
-    ["licence", model.license ?? ""],
-    ["precision", [...(model.precision?.served ?? []), model.precision?.reason ?? ""].filter(Boolean).join(", ")],
-    ["engine", [model.backend ?? "", model.engine?.reason ?? ""].filter(Boolean).join(", ")],
-    ["certificate", model.certificate ? JSON.stringify(model.certificate) : ""],
-    ["prompts", (model.prompts ?? []).join(", ")],
-    ["score scale", model.score_scale ?? ""],
-    ["why it failed", model.last_error?.message ?? ""],
-    ["alias of", (model.alias?.targets ?? []).map((each) => `${each.model} (${each.weight})`).join(", ")],
-    ["shadow", model.alias?.shadow ? `${model.alias.shadow.model}, ${100 * model.alias.shadow.share} %` : ""],
-  ];
-  return (
-    <>
-      <dl class="facts">
-        {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
-      </dl>
-      {model.downloads?.map((each) => (
-        <p>{`${each.worker} downloads `}<progress max={each.total_bytes} value={each.done_bytes} aria-label={`Download at ${each.worker}`} /></p>
-      ))}
-      <ModelResidency model={model.id} />
-      {!model.id.includes(":") && <ModelHistory model={model.id} />}
-    </>
-  );
+/** The state, and of a download how far it is. */
+function stateOf({ state, downloads }: Model): string {
+  const [done, total] = downloads.reduce(([done, total], each) => [done + each.done_bytes, total + each.total_bytes], [0, 0]);
+  return total ? `${state} ${Math.floor((100 * done) / total)} %` : state;
 }

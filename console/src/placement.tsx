@@ -1,10 +1,9 @@
 import { useState } from "preact/hooks";
 import { useAsked } from "./asked";
 import type { Placed, Placement as Told } from "./types";
+import { bytes } from "./units";
 
 const EVERY_MS = 3000;
-
-const mib = (bytes: number): string => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${Math.round(bytes / 2 ** 20)} MiB`);
 
 /** Why a model is where it is, of what decides it: the work that waits, what comes in, and when a host was added. */
 export function why(row: Placed, workers: number): string {
@@ -48,7 +47,7 @@ export function Placement() {
                   <tr key={row.model}>
                     <td>{row.model}</td>
                     <td>{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state} `}</span>)}</td>
-                    <td class="number">{row.memory_bytes ? mib(row.memory_bytes) : ""}</td>
+                    <td class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
                     <td class="number">{row.tokens_per_s.toFixed(0)}</td>
                     <td class="number">{row.waiting}</td>
                     <td class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>

@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
 import type { Input, Medium } from "./playground-requests";
+import { bytes } from "./units";
 
 type Kind = "image" | "document" | "audio";
 
@@ -56,8 +57,6 @@ export function inputOf({ kind, name, data, text }: Attached): Input {
   return kind === "image" ? { ...words, images: [medium] } : kind === "audio" ? { ...words, audio: medium } : { document: medium };
 }
 
-export const size = (bytes: number): string => (bytes < 1e6 ? `${(bytes / 1e3).toFixed(1)} kB` : `${(bytes / 1e6).toFixed(1)} MB`);
-
 /** Files to pick or to drop. `texts`: whether a text may stand beside each; `pasted`: whether what is pasted comes here. */
 export function Files(given: {
   id: string;
@@ -108,7 +107,7 @@ export function Files(given: {
           {files.map((file) => (
             <li>
               {file.kind === "image" ? <img src={file.data} alt="" /> : <span class="icon" aria-hidden="true">{file.kind === "audio" ? "♪" : "≡"}</span>}
-              <span class="name">{file.name}<small>{size(file.bytes)}</small></span>
+              <span class="name">{file.name}<small>{bytes(file.bytes)}</small></span>
               {given.texts && file.kind !== "document" && (
                 <input
                   aria-label={`Text beside ${file.name}`}

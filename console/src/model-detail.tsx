@@ -1,0 +1,183 @@
+/** What is known of one model of the catalogue. */
+
+import { ModelHistory } from "./model-history";
+import type { Model } from "./types";
+import { bytes, duration } from "./units";
+
+export function ModelDetail({ model }: { model: Model }) {
+  const { alias, hosts, downloads } = model;
+  const rows: [string, string][] = [
+    ["description", model.description],
+    ["revision", model.revision],
+    ["fingerprint", model.fingerprint ?? ""],
+    ["licence", model.license],
+    ["bundles", model.bundles.join(", ")],
+    ["precision", [...model.precision.served, model.precision.reason].filter(Boolean).join(", ")],
+    ["engine", [model.backend, model.engine.reason].filter(Boolean).join(", ")],
+    ["score scale", model.score_scale ?? ""],
+    ["shorter dense vectors", (model.matryoshka_dims ?? []).join(", ")],
+    ["LoRA", model.supports_lora ? "taken" : ""],
+  ];
+  return (
+    <div class="detail">
+      {alias && <Alias alias={alias} />}
+      <dl class="facts">
+        {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
+      </dl>
+      {downloads.map((each) => <Download key={each.worker} download={each} />)}
+      <h3>On workers</h3>
+      {hosts.length ? <Hosts model={model.id} hosts={hosts} /> : <p class="dim">No worker has loaded it yet. The first request does.</p>}
+      <Certificate model={model} />
+      <Profiles profiles={model.profiles} />
+      <Prompts texts={model.prompt_texts} />
+      {!model.id.includes(":") && <ModelHistory model={model.id} />}
+    </div>
+  );
+}
+
+function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label={`Workers of ${model}`}>
+      <table class="hosts">
+        <thead><tr><th>worker</th><th>state</th><th class="number">memory</th><th class="number">load time</th><th class="number">in flight</th><th>why it failed</th></tr></thead>
+        <tbody>
+          {hosts.map((each) => (
+            <tr key={each.worker}>
+              <td>{each.worker}</td>
+              <td><span class={`state ${each.state}`}>{each.state}</span></td>
+              <td class="number">{each.memory_bytes ? bytes(each.memory_bytes) : ""}</td>
+              <td class="number">{each.load_s ? duration(each.load_s) : ""}</td>
+              <td class="number">{each.queued}</td>
+              <td class="wide">{each.error && `${each.error.code}: ${each.error.message} (${each.error.attempts} ${each.error.attempts === 1 ? "attempt" : "attempts"}${each.error.permanent ? ", not tried again" : ""})`}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Download({ download: { worker, done_bytes, total_bytes, bytes_per_s } }: { download: Model["downloads"][number] }) {
+  const known = total_bytes > 0;
+  const figures = [
+    known ? `${Math.floor((100 * done_bytes) / total_bytes)} %, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : bytes(done_bytes),
+    bytes_per_s > 0 ? `${bytes(bytes_per_s)}/s` : "",
+    known && bytes_per_s > 0 ? `${duration((total_bytes - done_bytes) / bytes_per_s)} left` : "",
+  ];
+  return (
+    <p class="download">
+      {`${worker} downloads `}
+      <progress max={known ? total_bytes : undefined} value={known ? done_bytes : undefined} aria-label={`Download at ${worker}`} />
+      {` ${figures.filter(Boolean).join(", ")}`}
+    </p>
+  );
+}
+
+const cosine = (value: number): string => `worst cosine ${value.toFixed(7)}`;
+
+/** The checks of a load. A model that is loaded has passed all that were made, so a check that failed is that of a worker
+ * that does not have it. */
+function Certificate({ model: { certificate, hosts } }: { model: Model }) {
+  const failed = hosts.filter((each) => each.error?.code === "CERTIFICATE");
+  if (!certificate && !failed.length) return null;
+  return (
+    <>
+      <h3>Certificate</h3>
+      <ul class="checks">
+        {failed.map(({ worker, error }) => <Check state="failed" name={`On ${worker}`} figure={error?.message ?? ""} />)}
+        {certificate && (
+          <>
+            {certificate.digests.length
+              ? certificate.digests.map((file) => <Check state="passed" name={`SHA-256 of ${file}`} figure="that of the entry" />)
+              : <Check state="not checked" name="SHA-256 of the files" figure="the entry has none" />}
+            {Object.entries(certificate.packed).map(([output, value]) => (
+              <Check state="passed" name={`Packed computation of ${output} against the padded one`} figure={cosine(value)} />
+            ))}
+            {certificate.golden === null
+              ? <Check state="not checked" name="Vectors of the public reference" figure="the entry has none" />
+              : <Check state="passed" name="Vectors of the public reference" figure={cosine(certificate.golden)} />}
+          </>
+        )}
+      </ul>
+      {certificate && <p class="dim">{`Checked in ${duration(certificate.seconds)}, as it was loaded.`}</p>}
+    </>
+  );
+}
+
+const MARKS = { passed: ["good", "✓"], failed: ["bad", "✗"], "not checked": ["dim", "–"] } as const;
+
+function Check({ state, name, figure }: { state: keyof typeof MARKS; name: string; figure: string }) {
+  const [colour, mark] = MARKS[state];
+  return <li><span class={colour}>{`${mark} ${state}`}</span><span>{name}</span><span class="dim">{figure}</span></li>;
+}
+
+const written = (value: unknown): string => (value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value));
+
+function Profiles({ profiles }: { profiles: Model["profiles"] }) {
+  const others = Object.entries(profiles).filter(([, each]) => !each.is_default);
+  if (!others.length) return null;
+  return (
+    <>
+      <h3>Profiles, and what they change</h3>
+      <dl class="pairs-of">
+        {others.map(([name, { changes }]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{Object.entries(changes).map(([setting, value]) => `${setting} ${written(value)}`).join(", ") || "nothing"}</dd>
+          </div>
+        ))}
+      </dl>
+    </>
+  );
+}
+
+function Prompts({ texts }: { texts: Model["prompt_texts"] }) {
+  const names = Object.keys(texts).sort();
+  if (!names.length) return null;
+  return (
+    <>
+      <h3>Prompts</h3>
+      <dl class="pairs-of">{names.map((name) => <div key={name}><dt>{name}</dt><dd><code>{texts[name]}</code></dd></div>)}</dl>
+    </>
+  );
+}
+
+function Alias({ alias: { targets, shadow } }: { alias: NonNullable<Model["alias"]> }) {
+  const all = targets.reduce((sum, each) => sum + each.weight, 0);
+  const most = targets.reduce((kept, each) => (each.weight > kept.weight ? each : kept));
+  return (
+    <>
+      <h3>An alias of</h3>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Targets of the alias">
+        <table class="targets">
+          <thead><tr><th>model</th><th class="number">weight</th><th class="number">share of keys</th></tr></thead>
+          <tbody>
+            {targets.map(({ model, weight }) => (
+              <tr key={model}><td class="wrap">{model}</td><td class="number">{weight}</td><td class="number">{`${((100 * weight) / all).toFixed(1)} %`}</td></tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {shadow && <Shadow shadow={shadow} />}
+      {targets.length > 1 && <p class="dim">{`What follows is that of ${most.model}, which serves most keys.`}</p>}
+    </>
+  );
+}
+
+function Shadow({ shadow: { model, share, figures } }: { shadow: NonNullable<NonNullable<Model["alias"]>["shadow"]> }) {
+  const { copies, cosine: mean, rank, served_ms, shadow_ms } = figures;
+  const rows: [string, string][] = [
+    ["model", model],
+    ["share of requests that are copied", `${+(100 * share).toFixed(3)} %`],
+    ["copies", Object.entries(copies).map(([result, count]) => `${count} ${result}`).join(", ") || "none yet"],
+    ["mean cosine with what was served", mean === null ? "" : mean.toFixed(5)],
+    ["mean rank correlation", rank === null ? "" : rank.toFixed(4)],
+    ["mean time, served and shadow", served_ms === null || shadow_ms === null ? "" : `${served_ms.toFixed(1)} ms, ${shadow_ms.toFixed(1)} ms`],
+  ];
+  return (
+    <>
+      <h3>Its shadow, as this gateway measured it since it started</h3>
+      <dl class="facts shadow">{rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
+    </>
+  );
+}

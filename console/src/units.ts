@@ -1,0 +1,11 @@
+/** Sizes and times in words. */
+
+export function bytes(count: number): string {
+  const step = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(1, count)) / 10)));
+  return `${(count / 2 ** (10 * step)).toFixed(step > 2 ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
+}
+
+export function duration(seconds: number): string {
+  if (seconds < 100) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  return seconds < 6000 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}

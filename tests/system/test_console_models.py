@@ -1,0 +1,143 @@
+"""The models of the console in a real browser: what a person reads of a model is what the API tells of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import local_models
+import pytest
+from browser import HOST, Page, browsing, tab
+from cluster import Cluster, running, until
+from playground import CELLS
+
+pytestmark = pytest.mark.debian
+
+ENCODER, PROFILE, OTHER, BROKEN = "test/mini", "test/mini:bf16", "test/other", "test/broken"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Of a model, the same in 16 bits, and one whose file has another digest than its entry says."""
+    models = local_models.under(tmp_path_factory.mktemp("detail-models"))
+    models.build("mini")
+    mini = local_models.KINDS["mini"](models.weights)
+    models.add("other", {**mini, "load": {"precision": "bfloat16"}})
+    digests = {"model.safetensors": "0" * 64}
+    models.add("broken", {**mini, "weights": {**mini["weights"], "digests": digests}, "license": "apache-2.0"})
+    with running(
+        tmp_path_factory.mktemp("detail"), *models.arguments, "--no-spare", "--allowed-hosts", HOST
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def page(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Page]:
+    """The models, which complained of nothing when the test is over."""
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
+        yield page
+        assert page.complaints == []
+
+
+def encode(cluster: Cluster, model: str) -> httpx.Response:
+    return httpx.post(f"{cluster.url}/v1/encode/{model}", json={"items": ["one", "two"]}, timeout=60)
+
+
+def told(cluster: Cluster, model: str) -> dict[str, Any]:
+    info: dict[str, Any] = httpx.get(f"{cluster.url}/v1/models/{model}", timeout=10).json()
+    return info
+
+
+def opened(page: Page, cluster: Cluster, model: str) -> None:
+    page.open("about:blank")
+    page.open(f"http://{HOST}:{cluster.port}/#models")
+    found = f"[...document.querySelectorAll('#catalogue button')].find(each => each.innerText === {json.dumps(model)})"
+    page.wait(f"Boolean({found})", bool)
+    page.evaluate(f"{found}.click()")
+    page.wait("document.querySelectorAll('.detail').length", lambda count: count == 1)
+
+
+CHECKS = "[...document.querySelectorAll('.checks li')].map(each => [...each.children].map(part => part.innerText))"
+FACTS = (
+    "Object.fromEntries([...document.querySelectorAll('{0} > div')].map(each => "
+    "[each.firstChild.innerText, each.lastChild.innerText]))"
+)
+
+
+def test_a_certificate_workers_and_profiles_are_read_without_json(page: Page, cluster: Cluster) -> None:
+    assert encode(cluster, ENCODER).is_success
+    until(lambda: told(cluster, ENCODER)["certificate"], 20, "a certificate")
+    info = told(cluster, ENCODER)
+    opened(page, cluster, ENCODER)
+    checks = page.wait(CHECKS, bool)
+    (packed,) = [check for check in checks if "Packed computation of dense" in check[1]]
+    assert packed[0] == "✓ passed"
+    assert packed[2] == f"worst cosine {info['certificate']['packed']['dense']:.7f}"
+    assert {check[0] for check in checks} <= {"✓ passed", "– not checked"}
+    assert "{" not in page.evaluate("document.querySelector('.checks').innerText")
+    (host,) = info["hosts"]
+    (row,) = page.evaluate(CELLS.format(".hosts tbody"))
+    assert row[:2] == [host["worker"], "loaded"]
+    assert row[2].endswith("iB")
+    assert row[3].endswith(" s")
+    assert page.evaluate(FACTS.format(".pairs-of"))["bf16"] == "precision bfloat16"
+    assert page.evaluate(FACTS.format(".facts"))["fingerprint"] == info["fingerprint"]
+
+
+def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) -> None:
+    assert encode(cluster, BROKEN).json()["code"] == "MODEL_LOAD_FAILED"
+    until(lambda: told(cluster, BROKEN)["state"] == "failed", 20, "the failure")
+    opened(page, cluster, BROKEN)
+    (check,) = page.wait(CHECKS, bool)
+    assert check[0] == "✗ failed"
+    assert "model.safetensors has the SHA-256" in check[2]
+    (row,) = page.evaluate(CELLS.format(".hosts tbody"))
+    assert row[1] == "failed"
+    assert row[5].startswith("CERTIFICATE: ")
+
+
+def test_an_alias_tells_its_targets_and_how_its_shadow_agrees(page: Page, cluster: Cluster) -> None:
+    targets = [{"model": ENCODER, "weight": 3}, {"model": PROFILE, "weight": 1}]
+    document = {"id": "search", "alias": targets, "shadow": {"model": OTHER, "share": 1.0}, "force": True}
+    headers = {"Authorization": f"Bearer {cluster.access().admin_token}"}
+    written = httpx.post(f"{cluster.url}/console/configs", json=document, headers=headers, timeout=30)
+    assert written.is_success, written.text
+    until(lambda: encode(cluster, "search").is_success, 20, "the alias")
+
+    def done() -> object:
+        encode(cluster, "search")
+        return told(cluster, "search")["alias"]["shadow"]["figures"]["copies"].get("done")
+
+    assert encode(cluster, OTHER).is_success
+    until(done, 60, "a copy that is measured")
+    opened(page, cluster, "search")
+    assert page.evaluate(CELLS.format(".targets tbody")) == [[ENCODER, "3", "75.0 %"], [PROFILE, "1", "25.0 %"]]
+    shadow = page.evaluate(FACTS.format(".facts.shadow"))
+    assert shadow["model"] == OTHER
+    assert shadow["share of requests that are copied"] == "100 %"
+    assert "done" in shadow["copies"]
+    figures = told(cluster, "search")["alias"]["shadow"]["figures"]
+    assert float(shadow["mean cosine with what was served"]) == pytest.approx(figures["cosine"], abs=1e-3)
+
+
+DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...given) => {
+  const answer = await real(...given);
+  if (!String(given[0]).includes('/v1/models')) return answer;
+  const told = await answer.json();
+  const one = Object.assign(told.models.find(each => each.id === 'test/other'), {state: 'loading', hosts: []});
+  one.downloads = [{worker: 'w9', done_bytes: 3 * 2 ** 30, total_bytes: 4 * 2 ** 30, bytes_per_s: 2 ** 26}];
+  return new Response(JSON.stringify(told), {status: 200});
+}; })()"""
+
+
+def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluster: Cluster) -> None:
+    """What a worker of a slow network reports."""
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=DOWNLOADING)
+    opened(page, cluster, OTHER)
+    text = page.evaluate("document.querySelector('.download').innerText")
+    assert " ".join(text.split()) == "w9 downloads 75 %, 3.0 GiB of 4.0 GiB, 64 MiB/s, 16 s left"
+    rows = page.evaluate(CELLS.format("#catalogue"))
+    assert [row[1] for row in rows if row[0] == OTHER] == ["loading 75 %"]
+    assert page.evaluate("document.querySelector('.download progress').position") == 0.75
