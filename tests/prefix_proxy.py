@@ -1,0 +1,69 @@
+"""A reverse proxy that serves a gateway below a prefix, and nothing beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+
+_OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"}
+
+
+class PrefixProxy:
+    """Gets `PREFIX/path` and asks `upstream` for it, without the prefix where it `strips`. `outside` has each path that
+    was asked of it beside the prefix, which it answers with 404.
+    """
+
+    def __init__(self, upstream: str, prefix: str, *, strips: bool) -> None:
+        self.upstream, self.prefix, self.strips = upstream, prefix, strips
+        self.outside: list[str] = []
+        self.port = 0
+        self.client = httpx.Client(trust_env=False, timeout=60)
+
+    def path(self, asked: str) -> str | None:
+        """What is asked of the gateway, None for a path beside the prefix."""
+        if not asked.startswith(f"{self.prefix}/"):
+            self.outside.append(asked)
+            return None
+        return asked.removeprefix(self.prefix) if self.strips else asked
+
+
+@contextlib.contextmanager
+def proxying(upstream: str, prefix: str, *, strips: bool) -> Iterator[PrefixProxy]:
+    proxy = PrefixProxy(upstream, prefix, strips=strips)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            path = proxy.path(self.path)
+            if path is None:
+                self.send_response(404)
+                self.send_header("content-length", "0")
+                self.end_headers()
+                return
+            headers = [(name, value) for name, value in self.headers.items() if name.lower() not in _OF_A_HOP]
+            with proxy.client.stream(self.command, f"{proxy.upstream}{path}", headers=headers, content=body) as answer:
+                whole = b"".join(answer.iter_raw())
+                self.send_response(answer.status_code)
+                for name, value in answer.headers.multi_items():
+                    if name not in (*_OF_A_HOP, "content-length"):
+                        self.send_header(name, value)
+                self.send_header("content-length", str(len(whole)))
+                self.end_headers()
+                self.wfile.write(whole)
+
+        do_GET = do_POST = do_PUT = do_DELETE = forward
+
+        def log_message(self, *args: object) -> None:
+            """Nobody reads it."""
+
+    with proxy.client, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        proxy.port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield proxy
+        server.shutdown()

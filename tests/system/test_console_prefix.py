@@ -1,0 +1,73 @@
+"""The console behind a reverse proxy that serves it below a prefix (SIE_ROOT_PATH)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import local_models
+import pytest
+from browser import HOST, Page, browsing, tab, typed
+from cluster import Cluster, running
+from playground import CELLS, COPIED, ask, by_curl, by_python, choose
+from prefix_proxy import PrefixProxy, proxying
+
+pytestmark = pytest.mark.debian
+
+PREFIX = "/some/prefix"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    models = local_models.under(tmp_path_factory.mktemp("prefix-models"))
+    models.build("mini")
+    arguments = (*models.arguments, "--no-spare", "--allowed-hosts", HOST)
+    with running(tmp_path_factory.mktemp("prefix"), *arguments, environ={"SIE_ROOT_PATH": PREFIX}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=[True, False], ids=["stripped", "kept"])
+def proxy(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[PrefixProxy]:
+    with proxying(cluster.url, PREFIX, strips=request.param) as proxy:
+        yield proxy
+        assert proxy.outside == []
+
+
+@pytest.fixture
+def page(tmp_path_factory: pytest.TempPathFactory, proxy: PrefixProxy) -> Iterator[Page]:
+    """At the prefix. When the test is over it complained of nothing and asked nothing beside the prefix."""
+    own = f"http://{HOST}:{proxy.port}{PREFIX}/"
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
+        page.open(own)
+        page.evaluate(COPIED)
+        yield page
+        assert page.complaints == []
+        assert [asked for asked in page.asked if not asked.startswith((own, "data:"))] == []
+
+
+def test_every_view_answers_below_the_prefix(page: Page, proxy: PrefixProxy) -> None:
+    page.wait("document.querySelector('#model')?.value", bool, timeout_s=30)
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", "a cat\na kitten")
+    ask(page)
+    vectors = [item["dense"]["values"] for item in by_curl(page)["items"]]
+    told = by_python(page, '[each["dense"].tolist() for each in results]')
+    assert [pytest.approx(each, abs=1e-6) for each in vectors] == told
+
+    page.evaluate("location.hash = '#models'")
+    rows = page.wait(CELLS.format("#catalogue"), bool)
+    assert [row[0] for row in rows] == ["test/mini", "test/mini:bf16"]
+    page.evaluate("document.querySelector('#catalogue button').click()")
+    page.wait("document.querySelectorAll('.revisions tr').length", bool)
+
+    page.evaluate("location.hash = '#cluster'")
+    page.wait("document.getElementById('connection')?.innerText", lambda state: state == "healthy")
+    page.wait(CELLS.format("#workers"), lambda rows: rows and rows[0][1] == "healthy")
+    page.wait(CELLS.format("#pools"), bool)
+
+
+def test_the_page_of_documents_is_reached_from_it(page: Page, proxy: PrefixProxy) -> None:
+    link = "[...document.querySelectorAll('header a')].find(each => each.innerText === 'API')"
+    page.wait(f"Boolean({link})", bool, timeout_s=30)
+    page.evaluate(f"{link}.click()")
+    page.wait("location.pathname", lambda path: path == f"{PREFIX}/docs")
+    page.wait("document.body?.innerText ?? ''", lambda text: "/v1/encode/{model}" in text, timeout_s=30)
