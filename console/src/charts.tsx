@@ -13,7 +13,8 @@ type Series = [string, (number | null)[]];
 export function Charts() {
   const { value: history } = useAsked<History>("/v1/history", EVERY_MS);
   const drawn = useMemo(() => history && seriesOf(history), [history]);
-  if (!drawn) return null;
+  if (!history) return null;
+  if (!drawn) return <><h2>Last hour, at this gateway</h2><p class="dim">No request was answered in the last hour.</p></>;
   const errors = Object.entries(drawn.errors).sort((one, other) => other[1] - one[1]);
   return (
     <>

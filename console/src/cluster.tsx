@@ -92,7 +92,7 @@ function Workers({ state }: { state: State }) {
               const health = worker.healthy ? "healthy" : "unhealthy";
               return (
                 <tr key={worker.name}>
-                  <td>{worker.name}</td>
+                  <td class="name">{worker.name}</td>
                   <td><span class={`state ${health}`}>{health}</span></td>
                   <td>{worker.pool}</td>
                   <td>{worker.gpu}</td>
@@ -107,13 +107,14 @@ function Workers({ state }: { state: State }) {
                     )}
                   </td>
                   <td class="number">{worker.queue_depth}</td>
-                  <td>{worker.loaded_models.join(", ")}</td>
+                  <td class="wide">{worker.loaded_models.join(", ")}</td>
                 </tr>
               );
             })}
           </tbody>
         </table>
       </div>
+      {!state.workers.length && <p class="dim">No worker has announced itself. Requests wait until one does.</p>}
       {rest > 0 && <p class="dim">{`${rest} more workers`}</p>}
     </>
   );
@@ -129,8 +130,8 @@ function Models({ state }: { state: State }) {
           <tbody id="models">
             {state.models.map((model) => (
               <tr key={model.name}>
-                <td>{model.name}</td>
-                <td>
+                <td class="name">{model.name}</td>
+                <td class="wrap">
                   <span class={`state ${model.state}`}>{model.state}</span>
                   {model.state === "failed" && <span class="dim">{` ${state.failures[model.name] ?? ""}`}</span>}
                 </td>
@@ -142,6 +143,7 @@ function Models({ state }: { state: State }) {
           </tbody>
         </table>
       </div>
+      {!state.models.length && <p class="dim">No model has this in its name.</p>}
       {rest > 0 && <p class="dim">{`${rest} more models`}</p>}
     </>
   );

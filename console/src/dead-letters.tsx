@@ -106,7 +106,7 @@ export function DeadLetters() {
                       <tr key={each.id}>
                         <td>{new Date(each.at * 1000).toLocaleString()}</td>
                         <td><button type="button" class="link" aria-expanded={open === each.id} onClick={() => setOpen(open === each.id ? "" : each.id)}>{each.id}</button></td>
-                        <td>{each.model}</td><td>{each.lane}</td><td>{`${each.code} ${each.reason}`}</td>
+                        <td class="name">{each.model}</td><td class="name">{each.lane}</td><td>{`${each.code} ${each.reason}`}</td>
                         <td class="number">{each.inputs ?? "?"}</td><td class="number">{each.deliveries}</td><td class="number">{each.deaths}</td>
                         <td>
                           <button type="button" disabled={isBusy} aria-label={`Replay ${each.id}`} onClick={() => replay(one(each.id, "/replay"))}>Replay</button>{" "}

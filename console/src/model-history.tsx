@@ -71,7 +71,7 @@ export function ModelHistory({ model }: { model: string }) {
               {revisions.map((each, place) => (
                 <tr key={each.revision}>
                   <td class="number">{each.revision}</td>
-                  <td>{each.created_at}</td>
+                  <td>{new Date(each.created_at).toLocaleString()}</td>
                   <td>{each.author}</td>
                   <td>{each.operation}</td>
                   <td class="wide">{each.changes.map((change) => <code>{line(change)}</code>)}</td>

@@ -23,7 +23,7 @@ export function Models({ models }: { models: Model[] }) {
             {found.slice(0, SHOWN).map((model) => (
               <>
                 <tr>
-                  <td><button type="button" class="link" aria-expanded={open === model.id} onClick={() => setOpen(open === model.id ? "" : model.id)}>{model.id}</button></td>
+                  <td class="name"><button type="button" class="link" aria-expanded={open === model.id} onClick={() => setOpen(open === model.id ? "" : model.id)}>{model.id}</button></td>
                   <td><span class={`state ${model.state}`}>{stateOf(model)}</span></td>
                   <td>{model.tasks.join(", ")}</td>
                   <td>{model.inputs.join(", ")}</td>
@@ -31,7 +31,7 @@ export function Models({ models }: { models: Model[] }) {
                   <td class="number">{model.max_sequence_length}</td>
                   <td class="number">{model.worker_count}</td>
                 </tr>
-                {open === model.id && <tr><td colSpan={7}><ModelDetail model={model} /></td></tr>}
+                {open === model.id && <tr class="opened"><td colSpan={7}><ModelDetail model={model} /></td></tr>}
               </>
             ))}
           </tbody>

@@ -9,7 +9,7 @@ const EVERY_MS = 3000;
 export function why(row: Placed, workers: number): string {
   const hosts = Object.keys(row.hosts).length;
   const states = new Set(Object.values(row.hosts));
-  if (states.has("failed")) return "its load failed there, and is tried again";
+  if (states.has("failed")) return "its load failed there: the model's own page says why";
   if (states.has("loading")) return "it is being loaded for the work that waits";
   if (!states.has("loaded")) return "chosen for it; loaded as soon as there is work";
   if (hosts > 1) {
@@ -45,8 +45,8 @@ export function Placement() {
               <tbody class="placed">
                 {lane.shown.map((row) => (
                   <tr key={row.model}>
-                    <td>{row.model}</td>
-                    <td>{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state} `}</span>)}</td>
+                    <td class="name">{row.model}</td>
+                    <td>{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state === "-" ? "not loaded" : state} `}</span>)}</td>
                     <td class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
                     <td class="number">{row.tokens_per_s.toFixed(0)}</td>
                     <td class="number">{row.waiting}</td>

@@ -41,6 +41,7 @@ export function Requests() {
         <button type="submit">Find</button>
       </form>
       {trouble && <p class="bad" role="alert">{trouble}</p>}
+      {value && !shown.length && <p class="dim">No request of the last hour is kept: none was slow, and none failed.</p>}
       {shown.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Slow requests">
           <table>
@@ -68,14 +69,14 @@ function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOp
         <td>{new Date(request.at * 1000).toLocaleTimeString()}</td>
         <td><button type="button" class="link" aria-expanded={isOpen} onClick={onOpen}>{request.id}</button></td>
         <td>{request.endpoint}</td>
-        <td>{request.model}</td>
+        <td class="name">{request.model}</td>
         <td>{`${request.status} ${request.code}`}</td>
         <td class="number">{request.items}</td>
         <td class="number">{request.total_ms.toFixed(1)}</td>
         <td>{mostly(request)}</td>
       </tr>
       {isOpen && (
-        <tr>
+        <tr class="opened">
           <td colSpan={8}>
             {request.timing ? <Waterfall timing={request.timing} /> : <p class="dim">It did not run.</p>}
             <p class="dim">{[request.lane && `lane ${request.lane}`, request.priority, request.tokens && `${request.tokens} tokens`, request.trace_id && `trace ${request.trace_id}`].filter(Boolean).join(", ")}</p>

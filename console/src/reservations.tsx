@@ -19,10 +19,10 @@ export function Reservations() {
           <tbody id="pools">
             {pools.map(({ name, spec, status }) => (
               <tr key={name}>
-                <td>{name}</td>
+                <td class="name">{name}</td>
                 <td>{status.state}</td>
                 <td>{Object.entries(spec.gpus).map(([profile, count]) => `${count} ${profile}`).join(", ")}</td>
-                <td>{(spec.pinned_models ?? []).join(", ")}</td>
+                <td class="name">{(spec.pinned_models ?? []).join(", ")}</td>
                 <td class="number">{status.assigned_workers.length}</td>
                 <td class="number">{status.expires_at ? Math.max(0, Math.round(status.expires_at - Date.now() / 1000)) : ""}</td>
               </tr>
