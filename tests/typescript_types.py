@@ -31,6 +31,7 @@ ROUTES = (
     "/v1/pools/{name}/renew",
     "/health",
     # of the console alone
+    "/v1/models/{model}/load",
     "/v1/cluster",
     "/v1/placement",
     "/v1/history",

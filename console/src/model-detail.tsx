@@ -1,6 +1,7 @@
 /** What is known of one model of the catalogue. */
 
 import { ModelHistory } from "./model-history";
+import { ModelResidency } from "./model-residency";
 import type { Model } from "./types";
 import { bytes, duration } from "./units";
 
@@ -30,6 +31,7 @@ export function ModelDetail({ model }: { model: Model }) {
       <Certificate model={model} />
       <Profiles profiles={model.profiles} />
       <Prompts texts={model.prompt_texts} />
+      <ModelResidency model={model.id} />
       {!model.id.includes(":") && <ModelHistory model={model.id} />}
     </div>
   );

@@ -1,16 +1,13 @@
 import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, get, Refusal } from "./api";
+import { SIEError } from "sie-client";
+import { ask, get } from "./api";
+import type { Model, ModelResidency as Residency, WorkerResidency as Worker } from "./types";
 
 const POLL_MS = 1000;
 const POLLS = 600; // as long as a gateway remembers a load that no worker could begin
 const STALE_POLLS = 3; // a failure of an earlier load is reported until the worker has begun this one
 
 type Action = "load" | "unload";
-interface Worker { worker: string; state: string; in_flight: number; asked: boolean }
-interface Lane { model: string; lane: string; state: string; workers: Worker[] }
-interface Residency { state: string; lanes: Lane[] }
-interface State { state: string; loaded: boolean; workers?: string[]; last_error?: { message?: string } | null }
-
 const older = (worker: Worker): string => `${worker.worker} runs an older version and was not asked`;
 
 /** One sentence for each lane, and one for each worker that could not be asked. */
@@ -36,7 +33,7 @@ export function ModelResidency({ model }: { model: string }) {
   async function settled(action: Action): Promise<string> {
     let began = false;
     for (let polls = 0; polls < POLLS && !ended.current; polls++) {
-      const now = await get<State>(own, 20_000);
+      const now = await get<Model>(own);
       began ||= now.state === "loading";
       if (action === "load" && now.loaded) return `loaded by ${(now.workers ?? []).join(", ")}`;
       if (action === "unload" && now.state === "available") return "unloaded; the next request loads it again";
@@ -50,12 +47,12 @@ export function ModelResidency({ model }: { model: string }) {
     setBusy(true);
     setTrouble("");
     try {
-      const told = await ask<Residency>({ method: "POST", path: `${own}/${action}` }, 20_000);
+      const told = await ask<Residency>({ method: "POST", path: `${own}/${action}` });
       setSaid(summary(told));
       const isDone = told.state === "loaded" || told.state === "available";
       if (!isDone) setSaid(await settled(action));
     } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
+      if (!(error instanceof SIEError)) throw error;
       setSaid("");
       setTrouble(error.status === 401 || error.status === 403 ? `${error.message}: a key with the scope admin may load and unload models` : error.message);
     } finally {
