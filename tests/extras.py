@@ -43,6 +43,7 @@ FOR = {
     "cli": ("sie_cli",),
     "evals": ("sie_cli.evals",),
     "mteb": ("sie_cli.evals.mteb_tasks",),
+    "pgvector": ("sie_store.sinks.pgvector",),
     "openai-tokens": (),  # a folder of data, which the gateway looks for
     "serve": ("sie_cli",),
 }
@@ -62,6 +63,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.docling_parser",
         "sie_adapter.graph",
     ),
+    "gateway": ("sie_store.sinks.pgvector",),
     "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals"),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks"),
     "mteb": (*_HUB, *_COMPONENTS),

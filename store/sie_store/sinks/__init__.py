@@ -1,0 +1,1 @@
+"""Vector databases that a job writes to: one interface, a module for each kind of database."""

@@ -1,0 +1,204 @@
+"""PostgreSQL with pgvector: the table `collection (id text primary key, embedding vector(d), payload jsonb)`.
+
+    rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
+
+The distance belongs to a query (`<=>` is the cosine distance) and to an index, which only the operator creates: it
+takes much longer to keep one up to date than to build it after a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import asyncpg
+import numpy as np
+
+from sie_store.object_stores import AccessRefused, Patience, StoreError
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionMissing,
+    Kind,
+    RowsRefused,
+    SinkRows,
+    SinkUnsuitable,
+    checked_name,
+    encoded,
+)
+
+MAX_DIMS = 16_000
+COPY_ROWS = 500
+CONNECT_S = 10.0
+BYTES_PER_S = 1 << 20  # a slower database is not waited for
+_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # of JSON: an escape behind an even number of backslashes
+_SCHEMA_OF_EXTENSION = """
+SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
+"""
+_COLUMNS = """
+SELECT a.attname, format_type(a.atttypid, a.atttypmod) AS type, n.nspname,
+       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indimmediate
+               AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum) AS is_unique
+FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
+"""
+
+
+class PgvectorSink:
+    """A call has a connection of its own: it writes thousands of rows, and no connection that broke is kept."""
+
+    def __init__(self, url: str, patience: Patience) -> None:
+        self._url = url
+        self._patience = patience
+        self._dims = 0
+        self._table = ""  # with its schema, quoted
+        self._extension = ""  # the schema of the type `vector`
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        """`kinds` are not used: jsonb has the types of its values, and an index is the operator's."""
+        checked_name(collection)
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
+        self._extension, schema = await self._done(
+            functools.partial(_prepared, collection=collection, dims=dims), self._patience.stall_s
+        )
+        self._table, self._dims = f"{_quoted(schema)}.{_quoted(collection)}", dims
+
+    async def upsert(self, rows: SinkRows) -> None:
+        assert self._table, "prepare comes first"
+        latest = rows.latest(self._dims)
+        records = await asyncio.to_thread(_records, latest)
+        if records:
+            size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
+            bound_s = self._patience.stall_s + size / BYTES_PER_S
+            await self._done(functools.partial(self._written, records=records), bound_s)
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+    async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
+        await connection.set_type_codec("vector", schema=self._extension, encoder=bytes, decoder=bytes, format="binary")
+        kind = f"{_quoted(self._extension)}.vector"
+        await connection.execute(
+            f"CREATE TEMPORARY TABLE sie_rows (id text, embedding {kind}, payload jsonb) ON COMMIT DROP"
+        )
+        for start in range(0, len(records), COPY_ROWS):
+            await connection.copy_records_to_table(
+                "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
+            )
+        # in one order everywhere, so that two writers of the same rows do not wait for each other in a circle
+        await connection.execute(
+            f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
+            "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
+            "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding, payload = EXCLUDED.payload"
+        )
+
+    async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
+        """The result of `work` in a transaction of its own, repeated where that may help."""
+        return await self._patience.repeated(functools.partial(self._once, work, bound_s))
+
+    async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
+        try:
+            async with asyncio.timeout(bound_s), self._connection() as connection:
+                await connection.execute("BEGIN")
+                # of the server's own, which would go on with a statement whose client is gone
+                await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
+                result = await work(connection)
+                await connection.execute("COMMIT")
+                return result
+        except TimeoutError:
+            raise StoreError("PostgreSQL did not answer in time") from None
+        except asyncpg.PostgresError as error:
+            raise _failure(error) from None
+        except asyncpg.exceptions.ClientConfigurationError:
+            raise SinkUnsuitable("the URL of the database is not one of PostgreSQL") from None
+        except (asyncpg.InterfaceError, OSError) as error:
+            raise StoreError(f"PostgreSQL cannot be reached ({type(error).__name__})") from None
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        # without prepared statements that outlive a transaction, which a pooler before the server may not keep
+        connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
+        try:
+            yield connection
+            await connection.close()
+        finally:
+            # which rolls back, and asks nothing of a server that may not answer
+            connection.terminate()
+
+
+async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, str]:
+    """The schema of the extension, and that of the table, which are created where they are missing."""
+    extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+    if extension is None:
+        try:
+            await connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
+        except asyncpg.InsufficientPrivilegeError:
+            raise SinkUnsuitable(
+                "the database has no extension vector, and this user may not create it: a superuser runs CREATE "
+                "EXTENSION vector"
+            ) from None
+        except (asyncpg.UndefinedFileError, asyncpg.FeatureNotSupportedError, asyncpg.UndefinedObjectError):
+            raise SinkUnsuitable("pgvector is not installed on the server of the database") from None
+        extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+    kind = f"vector({dims})"
+    columns = await connection.fetch(_COLUMNS, _quoted(collection))
+    if not columns:
+        await connection.execute(
+            f"CREATE TABLE IF NOT EXISTS {_quoted(collection)} "
+            f"(id text PRIMARY KEY, embedding {_quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
+        )
+        columns = await connection.fetch(_COLUMNS, _quoted(collection))
+    types = {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+    found = types.get("embedding", "no column embedding")
+    if found != kind:
+        raise CollectionMismatch(f"the table {collection} has {found}, where {kind} is written")
+    if types.get("id") != "text" or types.get("payload") != "jsonb":
+        raise CollectionMismatch(f"the table {collection} lacks the columns id of type text and payload of type jsonb")
+    if not any(column["attname"] == "id" and column["is_unique"] for column in columns):
+        raise CollectionMismatch(f"the column id of the table {collection} is neither a primary key nor unique")
+    return extension, columns[0]["nspname"]
+
+
+def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
+    """Rows as COPY takes them: a vector is its dimensions, two bytes of nothing, and its numbers; all big-endian.
+    PostgreSQL has no character NUL: U+FFFD takes its place in payloads.
+    """
+    head = struct.pack(">HH", rows.vectors.shape[1], 0)
+    found = []
+    for number, (row_id, vector, payload) in enumerate(
+        zip(rows.ids, rows.vectors.astype(np.dtype(">f4")), rows.payloads, strict=True)
+    ):
+        encoded(row_id, number)
+        if "\0" in row_id:
+            raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot keep")
+        text = encoded(payload, number).decode()
+        found.append((row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
+    return found
+
+
+def _quoted(name: str) -> str:
+    """An identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _failure(error: asyncpg.PostgresError) -> StoreError:
+    """The error for one of PostgreSQL. Its text is not quoted: it quotes rows."""
+    state = error.sqlstate or ""
+    what = f"{type(error).__name__}, {state}"
+    if state[:2] == "28" or state == "42501":
+        return AccessRefused(f"PostgreSQL refuses this user ({what})")
+    if state == "3D000":
+        return SinkUnsuitable("PostgreSQL has no such database")
+    if state in ("42P01", "3F000"):
+        return CollectionMissing(f"PostgreSQL has no such table ({what})")
+    if state[:2] == "42":
+        return CollectionMismatch(f"the table is another one now ({what})")
+    # 23505: another writer created the same table or extension at the same moment
+    if state[:2] in ("22", "23", "54") and state != "23505":
+        return RowsRefused(f"PostgreSQL refuses the rows ({what})")
+    return StoreError(f"PostgreSQL answers with an error ({what})")

@@ -1,0 +1,182 @@
+"""Qdrant over its REST API.
+
+    PUT /collections/{name}                    create; 409 where it exists
+    GET /collections/{name}                    dimensions and distance
+    PUT /collections/{name}/index?wait=true    index a field of payloads
+    PUT /collections/{name}/points?wait=true   replace points
+
+Qdrant takes only UUIDs and integers as ids of points: a point has the UUID of its row's id, and the id in its payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from sie_store.object_stores import AccessRefused, Patience, StoreError
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionMissing,
+    CollectionRefused,
+    Kind,
+    RowsRefused,
+    SinkRows,
+    SinkUnsuitable,
+    checked_name,
+    encoded,
+)
+
+DISTANCE = "Cosine"
+ROW_ID = "_id"  # of a payload
+MAX_DIMS = 65_536
+BODY_BYTES = 8 << 20  # Qdrant takes 32 MiB, unless its operator changed that
+
+
+def point_id(row_id: str) -> str:
+    """The id of the point of a row."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, row_id))
+
+
+class _Answer(msgspec.Struct):
+    result: Any = None
+
+
+class QdrantSink:
+    def __init__(self, url: str, api_key: str, patience: Patience, body_bytes: int = BODY_BYTES) -> None:
+        self._patience = patience
+        self._body_bytes = body_bytes
+        self._collection = ""
+        self._dims = 0
+        headers = {"Content-Type": "application/json"} | ({"api-key": api_key} if api_key else {})
+        verify: ssl.SSLContext | bool = ssl.create_default_context() if url.startswith("https:") else False
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, verify=verify, trust_env=False, timeout=patience.stall_s
+        )
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        path = f"/collections/{checked_name(collection)}"
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
+        if any('"' in field for field in kinds):
+            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
+        found = await self._asked("GET", path, missing=True)
+        if found is None:
+            wanted = {"vectors": {"size": dims, "distance": DISTANCE}}
+            await self._asked("PUT", path, msgspec.json.encode(wanted), exists=True)
+            found = await self._asked("GET", path)
+        _check(found, collection, dims)
+        for field, kind in kinds.items():
+            index = {"field_name": f'"{field}"', "field_schema": kind}
+            await self._asked("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
+        self._collection, self._dims = collection, dims
+
+    async def upsert(self, rows: SinkRows) -> None:
+        assert self._collection, "prepare comes first"
+        bodies = self._bodies(rows.latest(self._dims))
+        path = f"/collections/{self._collection}/points?wait=true"
+        # encoding takes a processor for as long as some requests to a model do: the event loop goes on meanwhile
+        while body := await asyncio.to_thread(next, bodies, b""):
+            await self._asked("PUT", path, body, completed=True)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
+        """Requests of some BODY_BYTES; a larger row has one of its own."""
+        points: list[bytes] = []
+        size = 0
+        for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
+            content = encoded({**payload, ROW_ID: row_id}, number)
+            head = {"id": point_id(row_id), "vector": vector.tolist(), "payload": msgspec.Raw(content)}
+            point = msgspec.json.encode(head)
+            if points and size + len(point) > self._body_bytes:
+                yield b'{"points":[' + b",".join(points) + b"]}"
+                points, size = [], 0
+            points.append(point)
+            size += len(point) + 1
+        if points:
+            yield b'{"points":[' + b",".join(points) + b"]}"
+
+    async def _asked(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        missing: bool = False,
+        exists: bool = False,
+        completed: bool = False,
+    ) -> Any:
+        """The result of a request, repeated where that may help. `missing`: None for a collection that is not there.
+        `exists`: None for one that is there already. `completed`: Qdrant has to say that it has applied the rows.
+        """
+        ask = functools.partial(self._once, method, path, content, completed)
+        try:
+            return await self._patience.repeated(ask)
+        except CollectionMissing:
+            if not missing:
+                raise
+        except _Exists:
+            if not exists:
+                raise
+        return None
+
+    async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> Any:
+        try:
+            async with asyncio.timeout(self._patience.stall_s):
+                response = await self._client.request(method, path, content=content)
+        except (TimeoutError, httpx.TimeoutException):
+            raise StoreError(f"Qdrant did not answer within {self._patience.stall_s:.3g} s") from None
+        except httpx.HTTPError as error:
+            raise StoreError(f"Qdrant cannot be reached ({type(error).__name__})") from None
+        if response.status_code != 200:
+            raise _refusal(response, rows=completed)
+        try:
+            result = msgspec.json.decode(response.content, type=_Answer).result
+        except msgspec.MsgspecError:
+            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        if completed and (not isinstance(result, dict) or result.get("status") != "completed"):
+            raise StoreError("Qdrant has not applied the rows yet")
+        return result
+
+
+class _Exists(StoreError):
+    """The collection was created meanwhile."""
+
+
+def _refusal(response: httpx.Response, rows: bool) -> StoreError:
+    """The error for a status. Bodies are not quoted: they quote rows."""
+    status = response.status_code
+    if status in (401, 403):
+        return AccessRefused(f"Qdrant refuses the API key (status {status})")
+    if status == 404:
+        return CollectionMissing("Qdrant has no such collection")
+    if status == 409 and not rows:
+        return _Exists("the collection exists")
+    if status in (400, 413, 422):
+        return (RowsRefused if rows else CollectionRefused)(f"Qdrant refuses the request (status {status})")
+    if 300 <= status < 500 and status not in (408, 409, 425, 429):
+        return SinkUnsuitable(f"the server does not answer as Qdrant does (status {status})")
+    after = response.headers.get("retry-after", "")
+    return StoreError(f"Qdrant answers with status {status}", float(after) if after.isdecimal() else 0.0)
+
+
+def _check(found: Any, collection: str, dims: int) -> None:
+    try:
+        vectors = found["config"]["params"]["vectors"]
+    except (TypeError, KeyError):
+        raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+    if not isinstance(vectors, dict) or "size" not in vectors:
+        raise CollectionMismatch(f"the collection {collection} has named vectors, where one without a name is written")
+    if (vectors["size"], vectors.get("distance")) != (dims, DISTANCE):
+        raise CollectionMismatch(
+            f"the collection {collection} has {vectors['size']} dimensions and the distance {vectors.get('distance')}, "
+            f"where {dims} dimensions and the distance {DISTANCE} are written"
+        )

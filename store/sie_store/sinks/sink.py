@@ -1,0 +1,111 @@
+"""The interface of a vector database that rows are written to, and what its implementations share.
+
+    rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
+                                                          └── Patience: repeated while the database is away
+
+StoreError                another attempt may help
+├── AccessRefused         the credentials are missing or wrong, or do not allow it
+├── SinkUnsuitable        the server cannot keep such vectors: no extension, no such database, another kind of server
+├── CollectionRefused     the database cannot have a collection of this name or of these fields
+├── CollectionMismatch    the collection exists with other dimensions, another distance or another shape
+├── CollectionMissing     the collection was removed after `prepare`
+└── RowsRefused           the database cannot keep these rows
+
+No message has a credential or the contents of a row. Errors of libraries quote rows, so they are never kept as a cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_store.object_stores import Patience, StoreError
+
+Kind = Literal["keyword", "integer", "float", "bool"]
+# the pauses of ten attempts add up to two minutes: a database that is restarted or fails over is back by then
+PATIENCE = Patience(stall_s=60.0, tries=10)
+# a name of PostgreSQL has 63 bytes at most, and a longer one would be cut
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
+
+
+class SinkUnsuitable(StoreError):
+    """The server cannot keep such vectors."""
+
+
+class CollectionRefused(StoreError):
+    """The database cannot have a collection of this name, or with these fields."""
+
+
+class CollectionMismatch(StoreError):
+    """The collection exists with other dimensions, with another distance, or in another shape."""
+
+
+class CollectionMissing(StoreError):
+    """The collection was there when it was prepared, and is not there now."""
+
+
+class RowsRefused(StoreError):
+    """The database cannot keep these rows."""
+
+
+@dataclass(frozen=True)
+class SinkRows:
+    """Rows to write. `vectors`: [n, dimensions] float32. `payloads`: values that JSON has."""
+
+    ids: Sequence[str]
+    vectors: NDArray[np.float32]
+    payloads: Sequence[Mapping[str, Any]]
+
+    def latest(self, dims: int) -> SinkRows:
+        """The last row of each id, in the order of the rows. Raises RowsRefused for rows that no database can keep."""
+        count = len(self.ids)
+        if self.vectors.shape != (count, dims) or len(self.payloads) != count:
+            raise RowsRefused(
+                f"{count} ids and {len(self.payloads)} payloads with vectors of shape {self.vectors.shape}, where "
+                f"({count}, {dims}) is expected"
+            )
+        finite = np.isfinite(self.vectors).all(axis=1)
+        if not finite.all():
+            raise RowsRefused(f"row {int(np.argmin(finite))} of {count} has a vector with a number that is not finite")
+        last = {row_id: number for number, row_id in enumerate(self.ids)}
+        if len(last) == count:
+            return self
+        kept = sorted(last.values())
+        return SinkRows([self.ids[each] for each in kept], self.vectors[kept], [self.payloads[each] for each in kept])
+
+
+class Sink(Protocol):
+    """A vector database. Methods repeat what may pass, each attempt within a bound, and raise StoreError."""
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        """Create the collection for vectors of `dims` numbers under cosine distance, or check the one that exists.
+        Later calls of `upsert` write to it. `kinds`: fields of payloads that searches filter by; a database that has to
+        know them indexes them.
+        """
+
+    async def upsert(self, rows: SinkRows) -> None:
+        """Write rows durably. A row replaces the one of the same id, so that a call may be repeated at any time."""
+
+    async def close(self) -> None:
+        """Release connections."""
+
+
+def checked_name(collection: str) -> str:
+    """The name of a collection. Raises CollectionRefused."""
+    if not _NAME.fullmatch(collection):
+        raise CollectionRefused("a collection is named by 1 to 63 letters, digits, hyphens and underscores")
+    return collection
+
+
+def encoded(value: Any, number: int) -> bytes:
+    """A value of row `number` as JSON. Raises RowsRefused."""
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RowsRefused(f"row {number} has a value that JSON cannot have ({type(error).__name__})") from None

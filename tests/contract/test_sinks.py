@@ -1,0 +1,593 @@
+"""Vector databases that jobs write to, each by the same cases: PostgreSQL with pgvector, and Qdrant's engine behind the
+routes of tests/qdrant_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import uuid
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import asyncpg
+import numpy as np
+import pytest
+import pytest_asyncio
+import sink_writer
+from postgres_server import USER, PostgresServer
+from qdrant_server import QdrantServer
+from sink_writer import DIMS, rows
+from zygote import end_with_parent
+
+from sie_store.object_stores import AccessRefused, Patience, StoreError
+from sie_store.sinks.opening import opened
+from sie_store.sinks.pgvector import PgvectorSink
+from sie_store.sinks.qdrant import QdrantSink
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionMissing,
+    CollectionRefused,
+    RowsRefused,
+    Sink,
+    SinkRows,
+    SinkUnsuitable,
+)
+
+QUICK = Patience(stall_s=60.0, tries=2, pause_s=0.01)
+LONG = Patience(stall_s=60.0, tries=60, pause_s=0.2)
+SECRET = "k3y-of-qdrant"
+
+pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
+
+
+class Database(Protocol):
+    url: str
+
+    async def create(self, collection: str, dims: int, distance: str) -> None: ...
+    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]: ...
+    async def nearest(self, collection: str, vector: list[float]) -> str: ...
+    async def kill(self) -> None: ...
+    async def start(self) -> None: ...
+
+
+class Postgres:
+    """By a user who is no superuser."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.server = server
+        self.url = server.url()
+        self.start = server.start
+
+    async def _fetch(self, statement: str, *values: Any) -> list[Any]:
+        connection = await asyncpg.connect(self.url)
+        try:
+            return list(await connection.fetch(statement, *values))
+        finally:
+            await connection.close()
+
+    async def create(self, collection: str, dims: int, distance: str) -> None:
+        """A table has no distance."""
+        await self._fetch(f'CREATE TABLE "{collection}" (id text PRIMARY KEY, embedding vector({dims}), payload jsonb)')
+
+    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
+        found = await self._fetch(f'SELECT id, embedding::text, payload FROM "{collection}"')
+        assert len({row["id"] for row in found}) == len(found)
+        return {row["id"]: (json.loads(row["embedding"]), json.loads(row["payload"])) for row in found}
+
+    async def nearest(self, collection: str, vector: list[float]) -> str:
+        statement = f'SELECT id FROM "{collection}" ORDER BY embedding <=> $1::text::vector LIMIT 1'
+        return str((await self._fetch(statement, json.dumps(vector)))[0]["id"])
+
+    async def kill(self) -> None:
+        self.server.kill()
+
+
+class Qdrant:
+    """Read by Qdrant's own client."""
+
+    def __init__(self, server: QdrantServer) -> None:
+        self.server = server
+        self.url = server.url
+
+    def _client(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its dependencies
+            from qdrant_client import QdrantClient
+        return QdrantClient(host="127.0.0.1", port=self.server.port, check_compatibility=False, trust_env=False)
+
+    async def create(self, collection: str, dims: int, distance: str) -> None:
+        from qdrant_client import models
+
+        vectors = models.VectorParams(size=dims, distance=models.Distance(distance))
+        client = self._client()
+        await asyncio.to_thread(client.create_collection, collection, vectors)
+        client.close()
+
+    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
+        client = self._client()
+        found: list[Any] = []
+        following = None
+        while True:
+            page, following = client.scroll(collection, limit=1000, offset=following, with_vectors=True)
+            found += page
+            if following is None:
+                break
+        assert client.count(collection, exact=True).count == len(found)
+        client.close()
+        for each in found:
+            assert each.id == str(uuid.uuid5(uuid.NAMESPACE_URL, each.payload["_id"]))
+        return {each.payload.pop("_id"): (each.vector, each.payload) for each in found}
+
+    async def nearest(self, collection: str, vector: list[float]) -> str:
+        client = self._client()
+        (point,) = client.query_points(collection, vector, limit=1).points
+        client.close()
+        return str(point.payload["_id"])
+
+    async def kill(self) -> None:
+        self.server.kill()
+
+    async def start(self) -> None:
+        self.server.begin()  # it ends with the thread that starts it
+        await asyncio.to_thread(self.server.answers)
+
+
+@pytest_asyncio.fixture(scope="module")
+async def postgres() -> AsyncIterator[PostgresServer]:
+    server = PostgresServer()
+    try:
+        await server.start()
+        connection = await asyncpg.connect(server.root_url)
+        await connection.execute("CREATE EXTENSION vector")
+        await connection.close()
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="module")
+def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
+    server = QdrantServer(tmp_path_factory.mktemp("qdrant"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["postgres", "qdrant"])
+def database(request: pytest.FixtureRequest) -> Database:
+    """One server for all tests of this file."""
+    if request.param == "postgres":
+        return Postgres(request.getfixturevalue("postgres"))
+    return Qdrant(request.getfixturevalue("qdrant"))
+
+
+@pytest_asyncio.fixture
+async def sink(database: Database) -> AsyncIterator[Sink]:
+    found = opened(database.url, "SIE_JOBS_SINKS", QUICK)
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+def collection() -> str:
+    return f"c-{uuid.uuid4().hex}"
+
+
+async def has(database: Database, collection: str, expected: SinkRows) -> None:
+    """Exactly these rows, each once, and each the nearest one of its own vector."""
+    found = await database.found(collection)
+    assert found.keys() == set(expected.ids)
+    for row_id, vector, payload in zip(expected.ids, expected.vectors, expected.payloads, strict=True):
+        stored = np.array(found[row_id][0])
+        assert np.allclose(stored / np.linalg.norm(stored), vector / np.linalg.norm(vector), atol=1e-5)
+        assert found[row_id][1] == payload
+    for number in (0, len(expected.ids) // 2, len(expected.ids) - 1):
+        assert await database.nearest(collection, expected.vectors[number].tolist()) == expected.ids[number]
+
+
+async def test_rows_are_written_once_however_often_they_are_sent(
+    sink: Sink, database: Database, collection: str
+) -> None:
+    await sink.prepare(collection, DIMS, {"number": "integer", "a.b": "keyword"})
+    for first in (0, 300, 150, 0):
+        await sink.upsert(rows(first, 300))
+    await has(database, collection, rows(0, 600))
+    await sink.prepare(collection, DIMS, {"number": "integer"})
+    await has(database, collection, rows(0, 600))
+
+
+async def test_the_last_row_of_an_id_replaces_vector_and_payload(
+    sink: Sink, database: Database, collection: str
+) -> None:
+    await sink.prepare(collection, DIMS, {})
+    old, new = rows(0, 4), rows(10, 4)
+    await sink.upsert(old)
+    twice = SinkRows([*old.ids, *old.ids], np.concatenate([old.vectors, new.vectors]), [*old.payloads, *new.payloads])
+    await sink.upsert(twice)
+    await has(database, collection, SinkRows(old.ids, new.vectors, new.payloads))
+    await sink.upsert(SinkRows([], np.empty((0, DIMS), np.float32), []))
+    await has(database, collection, SinkRows(old.ids, new.vectors, new.payloads))
+
+
+async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collection: str) -> None:
+    await sink.prepare(collection, DIMS, {})
+    texts = [
+        "",
+        "'; DROP TABLE x; --",
+        '"',
+        "\\",
+        "\\u0000",
+        "a\tb\nc\r\\N\\.",
+        "日本語",
+        "🦀" * 50,
+        "e\u0301",
+        "\x7f\x01",
+    ]
+    given = SinkRows(
+        [f"id {text}" for text in texts],
+        rows(0, len(texts)).vectors,
+        [{text: text, "nested": {"list": [text, 1.5, None, True]}} for text in texts],
+    )
+    await sink.upsert(given)
+    await has(database, collection, given)
+
+
+async def test_payloads_of_a_megabyte(sink: Sink, database: Database, collection: str) -> None:
+    """More of them than one request to Qdrant takes."""
+    await sink.prepare(collection, DIMS, {})
+    plain = rows(0, 40)
+    given = SinkRows(plain.ids, plain.vectors, [{"text": chr(0x3B1 + number % 20) * 500_000} for number in range(40)])
+    await sink.upsert(given)
+    await has(database, collection, given)
+
+
+async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: Database, collection: str) -> None:
+    await sink.prepare(collection, DIMS, {})
+    given = SinkRows(["a", "b"], rows(0, 2).vectors, [{"t": "x\0\0y\\\0z\\u0000"}, {"t": "b"}])
+    await sink.upsert(given)
+    kept = "\ufffd" if isinstance(database, Postgres) else "\0"
+    await has(
+        database, collection, SinkRows(given.ids, given.vectors, [{"t": f"x{kept}{kept}y\\{kept}z\\u0000"}, {"t": "b"}])
+    )
+
+
+async def test_a_collection_of_other_dimensions_is_refused(sink: Sink, database: Database, collection: str) -> None:
+    await database.create(collection, 7, "Cosine")
+    with pytest.raises(CollectionMismatch) as refused:
+        await sink.prepare(collection, DIMS, {})
+    assert "7" in str(refused.value)
+    assert "16" in str(refused.value)
+    assert await database.found(collection) == {}
+
+
+async def test_a_collection_of_another_distance_is_refused(qdrant: QdrantServer, collection: str) -> None:
+    database = Qdrant(qdrant)
+    await database.create(collection, DIMS, "Dot")
+    sink = opened(database.url, "SINK", QUICK)
+    with pytest.raises(CollectionMismatch, match=r"distance Dot, where .* distance Cosine"):
+        await sink.prepare(collection, DIMS, {})
+    await sink.close()
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "id text, embedding vector(16), payload jsonb",
+        "id int primary key, embedding vector(16), payload jsonb",
+        "id text",
+    ],
+)
+async def test_a_table_of_another_shape_is_refused(postgres: PostgresServer, collection: str, columns: str) -> None:
+    connection = await asyncpg.connect(postgres.url())
+    await connection.execute(f'CREATE TABLE "{collection}" ({columns})')
+    await connection.close()
+    with pytest.raises(CollectionMismatch, match=collection):
+        await opened(postgres.url(), "SINK", QUICK).prepare(collection, DIMS, {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a" * 64,
+        'x"; DROP TABLE "y',
+        "x; DROP TABLE y",
+        "../other",
+        "a/points",
+        "a?wait=false",
+        "a%2Fb",
+        "ä",
+        "x\n",
+        "-x",
+    ],
+)
+async def test_a_name_that_is_more_than_a_name_is_refused(sink: Sink, name: str) -> None:
+    with pytest.raises(CollectionRefused) as refused:
+        await sink.prepare(name, DIMS, {})
+    assert not name.strip() or name not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["select", "sie_rows", "Upper-Case", "0", "pg_class", "a" * 63])
+async def test_a_name_is_never_a_word_of_the_database(sink: Sink, database: Database, name: str) -> None:
+    """`pg_class` names a table of PostgreSQL's own, which is another one than is wanted."""
+    if name == "pg_class" and isinstance(database, Postgres):
+        with pytest.raises(CollectionMismatch):
+            await sink.prepare(name, DIMS, {})
+        return
+    await sink.prepare(name, DIMS, {})
+    await sink.upsert(rows(0, 5))
+    await has(database, name, rows(0, 5))
+
+
+async def test_rows_that_no_database_keeps_are_refused_without_their_contents(
+    sink: Sink, database: Database, collection: str
+) -> None:
+    await sink.prepare(collection, DIMS, {})
+    good = rows(0, 3)
+    bad = good.vectors.copy()
+    bad[1, 3] = np.nan
+    for refused in (
+        SinkRows(good.ids, bad, good.payloads),
+        SinkRows(good.ids, good.vectors[:, :5], good.payloads),
+        SinkRows(good.ids[:2], good.vectors, good.payloads),
+        SinkRows(good.ids, good.vectors, [{"t": "private"}, {"t": "private\ud800"}, {}]),
+        SinkRows(["a", "private\ud800", "c"], good.vectors, good.payloads),
+        SinkRows(good.ids, good.vectors, [{}, {"private": object()}, {}]),
+    ):
+        with pytest.raises(RowsRefused) as error:
+            await sink.upsert(refused)
+        assert "private" not in str(error.value)
+        assert error.value.__cause__ is None
+    assert await database.found(collection) == {}
+
+
+async def test_what_only_the_server_refuses_is_told_without_contents(
+    postgres: PostgresServer, qdrant: QdrantServer, collection: str
+) -> None:
+    """An id that is longer than an index takes, and a point of more than Qdrant reads at once."""
+    row = rows(0, 1)
+    long_id = "".join(f"private{number}" for number in range(5000))
+    for url, refused in (
+        (postgres.url(), SinkRows([long_id], row.vectors, [{}])),
+        (qdrant.url, SinkRows(["x"], row.vectors, [{"t": "private" * 5_000_000}])),
+    ):
+        sink = opened(url, "SINK", QUICK)
+        await sink.prepare(collection, DIMS, {})
+        with pytest.raises(RowsRefused) as error:
+            await sink.upsert(refused)
+        await sink.close()
+        assert "private" not in str(error.value)
+        assert error.value.__cause__ is None
+
+
+async def test_two_writers_at_once_create_one_collection_and_keep_each_row_once(
+    database: Database, collection: str
+) -> None:
+    sinks = [opened(database.url, "SINK", LONG) for _ in range(4)]
+    await asyncio.gather(*(sink.prepare(collection, DIMS, {}) for sink in sinks))
+    await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks for _ in range(2)))
+    await asyncio.gather(*(sink.close() for sink in sinks))
+    await has(database, collection, rows(0, 200))
+
+
+def writer(url: str, collection: str, calls: int, count: int) -> subprocess.Popen[str]:
+    argv = [sys.executable, sink_writer.__file__, url, collection, str(calls), str(count)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+
+
+async def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return (await asyncio.to_thread(process.stdout.readline)).strip()
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+async def finished(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    await asyncio.to_thread(process.stdout.read)
+    assert process.wait(60) == 0
+    process.stdout.close()
+
+
+async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Database, collection: str) -> None:
+    """1. It is killed after some of its calls. 2. It runs again, whole. 3. Each row is there once."""
+    first = writer(database.url, collection, 1000, 50)
+    assert await said(first) == "prepared"
+    for call in range(4):
+        assert await said(first) == str(call)
+    killed(first)
+    assert rows(0, 200).ids[-1] in await database.found(collection)
+    second = writer(database.url, collection, 12, 50)
+    await finished(second)
+    found = await database.found(collection)
+    assert set(rows(0, 600).ids) <= found.keys()  # those of calls that the first one began after what it said
+    third = writer(database.url, collection, 12, 50)
+    await finished(third)
+    assert await database.found(collection) == found
+
+
+async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
+    postgres: PostgresServer, collection: str
+) -> None:
+    """1. A table is locked. 2. A writer has sent its rows and waits for the lock. 3. It is killed. 4. Nothing of the
+    call is there, also when the lock is gone. 5. It runs again.
+    """
+    database = Postgres(postgres)
+    await opened(database.url, "SINK", QUICK).prepare(collection, DIMS, {})
+    locker = await asyncpg.connect(postgres.root_url)
+    lock = locker.transaction()
+    await lock.start()
+    await locker.execute(f'LOCK TABLE "{collection}" IN SHARE MODE')
+    first = writer(database.url, collection, 1, 600)
+    assert await said(first) == "prepared"
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1 AND wait_event_type = 'Lock'"
+    while not await locker.fetchval(waiting, USER):
+        assert first.poll() is None
+    killed(first)
+    await lock.rollback()
+    others = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1"
+    while await locker.fetchval(others, USER):
+        pass
+    await locker.close()
+    assert await database.found(collection) == {}
+    await finished(writer(database.url, collection, 1, 600))
+    await has(database, collection, rows(0, 600))
+
+
+async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call(tmp_path: Path) -> None:
+    """The third request is carried out and never answered; then the writer is killed, and runs again."""
+    server = QdrantServer(tmp_path)
+    try:
+        server.start(hold=3)
+        first = writer(server.url, "vectors", 8, 50)
+        await asyncio.to_thread(server.holds)
+        killed(first)
+        assert len(await Qdrant(server).found("vectors")) == 150
+        server.kill()
+        server.start()
+        await finished(writer(server.url, "vectors", 8, 50))
+        await has(Qdrant(server), "vectors", rows(0, 400))
+    finally:
+        server.kill()
+
+
+async def test_a_database_that_is_killed_and_started_again_is_waited_for(database: Database, collection: str) -> None:
+    """1. A writer writes. 2. The server is killed. 3. The writer asks again, until the server is back. 4. All rows are
+    there, those that were answered before the kill too.
+    """
+    sink = opened(database.url, "SINK", LONG)
+    await sink.prepare(collection, DIMS, {})
+    await sink.upsert(rows(0, 100))
+
+    async def write() -> None:
+        for call in range(1, 10):
+            await sink.upsert(rows(call * 100, 100))
+
+    writing = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    await database.kill()
+    impatient = opened(database.url, "SINK", QUICK)
+    with pytest.raises(StoreError, match="cannot be reached") as refused:
+        await impatient.prepare(collection, DIMS, {})
+    assert type(refused.value) is StoreError
+    await impatient.close()
+    assert not writing.done()
+    await database.start()
+    await writing
+    await sink.close()
+    await has(database, collection, rows(0, 1000))
+
+
+async def test_a_server_that_never_answers_is_given_up_within_the_bound(
+    postgres: PostgresServer, collection: str
+) -> None:
+    sink = PgvectorSink(postgres.url(), Patience(stall_s=1.0, tries=2, pause_s=0.01))
+    await sink.prepare(collection, DIMS, {})
+    locker = await asyncpg.connect(postgres.root_url)
+    async with locker.transaction():
+        await locker.execute(f'LOCK TABLE "{collection}" IN SHARE MODE')
+        postgres.pause()
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(StoreError, match="did not answer in time"):
+                    await sink.upsert(rows(0, 10))
+        finally:
+            postgres.resume()
+        async with asyncio.timeout(60):
+            with pytest.raises(StoreError, match=r"did not answer in time|QueryCanceled"):
+                await sink.upsert(rows(0, 10))
+    await locker.close()
+    await sink.upsert(rows(0, 10))
+    await has(Postgres(postgres), collection, rows(0, 10))
+
+
+async def test_wrong_credentials_are_refused_at_once_and_not_repeated(
+    postgres: PostgresServer, tmp_path: Path, collection: str
+) -> None:
+    server = QdrantServer(tmp_path, key=SECRET)
+    server.start()
+    try:
+        for url in (
+            postgres.url(password=SECRET),
+            postgres.url("nobody-here", SECRET),
+            f"qdrant://{SECRET}-not@127.0.0.1:{server.port}",
+        ):
+            sink = opened(url, "SINK", LONG)
+            with pytest.raises(AccessRefused) as refused:
+                await sink.prepare(collection, DIMS, {})
+            assert SECRET not in str(refused.value)
+            assert refused.value.__cause__ is None
+            await sink.close()
+        sink = opened(server.url, "SINK", QUICK)
+        await sink.prepare(collection, DIMS, {})
+        await sink.close()
+    finally:
+        server.kill()
+    with pytest.raises(SinkUnsuitable, match="no such database"):
+        await opened(postgres.url(database="nowhere"), "SINK", QUICK).prepare(collection, DIMS, {})
+
+
+async def test_a_collection_that_was_removed_meanwhile_is_not_created_again(
+    postgres: PostgresServer, collection: str
+) -> None:
+    sink = opened(postgres.url(), "SINK", QUICK)
+    await sink.prepare(collection, DIMS, {})
+    connection = await asyncpg.connect(postgres.url())
+    await connection.execute(f'DROP TABLE "{collection}"')
+    await connection.close()
+    with pytest.raises(CollectionMissing):
+        await sink.upsert(rows(0, 3))
+
+
+@pytest.mark.parametrize("version", [16, 18])
+async def test_the_extension_is_created_where_the_user_may_and_else_asked_for(version: int) -> None:
+    """Where the extension is in a schema of its own, it is found there."""
+    server = PostgresServer(version)
+    try:
+        await server.start()
+        with pytest.raises(SinkUnsuitable, match="may not create it"):
+            await opened(server.url(), "SINK", QUICK).prepare("vectors", DIMS, {})
+        sink = opened(server.root_url, "SINK", QUICK)
+        await sink.prepare("vectors", DIMS, {})
+        await sink.upsert(rows(0, 20))
+        connection = await asyncpg.connect(server.root_url)
+        await connection.execute('CREATE SCHEMA "Extra"; DROP TABLE vectors; ALTER EXTENSION vector SET SCHEMA "Extra"')
+        await connection.execute(f'GRANT USAGE ON SCHEMA "Extra" TO {USER}')
+        await connection.close()
+        sink = opened(server.url(), "SINK", QUICK)
+        await sink.prepare("vectors", DIMS, {})
+        await sink.upsert(rows(0, 20))
+        connection = await asyncpg.connect(server.url())
+        assert await connection.fetchval("SELECT count(*) FROM vectors") == 20
+        await connection.close()
+    finally:
+        server.remove()
+
+
+async def test_a_server_without_pgvector_is_named_as_such() -> None:
+    server = PostgresServer(extension=False)
+    try:
+        await server.start()
+        with pytest.raises(SinkUnsuitable, match="pgvector is not installed"):
+            await opened(server.root_url, "SINK", QUICK).prepare("vectors", DIMS, {})
+    finally:
+        server.remove()
+
+
+async def test_a_request_to_qdrant_is_bounded_in_bytes(qdrant: QdrantServer, collection: str) -> None:
+    sink = QdrantSink(qdrant.url.replace("qdrant:", "http:"), "", QUICK, body_bytes=2000)
+    await sink.prepare(collection, DIMS, {})
+    await sink.upsert(rows(0, 50))
+    await sink.close()
+    await has(Qdrant(qdrant), collection, rows(0, 50))
