@@ -266,7 +266,7 @@ class LoraLoading(SIEError):
 
 
 class ResourceExhausted(SIEError):
-    """The device was out of memory for the input, even when it ran alone."""
+    """The device was out of memory for the input, even when it ran alone; or there is no room for a file."""
 
     code, status, retryable, retry_after_s = "RESOURCE_EXHAUSTED", 503, True, 5
 

@@ -1,6 +1,6 @@
 """Jobs and files as gateways keep them in key-value buckets.
 
-    sie_jobs     {job} ─► JobRecord          what is asked and how far it is; written by its leader and by its owner
+    sie_jobs     job.{job} ─► JobRecord      what is asked and how far it is; written by its leader and by its owner
                  file.{file} ─► FileRecord   what is known of an uploaded file, whose bytes lie in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
@@ -9,12 +9,15 @@ A shard has a record exactly when its output is stored, whole. The rules of evol
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sie_contracts.api.batches import BatchRequest
 from sie_contracts.api.jobs import ENDED, JobRequest, JobState
 from sie_contracts.errors import ErrorInfo
 
+FileState = Literal["writing", "ready", "removing"]
 MAX_CODES = 20  # of errors that are counted apart; the rest is counted as OTHER
 MAX_BROKEN = 20  # parts of the input that are named
 
@@ -22,6 +25,9 @@ MAX_BROKEN = 20  # parts of the input that are named
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     """A file in the payload store. `owner`: the key of the credential that made it. Times are seconds since 1970;
     `expires_s` 0: it is kept.
+
+    The record is there before the object and after it, so that no object is without a record: a file is `writing` until
+    its object is stored, and `removing` from then on until its object is gone. Neither is served.
     """
 
     id: str
@@ -32,6 +38,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     sha256: str
     created_s: float
     expires_s: float = 0.0
+    state: FileState = "ready"
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):

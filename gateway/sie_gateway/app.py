@@ -41,7 +41,8 @@ from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.doctor import Doctor
 from sie_gateway.grant import Quotas
 from sie_gateway.inference import Inference
-from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
+from sie_gateway.intake import Intake, bounded, check_length
+from sie_gateway.jobs.files import FileStore
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers
 from sie_gateway.pools import Pools
@@ -91,12 +92,13 @@ class Readiness:
         return None if self.started else "starting"
 
 
-class Operators(NamedTuple):
-    """What a gateway does for administrators alone."""
+class Services(NamedTuple):
+    """What a gateway does beside inference."""
 
     doctor: Doctor
     dead_letters: DeadLetters
     residencies: Residencies
+    files: FileStore
 
 
 class Gateway:
@@ -106,7 +108,7 @@ class Gateway:
         self,
         settings: Settings,
         metrics: Metrics,
-        operators: Operators,
+        services: Services,
         pools: Pools,
         peers: Peers,
         inference: Inference,
@@ -115,7 +117,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.doctor, self.dead_letters, self.residencies = operators
+        self.doctor, self.dead_letters, self.residencies, self.files = services
         self.fleet = status.fleet
         self.pools = pools
         self.peers = peers
@@ -338,8 +340,8 @@ class Edge:
             call.model = scope["path_params"].get("model")
             await self._infer(call, route, receive, send)
             return
-        check_length(call.headers, CONTROL_BYTES)
-        receive = bounded(receive)
+        check_length(call.headers, route.body_bytes)
+        receive = bounded(receive, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
             # the page of documents has no route for HEAD; the server leaves the body of its answer out
             await self._app({**scope, "method": route.method}, receive, send)

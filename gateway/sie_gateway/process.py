@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
+from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
-from sie_gateway.app import Gateway, Operators, Readiness, create_app, metrics_app
+from sie_gateway.app import Gateway, Readiness, Services, create_app, metrics_app
 from sie_gateway.auth import Gate, require_tokens
 from sie_gateway.backlog import Backlog
 from sie_gateway.dead_letters import DeadLetters
@@ -28,6 +29,8 @@ from sie_gateway.fleet import Fleet
 from sie_gateway.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
+from sie_gateway.jobs.files import FileStore
+from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.lag import Lag
 from sie_gateway.metrics import Live, Metrics
 from sie_gateway.offload import Offload, life_s
@@ -48,6 +51,7 @@ from sie_runtime.http import STOP_S, HttpServer
 from sie_runtime.keys import Keys
 from sie_runtime.process import Stop, Tasks, retry
 from sie_runtime.websocket import WebSocketProtocol
+from sie_store.files import open_files
 from sie_store.payloads import open_store
 
 EPOCH_POLL_S = 5.0
@@ -152,9 +156,12 @@ async def serve(
     gate = Gate(settings, keys)
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
-    operators = Operators(Doctor(host, port, data_dir), letters, residencies)
+    jobs = JobsBucket(broker, settings.stream_replicas)
+    leases = Bucket(broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas)
+    files = FileStore(jobs, open_files(settings.payload_store_url), LeaderLease(leases, "files"))
+    services = Services(Doctor(host, port, data_dir), letters, residencies, files)
     readiness = Readiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, operators, pools, admission.peers, inference, status, scaling)
+    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     names = settings.allowed_hosts
     main = HttpServer(
@@ -197,7 +204,7 @@ async def serve(
             (admission.peers.start, "listening for other gateways"),
         ):
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=what)
-        own = functools.partial(_own_streams, queue, placer, settings, record)
+        own = functools.partial(_own_streams, queue, placer, settings, record, jobs)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
         # connections already queue at the port: a request that meets a restart waits a moment instead of being refused
         # as not ready
@@ -216,6 +223,8 @@ async def serve(
         tasks.start(placer.run(drained), "placement")
         tasks.start(residencies.run(drained), "residencies")
         tasks.start(keeper.run(drained), "pools")
+        tasks.start(jobs.run(drained), "jobs and files")
+        tasks.start(files.run(drained), "clean-up of files")
         tasks.start(status.run(drained), "status")
         tasks.start(status.pulse.run(drained), "pulse")
         tasks.start(status.sockets.run(drained), "status sockets")
@@ -230,6 +239,7 @@ async def serve(
             )
 
         broker.on_reconnect(on_reconnect)
+        broker.on_reconnect(jobs.reconnected)
         readiness.started = not stop.requested
         if on_listening is not None:
             on_listening(main.port)
@@ -276,15 +286,18 @@ def longest_drain_s(settings: Settings) -> float:
     return settings.gateway_request_timeout + _LATE_S
 
 
-async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord) -> None:
-    """Make the buckets of tables and of reservations, then the streams of this installation's own pools, for which
-    workers wait.
+async def _own_streams(
+    queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
+) -> None:
+    """Make the buckets of tables, of reservations and of jobs, then the streams of this installation's own pools, for
+    which workers wait.
 
     A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError.
     """
     try:
         await placer.start()
         await pools.follow()
+        await jobs.follow()
         for pool in sorted(pools.own):
             await queue.ensure_pool(pool)
     except TopologyMismatch as error:

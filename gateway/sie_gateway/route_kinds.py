@@ -11,6 +11,7 @@ from msgspec import Meta
 from sie_contracts.api.shapes import MINI
 from sie_gateway.call import Answer, Call, ErrorShape, native_shape
 from sie_gateway.inference import Inference
+from sie_gateway.intake import CONTROL_BYTES, CONTROL_S
 from sie_runtime import config_routes
 from sie_runtime.routes import Content, Parameter, Route
 
@@ -24,6 +25,8 @@ class GatewayRoute(Route):
     """
 
     head: bool = False  # HEAD is answered as well
+    body_bytes: int = CONTROL_BYTES  # of a body that the handler reads, at most
+    body_s: float = CONTROL_S  # in which such a body must be complete
     shape: ErrorShape = native_shape
     shapes: tuple[ErrorShape, ...] = ()
 
@@ -89,7 +92,7 @@ def control(
         tag=names[0],
         endpoint=endpoint,
         handler=handler,
-        body=None if body is None else Content(body),
+        body=body if body is None or isinstance(body, Content) else Content(body),
         replies={status: reply if isinstance(reply, Content) else Content(reply)},
         head=method == "GET" and status == 200,
         **more,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts.errors import SIEError, each_error
-from sie_runtime.routes import ARROW, JSON, MSGPACK, OPEN, RAW, YAML, Content, Parameter, Route
+from sie_runtime.routes import ARROW, FORM, JSON, MSGPACK, OPEN, RAW, YAML, Content, Parameter, Route
 
 Schema = dict[str, Any]
 _REFERENCE = "#/components/schemas/{name}"
@@ -131,6 +131,9 @@ def _parameter(each: Parameter, schemas: Schemas) -> Schema:
 def _content(content: Content, schemas: Schemas) -> Schema:
     found: Schema = {}
     for media in content.media:
+        if media == FORM:
+            found[media] = {"schema": schemas.of(content.type)}
+            continue
         if media != JSON:
             found[media] = {"schema": _MEDIA.get(media, {"type": "string"})}
             continue

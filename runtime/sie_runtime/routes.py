@@ -23,6 +23,7 @@ OPEN = ""  # in place of a scope: no token is ever needed
 ANY = "any"  # in place of a scope: any credential that is valid, whatever its scopes
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
+FORM = "multipart/form-data"
 TEXT, HTML = "text/plain", "text/html"
 _USUAL_PATH = 256
 _LIKE = 0.8  # similarity from which a path counts

@@ -8,13 +8,15 @@ StoreError             no answer in time, or a failure that may pass
 ├── BucketMissing      no such bucket
 ├── AccessRefused      credentials are missing, wrong, expired or not allowed to do this
 ├── RangeMissing       the object is shorter than the requested range
-└── WrittenMeanwhile   somebody else wrote the object since it was read
+├── WrittenMeanwhile   somebody else wrote the object since it was read
+└── StoreFull          there is no room for the object
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import logging
 import random
 import re
@@ -38,6 +40,8 @@ EXIT_PAUSE_S = 0.1
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_FULL = frozenset(str(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _USER = re.compile(r"://[^/@\s]+@")
 _REFUSED = frozenset(
     {
@@ -89,6 +93,10 @@ class RangeMissing(StoreError):
 
 class WrittenMeanwhile(StoreError):
     """Somebody else wrote the object since it was read."""
+
+
+class StoreFull(StoreError):
+    """The disk of the store is full, or a quota of it is used up."""
 
 
 def opened(url: str, setting: str) -> ObjectStore:
@@ -206,6 +214,8 @@ def failure(error: Exception) -> StoreError:
         return ObjectMissing("there is no such object")
     if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
         return WrittenMeanwhile("somebody else wrote it meanwhile")
+    if _found(_OS_ERROR, text) in _FULL:
+        return StoreFull("there is no room for it")
     if code == "InvalidRange" or status == "416":
         return RangeMissing("the object is shorter than what was asked of it")
     if (

@@ -132,4 +132,10 @@ def toy_stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
         "SIE_ADMIN_TOKEN": shared.ADMIN,
         "SIE_GATEWAY_CONFIGURED_GPUS": "cpu",
     }
-    return _clusters.get("toy", lambda: Stack(tmp_path_factory.mktemp("toy"), Plan((fuzz.MODEL,), environ=environ)))
+
+    def start() -> Stack:
+        folder = tmp_path_factory.mktemp("toy")
+        store = {"SIE_PAYLOAD_STORE_URL": str(folder / "payloads")}
+        return Stack(folder, Plan((fuzz.MODEL,), environ={**environ, **store}))
+
+    return _clusters.get("toy", start)

@@ -49,6 +49,9 @@ DOCUMENTED = """
     infer  POST /tei/org/name/embed_sparse /tei/org/name/predict
     infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
     infer  GET /info /tei/org/name/info
+    infer  GET /v1/files /v1/files/mine /v1/files/mine/content
+    infer  POST /v1/files
+    infer  DELETE /v1/files/mine
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
     read   GET /v1/placement /v1/requests/{request}/log

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sie_contracts.api.jobs import Metadata
 
@@ -16,6 +16,15 @@ Purpose = Literal["batch", "batch_output", "jobs", "user_data"]
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
+
+
+class FileUpload(Struct, kw_only=True, frozen=True):
+    """The fields of the form of an upload. The file expires `seconds` after it was made; without that it is kept."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    purpose: Literal["batch", "jobs", "user_data"]
+    anchor: Literal["created_at"] | UnsetType = field(name="expires_after[anchor]", default=UNSET)
+    seconds: Annotated[int, Meta(ge=1, le=2_592_000)] | UnsetType = field(name="expires_after[seconds]", default=UNSET)
 
 
 class FileObject(Struct, kw_only=True, frozen=True):
@@ -43,7 +52,9 @@ class FileObject(Struct, kw_only=True, frozen=True):
 
 
 class FilePage(Struct, kw_only=True):
-    """Files, the newest first."""
+    """Files, the newest first unless the other order was asked for."""
+
+    EXAMPLE: ClassVar[Any] = {"object": "list", "data": [FileObject.EXAMPLE], "has_more": False}
 
     object: Literal["list"] = "list"
     data: list[FileObject]
@@ -54,6 +65,8 @@ class FilePage(Struct, kw_only=True):
 
 class FileDeleted(Struct, kw_only=True):
     """A file that is gone."""
+
+    EXAMPLE: ClassVar[Any] = {"id": FileObject.EXAMPLE["id"], "object": "file", "deleted": True}
 
     id: str
     object: Literal["file"] = "file"

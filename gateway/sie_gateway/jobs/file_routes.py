@@ -1,0 +1,180 @@
+"""OpenAI's routes of files: rows and handlers. A credential sees its own files, an administrator all.
+
+Source: the OpenAI API reference, section Files.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from msgspec import Meta
+
+from sie_contracts.api import batches as api
+from sie_contracts.errors import InvalidInput
+from sie_contracts.jobs import FileRecord
+from sie_gateway.call import Call, family
+from sie_gateway.jobs.files import MAX_FILE_BYTES, About, sees_all
+from sie_gateway.jobs.form import Form
+from sie_gateway.operations import json_response, number
+from sie_gateway.route_kinds import GatewayRoute, control
+from sie_runtime.routes import FORM, RAW, Content, Parameter
+
+if TYPE_CHECKING:
+    from sie_gateway.app import Gateway
+
+PATH = "/v1/files"
+UPLOADED = ("batch", "jobs", "user_data")
+PURPOSES = (*UPLOADED, "batch_output")
+MAX_EXPIRES_S = 30 * 86400
+FORM_BYTES = 64 << 10  # of a form, beside its file
+UPLOAD_S = 1800.0
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
+
+
+async def upload(gateway: Gateway, request: Request) -> Response:
+    """Store a file. Raises InvalidInput, PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable."""
+    form = Form(request.headers.get("content-type", ""), request.stream())
+    record = await gateway.files.receive(_call(request).key, form.file(), functools.partial(_about, form))
+    return json_response(_shown(record))
+
+
+def _about(form: Form) -> About:
+    for name in form.fields:
+        if name not in _FIELDS:
+            raise InvalidInput(
+                f"{name[:80]}: no such field here, expected {', '.join(_FIELDS)}", reason="schema", param=name[:80]
+            )
+    purpose = form.fields.get("purpose", "")
+    if purpose not in UPLOADED:
+        raise InvalidInput(f"purpose: expected one of {', '.join(UPLOADED)}", reason="schema", param="purpose")
+    return About(form.file_name, purpose, _expires_after_s(form))
+
+
+def _expires_after_s(form: Form) -> int:
+    anchor, seconds = form.fields.get(_ANCHOR), form.fields.get(_SECONDS)
+    if anchor is None and seconds is None:
+        return 0
+    if anchor != "created_at":
+        raise InvalidInput(f"{_ANCHOR}: expected created_at", reason="schema", param=_ANCHOR)
+    if seconds is None or not (seconds.isascii() and seconds.isdigit() and 1 <= int(seconds[:9]) <= MAX_EXPIRES_S):
+        raise InvalidInput(
+            f"{_SECONDS}: expected a whole number from 1 to {MAX_EXPIRES_S}", reason="schema", param=_SECONDS
+        )
+    return int(seconds)
+
+
+async def page(gateway: Gateway, request: Request) -> Response:
+    """A page of the list. Raises InvalidInput, NotReady."""
+    query, grant = request.query_params, _call(request).grant
+    purpose, order = query.get("purpose", ""), query.get("order", "desc")
+    if purpose and purpose not in PURPOSES:
+        raise InvalidInput(f"purpose: expected one of {', '.join(PURPOSES)}", reason="schema", param="purpose")
+    if order not in ("asc", "desc"):
+        raise InvalidInput("order: expected asc or desc", reason="schema", param="order")
+    found = gateway.files.page(
+        grant.key,
+        sees_all=sees_all(grant),
+        purpose=purpose,
+        after=query.get("after", ""),
+        limit=int(number(query, "limit", 10_000, 1, 10_000)),
+        newest_first=order == "desc",
+    )
+    files = [_shown(record) for record in found.files]
+    first, last = (files[0].id, files[-1].id) if files else (None, None)
+    return json_response(api.FilePage(data=files, has_more=found.has_more, first_id=first, last_id=last), to=request)
+
+
+async def show(gateway: Gateway, request: Request) -> Response:
+    """One file. Raises NotFound, NotReady, QueueUnavailable."""
+    return json_response(_shown(await _found(gateway, request)))
+
+
+async def content(gateway: Gateway, request: Request) -> Response:
+    """Its bytes. Raises NotFound, NotReady, QueueUnavailable."""
+    record = await _found(gateway, request)
+    # nobody's bytes are a page of this server
+    headers = {
+        "Content-Length": str(record.bytes),
+        "Content-Disposition": "attachment",
+        "X-Content-Type-Options": "nosniff",
+    }
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type=RAW)
+    return StreamingResponse(await gateway.files.open(record), headers=headers, media_type=RAW)
+
+
+async def remove(gateway: Gateway, request: Request) -> Response:
+    """Delete one. Raises NotFound, NotReady, QueueUnavailable."""
+    record = await _found(gateway, request)
+    await gateway.files.remove(record)
+    return json_response(api.FileDeleted(id=record.id))
+
+
+def _call(request: Request) -> Call:
+    call: Call = request.scope["sie.call"]
+    return call
+
+
+async def _found(gateway: Gateway, request: Request) -> FileRecord:
+    grant = _call(request).grant
+    return await gateway.files.find(request.path_params["file"], grant.key, sees_all=sees_all(grant))
+
+
+def _shown(record: FileRecord) -> api.FileObject:
+    return api.FileObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=int(record.created_s),
+        filename=record.name,
+        purpose=record.purpose,
+        expires_at=int(record.expires_s) if record.expires_s else None,
+    )
+
+
+# rows
+
+_ONE = Parameter("file", "path", str, "The id of the file.", api.FileObject.EXAMPLE["id"])
+
+
+def _row(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> GatewayRoute:
+    names = ("Files and batches", summary)
+    return control(method, PATH + path, "files", handler, names, reply, scope="infer", shape=family("openai"), **more)
+
+
+FILES: tuple[GatewayRoute, ...] = (
+    _row(
+        "POST",
+        "",
+        upload,
+        f"Upload a file, of {MAX_FILE_BYTES >> 20} MiB at most",
+        api.FileObject,
+        body=Content(api.FileUpload, (FORM,)),
+        body_bytes=MAX_FILE_BYTES + FORM_BYTES,
+        body_s=UPLOAD_S,
+    ),
+    _row(
+        "GET",
+        "",
+        page,
+        "Files of this key",
+        api.FilePage,
+        parameters=(
+            Parameter("purpose", "query", Literal[PURPOSES], "Only files of this purpose."),
+            Parameter("limit", "query", Annotated[int, Meta(ge=1, le=10_000)], "How many at most; 10,000 by default."),
+            Parameter(
+                "after",
+                "query",
+                Annotated[str, Meta(pattern="^file-[0-9a-f]{32}$")],
+                "Only files behind this one in the list: the `last_id` of the page before.",
+            ),
+            Parameter("order", "query", Literal["asc", "desc"], "By the time of upload; desc, the newest first."),
+        ),
+    ),
+    _row("GET", "/{file}", show, "One file", api.FileObject, parameters=(_ONE,)),
+    _row("GET", "/{file}/content", content, "The bytes of a file", Content(media=(RAW,)), parameters=(_ONE,)),
+    _row("DELETE", "/{file}", remove, "Delete a file", api.FileDeleted, parameters=(_ONE,)),
+)

@@ -1,0 +1,336 @@
+"""Files: bytes in the payload store, and a record of each in the bucket of jobs.
+
+    receive: record `writing` ──► object ──► record `ready`        remove: record `removing` ──► no object ──► no record
+
+A process that ends in between leaves a record that is not served. One gateway at a time removes what such records name,
+as it removes what has expired, so that no object is left for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sie_broker import BrokerError
+from sie_broker.record import LeaderLease
+from sie_contracts.errors import InvalidInput, NotFound, NotReady, PayloadTooLarge, QueueUnavailable, ResourceExhausted
+from sie_contracts.jobs import FileRecord
+from sie_gateway.grant import Grant
+from sie_gateway.jobs.records import JobsBucket
+from sie_runtime.asgi import uuid7
+from sie_runtime.process import Stop, Trouble
+from sie_store.files import FileObjects
+from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
+
+MAX_FILE_BYTES = 512 << 20
+MAX_FILES = 100_000  # every gateway has all their records in memory
+WRITES_AT_ONCE = 16  # each takes some parts of an upload in memory
+WRITE_S = 3600.0
+ABANDONED_S = WRITE_S + 600.0  # then nobody writes it any more; clocks of gateways may differ by the rest
+CLEAN_S = 20.0
+_logger = logging.getLogger("sie.gateway.files")
+
+
+class About(NamedTuple):
+    """What is known of a file beside its bytes. `expires_after_s` 0: it is kept."""
+
+    name: str
+    purpose: str
+    expires_after_s: float = 0.0
+
+
+class Page(NamedTuple):
+    """A part of the list of files."""
+
+    files: list[FileRecord]
+    has_more: bool
+
+
+def new_id() -> str:
+    """Ids grow with time."""
+    return f"file-{uuid7().replace('-', '')}"
+
+
+class FileStore:
+    """The files of all owners. `wall_clock`: seconds since 1970.
+
+    Every method raises NotReady without a payload store, and while the records were not read; QueueUnavailable where
+    the broker or the store fails.
+    """
+
+    def __init__(
+        self,
+        bucket: JobsBucket,
+        objects: FileObjects | None,
+        lease: LeaderLease,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        max_bytes: int = MAX_FILE_BYTES,
+        max_files: int = MAX_FILES,
+    ) -> None:
+        self._bucket = bucket
+        self._records = bucket.files
+        self._objects = objects
+        self._lease = lease
+        self._wall_clock = wall_clock
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._writes = 0
+
+    # what there is
+
+    async def find(self, file: str, owner: str, *, sees_all: bool = False) -> FileRecord:
+        """The record of a file of this owner; of any with `sees_all`. Raises NotFound."""
+        self._required()
+        record = self._records.get(file)
+        if record is None or record.state == "writing":  # perhaps another gateway has it since a moment
+            with _unavailable():
+                record = await self._records.refresh(file) if _is_id(file) else None
+        if record is None or not self._is_served(record) or not (sees_all or record.owner == owner):
+            raise NotFound("there is no such file, or it belongs to another key", param="file_id")
+        return record
+
+    def page(
+        self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
+    ) -> Page:
+        """At most `limit` files of this owner behind the id `after`, by the time of their making."""
+        self._required()
+        if after and not _is_id(after):
+            raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
+        found = sorted(
+            id_
+            for id_, record in self._records.items()
+            if (sees_all or record.owner == owner)
+            and purpose in ("", record.purpose)
+            and self._is_served(record)
+            and (not after or (id_ < after if newest_first else id_ > after))
+        )
+        if newest_first:
+            found.reverse()
+        return Page([self._records[id_] for id_ in found[:limit]], len(found) > limit)
+
+    def _is_served(self, record: FileRecord) -> bool:
+        return record.state == "ready" and not self._is_expired(record)
+
+    def _is_expired(self, record: FileRecord) -> bool:
+        return bool(record.expires_s) and record.expires_s <= self._wall_clock()
+
+    # what is in it
+
+    async def open(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The bytes of a file, in pieces. Raises NotFound before the first one."""
+        with _unavailable():
+            return await self._required().open(record.id)
+
+    async def range(self, record: FileRecord, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`. Raises NotFound."""
+        with _unavailable():
+            return await self._required().range(record.id, start, end)
+
+    # making and removing
+
+    async def create(
+        self,
+        owner: str,
+        name: str,
+        purpose: str,
+        data: AsyncIterator[bytes],
+        *,
+        expires_after_s: float = 0.0,
+        file: str = "",
+    ) -> FileRecord:
+        """Store a file. `file`: its id, of `new_id`, so that a writer that is repeated makes it once: where that file
+        is there already, its record is returned and `data` is not read.
+        """
+        if file and (known := await self._refreshed(file)) is not None and known.state == "ready":
+            return known
+        return await self.receive(owner, data, lambda: About(name, purpose, expires_after_s), file=file)
+
+    async def receive(
+        self, owner: str, data: AsyncIterator[bytes], about: Callable[[], About], *, file: str = ""
+    ) -> FileRecord:
+        """Store a file of which all is known when `data` has ended: then `about` is called.
+
+        Raises InvalidInput for an empty file, PayloadTooLarge, ResourceExhausted for a full store, and what `data` and
+        `about` raise; then nothing of it is left.
+        """
+        objects = self._required()
+        if self._writes >= WRITES_AT_ONCE:
+            raise ResourceExhausted(f"this gateway receives {WRITES_AT_ONCE} files already", reason="uploads")
+        if len(self._records) >= self._max_files:
+            raise ResourceExhausted(
+                f"there are {self._max_files} files already: delete some, or let them expire", reason="files"
+            )
+        self._writes += 1
+        draft = FileRecord(file or new_id(), owner, "", "", 0, "", self._wall_clock(), state="writing")
+        try:
+            with _unavailable():
+                await self._records.change(draft.id, lambda _: draft)
+            try:
+                with _unavailable():
+                    return await self._write(objects, draft, data, about)
+            except Exception:
+                now = self._records.get(draft.id)
+                if now is None or now == draft:  # else somebody else writes this file
+                    await self._forsake(draft.id)
+                raise
+        finally:
+            self._writes -= 1
+
+    async def _write(
+        self, objects: FileObjects, draft: FileRecord, data: AsyncIterator[bytes], about: Callable[[], About]
+    ) -> FileRecord:
+        read = _Read(data, self._max_bytes)
+        await read.begin()
+        await objects.put(draft.id, read.pieces(), WRITE_S)
+        told = about()
+        expires_s = draft.created_s + told.expires_after_s if told.expires_after_s else 0.0
+        done = replace(
+            draft,
+            name=told.name,
+            purpose=told.purpose,
+            bytes=read.size,
+            sha256=read.digest.hexdigest(),
+            expires_s=expires_s,
+            state="ready",
+        )
+        if await self._records.change(draft.id, lambda now: done if now is not None and now == draft else now) != done:
+            raise QueueUnavailable("the file took so long to write that it was given up")
+        return done
+
+    async def _forsake(self, file: str) -> None:
+        """Remove what a write left that failed; later, where that fails too."""
+        try:
+            await self._erase(file)
+        except (BrokerError, StoreError) as error:
+            _logger.warning("a file that was not completed is removed later: %s", error)
+
+    async def remove(self, record: FileRecord) -> None:
+        """From now on it is not served. What cannot be removed at once is removed later."""
+        self._required()
+        with _unavailable():
+            await self._records.change(
+                record.id, lambda now: replace(now, state="removing") if now is not None else None
+            )
+        await self._forsake(record.id)
+
+    async def _erase(self, file: str) -> None:
+        """The object, then the record, so that no object is without one. Raises StoreError, BrokerError."""
+        assert self._objects is not None, "there is no file without a store"
+        await self._objects.remove(file)
+        await self._records.remove(file)
+
+    # clean-up
+
+    async def clean(self) -> int:
+        """Remove what has expired, what is half removed and what nobody writes any more, if this gateway is the one
+        that does. Returns how many. Raises BrokerError, StoreError.
+        """
+        due = [record for record in self._records.values() if self._is_due(record)]
+        if self._objects is None or not due or not await self._lease.acquire():
+            return 0
+        removed = 0
+        for record in due:
+            marked = await self._records.change(
+                record.id, lambda now: replace(now, state="removing") if now is not None and self._is_due(now) else None
+            )
+            if marked is not None and marked.state == "removing":
+                await self._erase(record.id)
+                removed += 1
+        return removed
+
+    def _is_due(self, record: FileRecord) -> bool:
+        if record.state == "writing":
+            return record.created_s + ABANDONED_S <= self._wall_clock()
+        return record.state == "removing" or self._is_expired(record)
+
+    async def run(self, stop: Stop) -> None:
+        """Clean up until `stop`."""
+        trouble = Trouble(_logger, "files could not be cleaned up")
+        while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
+            try:
+                if removed := await self.clean():
+                    _logger.info("%d files were removed that had expired, or were not completed", removed)
+                trouble.passed()
+            except (BrokerError, StoreError) as error:
+                trouble.met(error)
+        with contextlib.suppress(BrokerError):  # then the lease lapses
+            await self._lease.release()
+
+    async def _refreshed(self, file: str) -> FileRecord | None:
+        self._required()
+        with _unavailable():
+            return await self._records.refresh(file)
+
+    def _required(self) -> FileObjects:
+        if self._objects is None:
+            raise NotReady(
+                "files need a payload store, and SIE_PAYLOAD_STORE_URL is unset",
+                extras={"setting": "SIE_PAYLOAD_STORE_URL"},
+            )
+        self._bucket.require()
+        return self._objects
+
+
+def sees_all(grant: Grant) -> bool:
+    """Whether a credential sees the files and jobs of all others."""
+    return "admin" in grant.scopes
+
+
+class _Read:
+    """Counts and digests what is read. Raises InvalidInput for nothing, PayloadTooLarge for too much."""
+
+    def __init__(self, data: AsyncIterator[bytes], limit: int) -> None:
+        self.size = 0
+        self.digest = hashlib.sha256()
+        self._data = data
+        self._limit = limit
+        self._first = b""
+
+    async def begin(self) -> None:
+        """Wait for the first bytes."""
+        while not self._first:
+            try:
+                self._first = await anext(self._data)
+            except StopAsyncIteration:
+                raise InvalidInput("file: it is empty", reason="schema", param="file") from None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        yield self._counted(self._first)
+        async for piece in self._data:
+            yield self._counted(piece)
+
+    def _counted(self, piece: bytes) -> bytes:
+        self.size += len(piece)
+        if self.size > self._limit:
+            raise PayloadTooLarge(f"file: more than {self._limit} bytes", param="file", extras={"limit": self._limit})
+        self.digest.update(piece)
+        return piece
+
+
+def _is_id(file: str) -> bool:
+    rest = file.removeprefix("file-")
+    return len(rest) == 32 and rest != file and all(char in "0123456789abcdef" for char in rest)
+
+
+@contextlib.contextmanager
+def _unavailable() -> Iterator[None]:
+    """The errors of the broker and of the store, as clients see them."""
+    try:
+        yield
+    except BrokerError as error:
+        raise QueueUnavailable(f"the broker refused: {error}") from error
+    except ObjectMissing as error:
+        raise NotFound("the bytes of this file are gone", param="file_id") from error
+    except StoreFull as error:
+        raise ResourceExhausted("the payload store has no room for this file", reason="store_full") from error
+    except StoreError as error:
+        _logger.warning("the payload store, which holds files, did not answer: %s", error)
+        raise QueueUnavailable("the payload store, which holds files, did not answer") from error

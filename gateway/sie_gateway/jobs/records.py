@@ -1,0 +1,158 @@
+"""The bucket of jobs and files, followed once by each gateway.
+
+    sie_jobs ──one Record──► JobsBucket ── file.{id} ──► Values[FileRecord]
+                                        └─ job.{id} ───► Values[JobRecord]
+
+What is read of `Values` costs no round trip, and may be older than the bucket by the time of a message. Writes are
+compare-and-set.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from sie_broker import BrokerError, Entry, Store, Write
+from sie_broker.record import Bucket, Record, retry_conflicts
+from sie_contracts import topology
+from sie_contracts.errors import NotReady
+from sie_contracts.jobs import FileRecord, JobRecord
+from sie_runtime.process import Stop, Trouble
+
+LOOK_S = 0.5  # between two looks whether the record is stale, which cost the broker nothing
+_Kept = FileRecord | JobRecord
+T = TypeVar("T", FileRecord, JobRecord)
+_decoder = msgspec.msgpack.Decoder(_Kept)
+_logger = logging.getLogger("sie.gateway.jobs")
+
+
+class Values(Mapping[str, T], Generic[T]):
+    """The records of one kind by id. `listeners` are called with an id and its record, None for one that is gone."""
+
+    def __init__(self, record: Record[_Kept], prefix: str) -> None:
+        self.listeners: list[Callable[[str, T | None], None]] = []
+        self._record = record
+        self._prefix = prefix
+        self._values: dict[str, T] = {}
+        self._revisions: dict[str, int] = {}  # also of what was removed here, until the watch has brought that
+
+    def __getitem__(self, id_: str) -> T:
+        return self._values[id_]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
+        """As `Record.change`."""
+        changed = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", make))
+        return cast("T | None", changed)
+
+    async def refresh(self, id_: str) -> T | None:
+        """The record as the bucket has it now. Raises BrokerError."""
+        await self._record.refresh(self._prefix + id_)
+        return self.get(id_)
+
+    async def remove(self, id_: str) -> None:
+        """Remove a record, if it is there. Raises BrokerError."""
+
+        async def attempt() -> None:
+            key, bucket = self._prefix + id_, self._record.bucket
+            entry = await bucket.get(key)
+            if entry is not None:
+                self.take(id_, None, await bucket.write([Write(key, None, entry.revision)]), is_ours=True)
+
+        await retry_conflicts(attempt)
+
+    def take(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
+        """What the bucket has, or what was written to it (`is_ours`)."""
+        if revision < self._revisions.get(id_, 0):
+            return
+        if value is not None:
+            self._values[id_], self._revisions[id_] = value, revision
+        else:
+            self._values.pop(id_, None)
+            if is_ours:  # the watch still brings what was before
+                self._revisions[id_] = revision
+            else:
+                self._revisions.pop(id_, None)
+        for listener in self.listeners:
+            listener(id_, value)
+
+    def clear(self) -> None:
+        """The bucket was lost."""
+        gone = list(self._values)
+        self._values.clear()
+        self._revisions.clear()
+        for listener in self.listeners:
+            for id_ in gone:
+                listener(id_, None)
+
+
+class JobsBucket:
+    """`run` belongs to one task; all else may be used by any. `files` and `jobs` are empty until the bucket was read:
+    see `require`.
+    """
+
+    def __init__(self, broker: Store, replicas: int) -> None:
+        """The bucket is always stored in files: what it names lies in a store that outlives the broker."""
+        bucket = Bucket(broker, topology.JOBS_BUCKET, storage="file", replicas=replicas)
+        self._record = Record[_Kept](bucket, _decode, self._on_value, on_lost=self._on_lost)
+        self._is_read = False
+        self.files = Values[FileRecord](self._record, "file.")
+        self.jobs = Values[JobRecord](self._record, "job.")
+
+    async def follow(self) -> None:
+        """Make the bucket if it is not there, and read it. Raises BrokerError."""
+        await self._record.follow()
+        self._is_read = True
+
+    def require(self) -> None:
+        """Raises NotReady while it is not known what the bucket has."""
+        if not self._is_read:
+            raise NotReady("the records of jobs and files have not been read from the broker yet")
+
+    async def reconnected(self) -> None:
+        """To be given to `Connection.on_reconnect`."""
+        await self._record.reconnected()
+
+    async def run(self, stop: Stop) -> None:
+        """Follow the bucket until `stop`, also one that the broker lost and that is made anew."""
+        trouble = Trouble(_logger, "the records of jobs and files stay as they are for now")
+        try:
+            while not await stop.wait_for(LOOK_S):
+                if not self._record.is_stale:
+                    continue
+                try:
+                    await self.follow()
+                    trouble.passed()
+                except BrokerError as error:
+                    trouble.met(error)
+        finally:
+            await self._record.close()
+
+    def _on_value(self, key: str, value: _Kept | None, revision: int) -> None:
+        kind, _, id_ = key.partition(".")
+        if kind == "file":
+            self.files.take(id_, cast("FileRecord | None", value), revision)
+        elif kind == "job":
+            self.jobs.take(id_, cast("JobRecord | None", value), revision)
+
+    def _on_lost(self) -> None:
+        self.files.clear()
+        self.jobs.clear()
+
+
+def _decode(entry: Entry) -> _Kept:
+    """Raises ValueError for what is no record, or not that of its key."""
+    if entry.value is None:
+        raise ValueError("it was removed")
+    value: _Kept = _decoder.decode(entry.value)
+    if entry.key != f"{'file' if isinstance(value, FileRecord) else 'job'}.{value.id}":
+        raise ValueError("it holds another id")
+    return value

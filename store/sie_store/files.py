@@ -1,0 +1,104 @@
+"""Files in the payload store: written and read in pieces, so that one of any size takes little memory.
+
+    pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► no object, and nothing of a killed writer
+
+An object is there whole or not at all: a store shows it when its writer has finished. No other object of the store is
+ever touched, and `PayloadStore.sweep` never touches these: their keys are no digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sie_store import object_stores
+from sie_store.object_stores import ObjectMissing
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+FOLDER = "files"
+PART_BYTES = 8 << 20  # of an upload to a bucket: 10,000 parts of this size are 80 GB
+PARTS_AT_ONCE = 2
+PIECE_BYTES = 1 << 20  # that is read at once
+CALL_S = 30.0  # for an answer of the store, apart from uploads
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class FileObjects:
+    """Objects by the ids of their files. Raises StoreError."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
+        """Write an object, which replaces one that is there. Raises what `pieces` raises; then, and when this call is
+        cancelled, there is no new object.
+        """
+        import obstore
+
+        writing = obstore.put_async(
+            self._store, _key(file), pieces, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+        )
+        await object_stores.within(timeout_s, writing)
+
+    async def open(self, file: str) -> AsyncIterator[bytes]:
+        """The bytes of an object, in pieces. Raises ObjectMissing before the first one."""
+        import obstore
+
+        found = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
+        return _pieces(aiter(found.stream(PIECE_BYTES)))
+
+    async def range(self, file: str, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end` of an object, which has as many."""
+        import obstore
+
+        key = _key(file)
+        return bytes(
+            await object_stores.within(CALL_S, obstore.get_range_async(self._store, key, start=start, end=end))
+        )
+
+    async def remove(self, file: str) -> None:
+        """Remove an object, if it is there, and what a killed writer of it left in a folder.
+
+        A bucket has uploads that nobody finished until a rule of the bucket removes them.
+        """
+        import obstore
+        from obstore.store import LocalStore
+
+        key = _key(file)
+        try:
+            await object_stores.within(CALL_S, obstore.delete_async(self._store, key))
+        except ObjectMissing:
+            pass  # as wanted; buckets say nothing here
+        if isinstance(self._store, LocalStore):
+            await asyncio.to_thread(_remove_unfinished, Path(str(self._store.prefix)) / key)
+
+
+def _key(file: str) -> str:
+    if not _ID.fullmatch(file):
+        raise ObjectMissing("the id is not that of a file")
+    return f"{FOLDER}/{file}"
+
+
+async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    while True:
+        try:
+            piece = await object_stores.within(CALL_S, anext(stream))
+        except StopAsyncIteration:
+            return
+        yield bytes(piece)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """obstore writes `NAME#1` and renames it at the end (0.12)."""
+    for unfinished in path.parent.glob(f"{path.name}#*"):
+        unfinished.unlink(missing_ok=True)
+
+
+def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
+    """The files at a URL in the form of SIE_PAYLOAD_STORE_URL; None without one. Raises SettingError."""
+    return None if url is None else FileObjects(object_stores.opened(url, setting))

@@ -1,0 +1,380 @@
+"""Files over HTTP at a gateway in this process: forms, owners, the list, expiry, a full store, and what is left of
+uploads that break off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from inprocess import GatewayProcess, InProcess, until
+
+from sie_broker.memory import MemoryServer
+from sie_broker.record import Bucket, LeaderLease
+from sie_contracts import topology
+from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, ResourceExhausted
+from sie_contracts.jobs import FileRecord
+from sie_gateway.jobs.files import ABANDONED_S, FileStore, new_id
+from sie_gateway.jobs.records import JobsBucket
+from sie_store.files import open_files
+
+ADMIN, ONE, OTHER = "admin-token-of-a-test", "token-of-one", "token-of-another"
+TOKENS = {"SIE_AUTH_MODE": "static", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": f"{ONE},{OTHER}"}
+PATH = "/v1/files"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def gateway(cluster: InProcess, tmp_path: Path) -> GatewayProcess:
+    return await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
+
+
+def objects(tmp_path: Path) -> list[str]:
+    """All that lies in the store."""
+    return sorted(
+        str(path.relative_to(tmp_path / "store")) for path in (tmp_path / "store").rglob("*") if path.is_file()
+    )
+
+
+def by(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def uploaded(
+    gateway: GatewayProcess, data: bytes = b"data", *, token: str = ONE, purpose: str = "batch"
+) -> httpx.Response:
+    form = {"purpose": purpose}
+    return await gateway.client.post(PATH, data=form, files={"file": ("a.jsonl", data)}, headers=by(token))
+
+
+async def store_of(cluster: InProcess, folder: Path, ahead_s: float = 0.0, **limits: int) -> FileStore:
+    """That of a further gateway, whose clock is ahead."""
+    broker = cluster.server.connect("further")
+    jobs = JobsBucket(broker, 1)
+    await jobs.follow()
+    lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET), "further")
+    return FileStore(jobs, open_files(str(folder)), lease, lambda: time.time() + ahead_s, **limits)
+
+
+def records(server: MemoryServer) -> list[FileRecord]:
+    entries = server.buckets[topology.JOBS_BUCKET].entries.values()
+    return [msgspec.msgpack.decode(entry.value, type=FileRecord) for entry in entries if entry.value is not None]
+
+
+# forms
+
+
+@pytest.mark.parametrize("first", ["fields", "file"])
+async def test_fields_may_stand_before_the_file_and_behind_it(gateway: GatewayProcess, first: str) -> None:
+    fields = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\njobs\r\n'
+    file = b'--x\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa4.csv"\r\n\r\na\r\n--y\r\n\r\n'
+    body = (fields + file if first == "fields" else file + fields) + b"--x--\r\n"
+    pieces = [body[at : at + 7] for at in range(0, len(body), 7)]
+
+    async def sent() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    headers = {"content-type": "multipart/form-data; boundary=x", **by(ONE)}
+    answer = await gateway.client.post(PATH, content=sent(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["filename"], told["purpose"], told["bytes"]) == ("ä.csv", "jobs", 8)
+    content = await gateway.client.get(f"{PATH}/{told['id']}/content", headers=by(ONE))
+    assert content.content == b"a\r\n--y\r\n"
+    assert content.headers["x-content-type-options"] == "nosniff"
+
+
+FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc\r\n'
+PURPOSE = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+END = b"--x--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (PURPOSE + END, "file"),
+        (FILE + END, "purpose"),
+        (FILE + PURPOSE.replace(b"batch", b"fine-tune") + END, "purpose"),
+        (FILE + PURPOSE.replace(b"batch", b"batch_output") + END, "purpose"),
+        (FILE.replace(b"abc", b"") + PURPOSE + END, "file"),
+        (FILE + FILE + PURPOSE + END, "file"),
+        (FILE + PURPOSE + PURPOSE + END, "purpose"),
+        (FILE.replace(b'"file"', b'"other"') + PURPOSE + END, "other"),
+        (FILE.replace(b'; filename="a"', b"") + PURPOSE + END, "file"),
+        (FILE + PURPOSE + PURPOSE.replace(b"purpose", b"wrong") + END, "wrong"),
+        (FILE + PURPOSE + PURPOSE.replace(b"purpose", b"expires_after[seconds]") + END, "expires_after[anchor]"),
+        (FILE + PURPOSE.replace(b"batch", b"b" * 5000) + END, "purpose"),
+        (FILE.replace(b'"a"', b'"' + b"a" * 300 + b'"') + PURPOSE + END, "file"),
+        (FILE.replace(b'"a"', b'"\xff"') + PURPOSE + END, "body"),
+        (FILE + PURPOSE, "body"),
+        (PURPOSE + FILE, "body"),
+        (b"no form", "body"),
+        (b"", "body"),
+    ],
+)
+async def test_what_is_wrong_in_a_form_is_named_and_nothing_of_it_stays(
+    cluster: InProcess, gateway: GatewayProcess, tmp_path: Path, body: bytes, param: str
+) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=x", **by(ONE)}
+    answer = await gateway.client.post(PATH, content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["code"] == "invalid_input", "as OpenAI spells it"
+    assert (objects(tmp_path), records(cluster.server)) == ([], [])
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", ""])
+async def test_another_content_type_is_refused(gateway: GatewayProcess, kind: str) -> None:
+    answer = await gateway.client.post(PATH, content=b"{}", headers={"content-type": kind, **by(ONE)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Content-Type")
+
+
+# owners and lists
+
+
+async def test_a_key_sees_its_own_files_and_an_administrator_all(gateway: GatewayProcess) -> None:
+    mine = (await uploaded(gateway)).json()["id"]
+    theirs = (await uploaded(gateway, token=OTHER)).json()["id"]
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        refused = await gateway.client.request(method, f"{PATH}/{theirs}{path}", headers=by(ONE))
+        unknown = await gateway.client.request(method, f"{PATH}/{new_id()}{path}", headers=by(ONE))
+        assert refused.status_code == unknown.status_code == 404
+        assert refused.json()["error"]["message"] == unknown.json()["error"]["message"], "one cannot tell which it is"
+
+    async def listed(token: str) -> set[str]:
+        return {each["id"] for each in (await gateway.client.get(PATH, headers=by(token))).json()["data"]}
+
+    assert (await listed(ONE), await listed(OTHER), await listed(ADMIN)) == ({mine}, {theirs}, {mine, theirs})
+    assert (await gateway.client.delete(f"{PATH}/{theirs}", headers=by(ADMIN))).json()["deleted"]
+    assert await listed(OTHER) == set()
+
+
+async def test_a_list_comes_in_pages_in_either_order(gateway: GatewayProcess) -> None:
+    made = [(await uploaded(gateway, purpose=("batch", "jobs")[number % 2])).json()["id"] for number in range(7)]
+
+    async def pages(**query: str | int) -> list[list[str]]:
+        found = list[list[str]]()
+        while True:
+            answer = (await gateway.client.get(PATH, params=query, headers=by(ONE))).json()
+            ids = [each["id"] for each in answer["data"]]
+            assert (answer["first_id"], answer["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+            found.append(ids)
+            if not answer["has_more"]:
+                return found
+            query["after"] = answer["last_id"]
+
+    newest = made[::-1]
+    assert await pages() == [newest]
+    assert await pages(limit=3) == [newest[:3], newest[3:6], newest[6:]]
+    assert await pages(limit=7) == [newest]
+    assert await pages(limit=4, order="asc") == [made[:4], made[4:]]
+    assert await pages(purpose="jobs", limit=2) == [[made[5], made[3]], [made[1]]]
+    assert await pages(purpose="user_data") == [[]]
+    await gateway.client.delete(f"{PATH}/{made[3]}", headers=by(ONE))
+    assert await pages(after=made[3]) == [newest[4:]], "a page begins behind a file that is gone"
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=10001", "limit=x", "order=up", "purpose=x", "after=file-1"])
+async def test_a_wrong_parameter_of_the_list_is_named(gateway: GatewayProcess, query: str) -> None:
+    answer = await gateway.client.get(f"{PATH}?{query}", headers=by(ONE))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_another_gateway_has_a_file_at_once(cluster: InProcess, gateway: GatewayProcess, tmp_path: Path) -> None:
+    other = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
+    made = (await uploaded(gateway, b"abc")).json()["id"]
+    assert (await other.client.get(f"{PATH}/{made}/content", headers=by(ONE))).content == b"abc"
+    head = await other.client.head(f"{PATH}/{made}/content", headers=by(ONE))
+    assert (head.status_code, head.headers["content-length"], head.content) == (200, "3", b"")
+
+
+async def test_without_a_store_the_setting_is_named(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    for answer in (await uploaded(gateway), await gateway.client.get(PATH)):
+        assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
+        assert "SIE_PAYLOAD_STORE_URL" in answer.json()["error"]["message"]
+
+
+# limits
+
+
+async def test_a_file_that_is_too_long_is_refused_by_counting(cluster: InProcess, tmp_path: Path) -> None:
+    store = await store_of(cluster, tmp_path / "store", max_bytes=1000)
+
+    async def data(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield b"a" * 100
+
+    assert (await store.create("one", "a", "batch", data(10))).bytes == 1000
+    with pytest.raises(PayloadTooLarge) as caught:
+        await store.create("one", "a", "batch", data(11))
+    assert caught.value.extras["limit"] == 1000
+    assert len(objects(tmp_path)) == len(records(cluster.server)) == 1
+
+
+async def test_a_form_that_is_announced_as_too_long_is_refused_before_it_is_read(
+    cluster: InProcess, gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    announced = {"content-type": "multipart/form-data; boundary=x", "content-length": str(600 << 20), **by(ONE)}
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(gateway.url).port)
+    head = "".join(f"{name}: {value}\r\n" for name, value in {"host": "127.0.0.1", **announced}.items())
+    writer.write(f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode())
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    assert (objects(tmp_path), records(cluster.server)) == ([], [])
+
+
+async def test_more_files_than_gateways_can_know_are_refused(cluster: InProcess, tmp_path: Path) -> None:
+    store = await store_of(cluster, tmp_path / "store", max_files=1)
+
+    async def data() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    first = await store.create("one", "a", "batch", data())
+    with pytest.raises(ResourceExhausted, match="1 files"):
+        await store.create("one", "a", "batch", data())
+    await store.remove(first)
+    assert (await store.create("one", "a", "batch", data())).bytes == 1
+
+
+async def test_a_form_that_breaks_off_leaves_nothing(
+    cluster: InProcess, gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {ONE}\r\ncontent-length: 99999999\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(gateway.url).port)
+    writer.write(head.encode() + b"content-type: multipart/form-data; boundary=x\r\n\r\n" + FILE[:-2])
+    writer.write(b"a" * (20 << 20))
+    await writer.drain()
+    await until(lambda: [record.state for record in records(cluster.server)] == ["writing"], "a record")
+    await until(lambda: objects(tmp_path), "a part of an object")
+    assert (await gateway.client.get(PATH, headers=by(ONE))).json()["data"] == []
+    writer.close()
+    await until(lambda: not records(cluster.server) and not objects(tmp_path), "nothing is left")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+async def test_a_full_disk_is_told_and_nothing_of_the_file_is_left(
+    cluster: InProcess, small_disk: Path, tmp_path: Path
+) -> None:
+    gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(small_disk))
+    answer = await uploaded(gateway, bytes(32 << 20))
+    assert (answer.status_code, answer.json()["code"]) == (503, "RESOURCE_EXHAUSTED"), answer.text
+    assert answer.json()["error"]["reason"] == "store_full"
+    assert (objects(tmp_path), records(cluster.server)) == ([], [])
+    assert (await uploaded(gateway, b"small")).status_code == 200
+
+
+# clean-up
+
+
+async def test_an_expired_file_is_not_served_and_then_removed(
+    cluster: InProcess, gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    kept = (await uploaded(gateway)).json()
+    assert kept["expires_at"] is None
+    form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "100"}
+    answer = await gateway.client.post(PATH, data=form, files={"file": ("a", b"a")}, headers=by(ONE))
+    made = answer.json()
+    assert made["expires_at"] == pytest.approx(made["created_at"] + 100, abs=1)
+    owner = next(record.owner for record in records(cluster.server))
+    store = await store_of(cluster, tmp_path / "store")
+    assert (await store.find(made["id"], owner)).expires_s
+    assert await store.clean() == 0
+    later = await store_of(cluster, tmp_path / "store", 101)
+    with pytest.raises(NotFound):
+        await later.find(made["id"], owner)
+    assert [each.id for each in later.page(owner, limit=9, newest_first=True).files] == [kept["id"]]
+    assert await later.clean() == 1
+    assert objects(tmp_path) == [f"files/{kept['id']}"]
+    assert [record.id for record in records(cluster.server)] == [kept["id"]]
+    assert await later.clean() == 0
+
+
+async def test_what_a_killed_writer_left_is_removed_when_nobody_can_be_writing_it(
+    cluster: InProcess, tmp_path: Path
+) -> None:
+    """Its record, its unfinished object, and one that was finished while its record was not."""
+    store = await store_of(cluster, tmp_path / "store")
+    held = asyncio.Event()
+
+    async def data() -> AsyncIterator[bytes]:
+        yield bytes(20 << 20)
+        await held.wait()
+
+    writing = asyncio.create_task(store.create("one", "a", "batch", data()))
+    await until(lambda: objects(tmp_path), "a part of an object")
+    (draft,) = records(cluster.server)
+    (tmp_path / "store" / "files" / f"{draft.id}#7").write_bytes(b"of a killed process")
+    assert await (await store_of(cluster, tmp_path / "store", ABANDONED_S - 60)).clean() == 0
+    later = await store_of(cluster, tmp_path / "store", ABANDONED_S + 1)
+    assert await later.clean() == 1
+    assert (objects(tmp_path), records(cluster.server)) == ([], [])
+    held.set()
+    with pytest.raises(QueueUnavailable):  # it lived after all, and must not make a file that is half there
+        await writing
+    assert (objects(tmp_path), records(cluster.server)) == ([], [])
+
+
+async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tmp_path: Path) -> None:
+    """1. The store fails in between. 2. The file is not served. 3. The next clean-up removes it."""
+    store = await store_of(cluster, tmp_path / "store")
+
+    async def data() -> AsyncIterator[bytes]:
+        yield b"abc"
+
+    record = await store.create("one", "a", "batch", data())
+    assert record.sha256 == hashlib.sha256(b"abc").hexdigest()
+    path = tmp_path / "store" / "files" / record.id
+    path.unlink()
+    path.mkdir()
+    (path / "a").touch()  # a folder cannot be removed as an object
+    await store.remove(record)
+    with pytest.raises(NotFound):
+        await store.find(record.id, "one")
+    assert [each.state for each in records(cluster.server)] == ["removing"]
+    (path / "a").unlink()
+    path.rmdir()
+    path.write_bytes(b"abc")
+    assert await store.clean() == 1
+    assert (objects(tmp_path), records(cluster.server)) == ([], [])
+
+
+# other modules
+
+
+async def test_a_writer_that_is_repeated_makes_a_file_once(cluster: InProcess, tmp_path: Path) -> None:
+    store, name = await store_of(cluster, tmp_path / "store"), new_id()
+    reads = 0
+
+    async def data() -> AsyncIterator[bytes]:
+        nonlocal reads
+        reads += 1
+        yield b"0123456789"
+
+    first = await store.create("one", "out.jsonl", "batch_output", data(), file=name)
+    assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
+    assert reads == 1
+    assert await store.range(first, 2, 5) == b"234"
+    assert b"".join([piece async for piece in await store.open(first)]) == b"0123456789"
