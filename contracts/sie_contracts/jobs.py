@@ -59,10 +59,37 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     header: str = ""  # of CSV: its first line
 
 
-class Plan(msgspec.Struct, frozen=True, tag="plan/1"):
-    """All parts of the input, by number. Kept as one object beside the output."""
+class Unread(msgspec.Struct, frozen=True):
+    """An object of the input that cannot be read, and why."""
+
+    source: str
+    error: ErrorInfo
+
+
+class Again(msgspec.Struct, frozen=True):
+    """Which rows of a span a job answers again: those that failed in each of these parts, one after the other: the job,
+    the name of its part, empty where it had none and all rows count. `rows`: how many are left.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    rows: int
+
+
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
+    """All parts of the input, by number, and the objects that have none. Kept as one object in the payload store.
+    `again`, of a job that retries another one: what of each span it answers. `repeated`, of a batch: lines with an id
+    that a line before has.
+    """
 
     spans: tuple[Span, ...]
+    unread: tuple[Unread, ...] = ()
+    again: tuple[Again, ...] = ()
+    repeated: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows to answer, by number."""
+        return tuple(each.rows for each in self.again or self.spans)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"):
@@ -90,7 +117,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     `wanted`: run, pause or cancel, as its owner said last. `leader`: the gateway that runs it.
 
     `done`, `failed`, `reused`, `tokens`, `codes` are sums over shards with a record, and over what the leader has
-    answered of others, which a new leader answers again. `plan`: the digest of the plan, empty before there is one.
+    answered of others, which a new leader answers again. `is_planned`: rows and shards are known.
     """
 
     id: str
@@ -102,10 +129,11 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     request: JobRequest | None = None
     batch: BatchRequest | None = None
     model: str = ""  # as it resolved, with its profile
+    lane: str = ""  # whose workers answer it
     fingerprint: str = ""
     output_url: str = ""
     leader: str = ""
-    plan: str = ""
+    is_planned: bool = False
     rows: int | None = None
     shards: int | None = None
     done: int = 0

@@ -42,7 +42,7 @@ from sie_gateway.doctor import Doctor
 from sie_gateway.grant import Quotas
 from sie_gateway.inference import Inference
 from sie_gateway.intake import Intake, bounded, check_length
-from sie_gateway.jobs.files import FileStore
+from sie_gateway.jobs.assembly import JobParts
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers
 from sie_gateway.pools import Pools
@@ -98,7 +98,8 @@ class Services(NamedTuple):
     doctor: Doctor
     dead_letters: DeadLetters
     residencies: Residencies
-    files: FileStore
+    jobs: JobParts
+    quotas: Quotas
 
 
 class Gateway:
@@ -117,7 +118,8 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.doctor, self.dead_letters, self.residencies, self.files = services
+        self.doctor, self.dead_letters, self.residencies, parts, self.quotas = services
+        self.files, self.jobs, self.results = parts.files, parts.jobs, parts.results
         self.fleet = status.fleet
         self.pools = pools
         self.peers = peers
@@ -246,7 +248,6 @@ class Edge:
         self._gate = gate
         self._readiness = readiness
         self._tracer = tracer
-        self._quotas = Quotas(gateway.peers.count)
         self._intake = Intake()
         self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
         self._root = gateway.settings.root_path or ""
@@ -368,7 +369,7 @@ class Edge:
 
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
-        call.charge = self._quotas.charge(call.key, call.grant.limits)
+        call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")
 

@@ -22,7 +22,7 @@ from sie_gateway.admission import key_of
 from sie_gateway.grant import ANYBODY, Grant
 from sie_gateway.routes import TABLE
 from sie_runtime.http import Send
-from sie_runtime.keys import Keys
+from sie_runtime.keys import Key, Keys
 from sie_runtime.routes import ANY, OPEN, SCOPES, bearer
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
@@ -87,6 +87,22 @@ class Gate:
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant
 
+    def of_key(self, key: str) -> Grant | None:
+        """The grant of the credential that this is the key of, as it is now: for work that outlives the call that asked
+        for it. None where it is not valid any more. Raises NotReady while the keys are not known.
+        """
+        if not key and not self._guarded:
+            return replace(ANYBODY, scopes=self._usable(frozenset()))
+        for _, grant in self._static:
+            if grant.key == key:
+                return grant
+        if self._keys is None or not key:
+            return None
+        if not self._keys.loaded:
+            raise NotReady("the keys have not been read from the broker yet")
+        found = self._keys.of_id(key)
+        return None if found is None or found.ended(self._clock()) else _of(found)
+
     def watched(self, path: str, authorization: str, send: Send) -> Send:
         """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a
         close (1008).
@@ -140,7 +156,11 @@ class Gate:
         ended = key.ended(self._clock())
         if ended:
             raise Unauthenticated(f"this key {ended}")
-        return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
+        return _of(key)
+
+
+def _of(key: Key) -> Grant:
+    return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
 
 
 def _static(token: Secret, scopes: frozenset[str], name: str) -> Grant:

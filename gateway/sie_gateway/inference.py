@@ -98,6 +98,11 @@ class Inference:
         """Requests that may be in progress at this gateway."""
         return self._settings.max_concurrent_requests
 
+    @property
+    def max_budget_s(self) -> float:
+        """The longest budget of a request, seconds."""
+        return self._settings.gateway_request_timeout
+
     def workers_of(self, bundle: str) -> list[Heartbeat]:
         """The workers that live and serve a bundle."""
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
@@ -153,6 +158,13 @@ class Inference:
             await send(await self._answer(call, route, read))
         finally:
             self._enter(-1)
+
+    async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
+        """The answer to a body that no connection sent, such as a line of a batch. Raises SIEError, FailedRequest."""
+        call.body, call.shape = raw, route.shape
+        self._resolve(call, route)
+        call.budget_s = self.max_budget_s
+        return await self._handled(call, route, raw)
 
     def _resolve(self, call: Call, route: InferenceRoute) -> None:
         if call.model is not None:

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
-from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
@@ -26,10 +26,11 @@ from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.doctor import Doctor
 from sie_gateway.fleet import Fleet
+from sie_gateway.grant import Quotas
 from sie_gateway.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
-from sie_gateway.jobs.files import FileStore
+from sie_gateway.jobs.assembly import assembled
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.lag import Lag
 from sie_gateway.metrics import Live, Metrics
@@ -51,7 +52,6 @@ from sie_runtime.http import STOP_S, HttpServer
 from sie_runtime.keys import Keys
 from sie_runtime.process import Stop, Tasks, retry
 from sie_runtime.websocket import WebSocketProtocol
-from sie_store.files import open_files
 from sie_store.payloads import open_store
 
 EPOCH_POLL_S = 5.0
@@ -156,10 +156,10 @@ async def serve(
     gate = Gate(settings, keys)
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
-    jobs = JobsBucket(broker, settings.stream_replicas)
-    leases = Bucket(broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas)
-    files = FileStore(jobs, open_files(settings.payload_store_url), LeaderLease(leases, "files"))
-    services = Services(Doctor(host, port, data_dir), letters, residencies, files)
+    quotas = Quotas(admission.peers.count)
+    jobs = assembled(settings, broker, inference, fleet, gate, quotas)
+    scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), time.time()))
+    services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = Readiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
@@ -204,7 +204,7 @@ async def serve(
             (admission.peers.start, "listening for other gateways"),
         ):
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=what)
-        own = functools.partial(_own_streams, queue, placer, settings, record, jobs)
+        own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
         # connections already queue at the port: a request that meets a restart waits a moment instead of being refused
         # as not ready
@@ -223,8 +223,7 @@ async def serve(
         tasks.start(placer.run(drained), "placement")
         tasks.start(residencies.run(drained), "residencies")
         tasks.start(keeper.run(drained), "pools")
-        tasks.start(jobs.run(drained), "jobs and files")
-        tasks.start(files.run(drained), "clean-up of files")
+        jobs.start(tasks, stop)
         tasks.start(status.run(drained), "status")
         tasks.start(status.pulse.run(drained), "pulse")
         tasks.start(status.sockets.run(drained), "status sockets")
@@ -239,7 +238,7 @@ async def serve(
             )
 
         broker.on_reconnect(on_reconnect)
-        broker.on_reconnect(jobs.reconnected)
+        broker.on_reconnect(jobs.bucket.reconnected)
         readiness.started = not stop.requested
         if on_listening is not None:
             on_listening(main.port)

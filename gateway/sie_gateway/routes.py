@@ -32,7 +32,7 @@ from sie_gateway import (
 )
 from sie_gateway.call import ErrorShape, family
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
-from sie_gateway.jobs import file_routes
+from sie_gateway.jobs import file_routes, job_routes
 from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute, control
 from sie_gateway.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime import config_routes, openapi
@@ -377,6 +377,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *overview.OVERVIEW,
     *dead_letter_routes.DEAD_LETTERS,
     *file_routes.FILES,
+    *job_routes.JOBS,
     *whoami.WHOAMI,
     *OPERATIONS,
 )

@@ -5,6 +5,7 @@ autoscaler polls.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from sie_broker import BrokerError
 from sie_contracts import topology
@@ -65,6 +66,9 @@ class Scaling:
         self._peers = peers
         self._demand = demand
         self._pools = pools
+        self.further: list[
+            Callable[[Lane], int]
+        ] = []  # workers that others want of a lane, such as jobs with deadlines
 
     def find(self, name: str) -> Lane:
         """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to. Raises
@@ -126,6 +130,8 @@ class Scaling:
                 demand=demand,
             )
         )
+        if not is_reservation:
+            wanted = max([wanted, *(reserved + want(lane) for want in self.further)])
         return LaneFigures(
             lane=str(lane),
             backlog_items=items,

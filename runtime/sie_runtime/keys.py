@@ -133,6 +133,10 @@ class Keys:
         key = self._by_digest.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
+    def of_id(self, key_id: str) -> Key | None:
+        """A key by its id, also one that is not valid any more."""
+        return self._by_id.get(key_id)
+
     async def run(self, stop: Stop) -> None:
         """Follow the bucket until `stop`. Every CHECK_S it is checked whether the bucket is still the same one."""
         trouble = Trouble(_logger, "keys stay as they are for now")

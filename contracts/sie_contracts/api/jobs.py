@@ -221,6 +221,20 @@ class JobManifest(Struct, kw_only=True, frozen=True):
     next: int | None = None
 
 
+class JobRow(Struct, kw_only=True, frozen=True):
+    """What became of a row, without its values."""
+
+    id: str
+    tokens: int
+    error: JobError | None = None
+
+
+class JobRows(Struct, kw_only=True, frozen=True):
+    """Some rows of a job that are answered."""
+
+    rows: list[JobRow]
+
+
 class JobDeleted(Struct, kw_only=True):
     """A job that is forgotten."""
 

@@ -253,7 +253,6 @@ class ClusterSettings:
         "gateway",
         STORES,
         "Places that jobs may read from and write to: everything below one of these URLs, and nothing else. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: jobs read uploaded files and keep their output themselves.",
-        waits_for="jobs",
     )
     jobs_sinks: tuple[tuple[str, Secret], ...] | None = row(
         None,
@@ -261,5 +260,25 @@ class ClusterSettings:
         "gateway",
         SINKS,
         "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME. A comma in a password is written as %2C. Unset: none.",
-        waits_for="jobs",
+    )
+    jobs_at_once: int = row(
+        4,
+        "SIE_JOBS_AT_ONCE",
+        "gateway",
+        whole(0),
+        "Jobs and batches that one gateway runs at a time; the oldest run first. 0: this gateway runs none.",
+    )
+    jobs_keep_s: int = row(
+        2_592_000,
+        "SIE_JOBS_KEEP_S",
+        "gateway",
+        whole(60),
+        "A job or batch that has ended is forgotten after this time, seconds, with the output that it keeps itself.",
+    )
+    jobs_cache_bytes: int = row(
+        4 << 30,
+        "SIE_JOBS_CACHE_BYTES",
+        "gateway",
+        whole(0),
+        "Bytes of the payload store that answers of jobs may take, for later jobs that ask for the cache. The oldest are removed first. 0: none are kept.",
     )

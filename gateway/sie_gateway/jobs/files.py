@@ -97,6 +97,11 @@ class FileStore:
             raise NotFound("there is no such file, or it belongs to another key", param="file_id")
         return record
 
+    def name(self, file: str) -> str:
+        """What a file was called when it was uploaded; its id where it is gone."""
+        record = self._records.get(file)
+        return file if record is None else record.name
+
     def page(
         self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> Page:

@@ -103,18 +103,18 @@ class JobsBucket:
         """The bucket is always stored in files: what it names lies in a store that outlives the broker."""
         bucket = Bucket(broker, topology.JOBS_BUCKET, storage="file", replicas=replicas)
         self._record = Record[_Kept](bucket, _decode, self._on_value, on_lost=self._on_lost)
-        self._is_read = False
+        self.is_read = False
         self.files = Values[FileRecord](self._record, "file.")
         self.jobs = Values[JobRecord](self._record, "job.")
 
     async def follow(self) -> None:
         """Make the bucket if it is not there, and read it. Raises BrokerError."""
         await self._record.follow()
-        self._is_read = True
+        self.is_read = True
 
     def require(self) -> None:
         """Raises NotReady while it is not known what the bucket has."""
-        if not self._is_read:
+        if not self.is_read:
             raise NotReady("the records of jobs and files have not been read from the broker yet")
 
     async def reconnected(self) -> None:

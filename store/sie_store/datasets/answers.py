@@ -8,7 +8,7 @@ with an error has none of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,9 +110,14 @@ def shard_of(about: About, rows: Sequence[Row], answers: Sequence[Answer], keep:
     )
 
 
-def counted(codes: Any) -> dict[str, int]:
+def counted(codes: Iterable[str]) -> dict[str, int]:
     """How many there are of each code; the most frequent MAX_CODES by their names."""
-    ordered = Counter(codes).most_common()
+    return most_frequent(Counter(codes))
+
+
+def most_frequent(counts: Counter[str]) -> dict[str, int]:
+    """The most frequent MAX_CODES by their names, and the rest together as OTHER."""
+    ordered = counts.most_common()
     found = dict(ordered[:MAX_CODES])
     if rest := sum(count for _, count in ordered[MAX_CODES:]):
         found[OTHER] = found.get(OTHER, 0) + rest

@@ -52,16 +52,9 @@ async def put_once(
 
 async def existing(place: Place, name: str, format: OutputFormat, patience: Patience = _PATIENCE) -> ShardRecord | None:
     """The record of the part that is there, None if there is none. Raises PartDamaged, StoreError."""
-    import obstore
-
     key = place.folder + name
-    await place.check(key)
-
-    async def read() -> bytes:
-        return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
-
     try:
-        data = await patience.repeated(lambda: within(PUT_S, read()))
+        data = await bytes_of(place, name, patience)
     except ObjectMissing:
         return None
     try:
@@ -71,6 +64,19 @@ async def existing(place: Place, name: str, format: OutputFormat, patience: Pati
     if place.root is not None:
         await asyncio.to_thread(_kept_on_disk, place.root / key)
     return record
+
+
+async def bytes_of(place: Place, name: str, patience: Patience = _PATIENCE) -> bytes:
+    """The part `name`. Raises ObjectMissing, StoreError."""
+    import obstore
+
+    key = place.folder + name
+    await place.check(key)
+
+    async def read() -> bytes:
+        return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
+
+    return await patience.repeated(lambda: within(PUT_S, read()))
 
 
 def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:

@@ -64,6 +64,15 @@ def inspect(data: bytes) -> About:
     return about
 
 
+def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
+    """The id, the tokens and the error of each row. Raises ValueError, OSError."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = parquet.read_table(pa.BufferReader(data), columns=["id", "tokens", "error"])
+    return list(zip(*(table.column(name).to_pylist() for name in ("id", "tokens", "error")), strict=True))
+
+
 def _inferred(values: list[Any]) -> pa.Array:
     """Of the type that the values have; text where there are none; JSON where they have several."""
     import pyarrow as pa

@@ -1,0 +1,219 @@
+"""A job asks its model: with patience where capacity is short, one input alone where it failed for a moment.
+
+    items ──► room (items in flight) ──► Inference.execute, bulk ──► outcome of each item
+                 └ no capacity now: wait as long as was said, then ask again, for as long as the job may take
+
+A job never gives work up because the cluster is busy, scaled to zero, or away. What ends it is a request that can
+never succeed, such as a model that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sie_contracts.errors import InternalFailure, PayloadTooLarge, PermissionDenied, SIEError
+from sie_contracts.messages import Failed, Ok, Operation
+from sie_gateway.body import Item
+from sie_gateway.call import Asked, Call, EntryChanged, FailedRequest
+from sie_gateway.finished import Understood
+from sie_gateway.grant import Charge, Grant
+from sie_gateway.inference import Inference
+from sie_gateway.reply import Placed
+from sie_runtime.http import uuid7
+
+ATTEMPTS = 3  # of an input that fails for a moment, such as by a lack of memory
+MAX_PAUSE_S = 30.0
+FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight
+ROOM_S = 4.0  # of work is in flight
+_T = TypeVar("_T")
+
+
+class KeyEnded(PermissionDenied):
+    """The credential that a job runs under is not valid any more."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a job works for. `grant` looks the credential up as it is now, None where it is not valid any more; `charge`
+    opens what one call uses of its quota.
+    """
+
+    key: str
+    grant: Callable[[str], Grant | None]
+    charge: Callable[[Grant], Charge]
+
+    def granted(self) -> Grant:
+        """Raises KeyEnded."""
+        found = self.grant(self.key)
+        if found is None or "infer" not in found.scopes:
+            raise KeyEnded("the key of this job is not valid any more, or lacks the scope infer")
+        return found
+
+
+class Room:
+    """How many items a job may have in flight: what its lane does in ROOM_S, so that workers never wait for it and
+    nothing of it waits for long. Items come in the order in which they asked.
+    """
+
+    def __init__(self) -> None:
+        self.most = FIRST_ROOM
+        self._used = 0
+        self._changed = asyncio.Condition()
+
+    async def enter(self, count: int) -> None:
+        """Wait until there is room. One group always may run."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._used or self._used + count <= self.most)
+            self._used += count
+
+    async def leave(self, count: int, seconds: float) -> None:
+        """`count` items are done, `seconds` after they entered."""
+        async with self._changed:
+            rate = self._used / max(0.001, seconds)
+            self._used -= count
+            self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
+            self._changed.notify_all()
+
+
+class Throttle:
+    """At most `tokens_per_s` over time; 0: no limit. What was used more than allowed is waited for."""
+
+    def __init__(self, tokens_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = tokens_per_s
+        self._clock = clock
+        self._free_s = 0.0  # when what was used so far is paid for
+
+    def used(self, tokens: int) -> None:
+        """So many were computed."""
+        if self._rate:
+            self._free_s = max(self._free_s, self._clock()) + tokens / self._rate
+
+    async def wait(self) -> None:
+        """Return when more may be used."""
+        if self._rate and (wait_s := self._free_s - self._clock()) > 0:
+            await asyncio.sleep(wait_s)
+
+
+class Asking:
+    """The requests of one job. `on_trouble` is called with the error that it waits for, None when that has passed."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        identity: Identity,
+        headers: Mapping[str, str],
+        on_trouble: Callable[[SIEError | None], None],
+        tokens_per_s: float = 0.0,
+    ) -> None:
+        self.inference = inference
+        self.room = Room()
+        self.throttle = Throttle(tokens_per_s)
+        self._identity = identity
+        self._headers = {"x-sie-priority": "bulk", **headers}
+        self._on_trouble = on_trouble
+
+    def call(self) -> Call:
+        """A call that no connection made. Raises KeyEnded."""
+        grant = self._identity.granted()
+        call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
+        call.budget_s = self.inference.max_budget_s
+        return call
+
+    async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """The result of `attempt`, which is made again while it raises an error that may pass. Raises SIEError."""
+        tries, pause_s = 0, 0.0
+        while True:
+            try:
+                found = await attempt()
+            except EntryChanged:  # gateway and worker read the catalogue at different moments
+                pause_s = 1.0
+            except FailedRequest as error:
+                if not error.error.retryable:
+                    raise error.error from error
+                pause_s = error.error.retry_after_s
+                self._on_trouble(error.error)
+            except SIEError as error:
+                if not error.retryable:
+                    raise
+                pause_s = error.retry_after_s
+                self._on_trouble(error)
+            else:
+                if tries:
+                    self._on_trouble(None)
+                return found
+            tries += 1
+            pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
+            await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads groups
+
+    def understood(
+        self,
+        spec: str,
+        operation: Operation,
+        params: Mapping[str, Any],
+        items: Sequence[Item],
+        query: Item | None = None,
+    ) -> tuple[Call, Understood]:
+        """A request of the job, as one of a client is understood. Raises SIEError."""
+        call = self.call()
+        resolved = self.inference.resolve(spec, call)
+        body = {"params": dict(params)} if params else {}
+        asked = Asked(operation, resolved, tuple(items), body, query, "bulk")
+        return call, self.inference.understand(call, asked)
+
+    async def outcomes(
+        self,
+        spec: str,
+        operation: Operation,
+        params: Mapping[str, Any],
+        items: Sequence[Item],
+        query: Item | None = None,
+    ) -> list[Placed]:
+        """What became of each item: a value, or an error that asking again does not change. Raises SIEError for what
+        no item of the job can escape.
+        """
+        found = await self._whole(spec, operation, params, items, query)
+        for _ in range(ATTEMPTS - 1):
+            again = [place for place, (_, outcome) in enumerate(found) if _may_pass(outcome)]
+            if not again:
+                break
+            for place in again:  # alone: it may be what the others failed by
+                (found[place],) = await self._whole(spec, operation, params, [items[place]], query)
+        return found
+
+    async def _whole(
+        self, spec: str, operation: Operation, params: Mapping[str, Any], items: Sequence[Item], query: Item | None
+    ) -> list[Placed]:
+        async def attempt() -> list[Placed]:
+            call, understood = self.understood(spec, operation, params, items, query)
+            try:
+                return (await self.inference.execute(call, understood)).outcomes
+            finally:
+                call.charge.refund()  # of what did not run; what ran is settled
+
+        await self.room.enter(len(items))
+        began_s = time.perf_counter()
+        try:
+            await self.throttle.wait()
+            found = await self.patiently(attempt)
+            self.throttle.used(sum(outcome.tokens for _, outcome in found if isinstance(outcome, Ok)))
+            return found
+        except PayloadTooLarge:  # more than its key may use in a minute, or than fits together
+            if len(items) == 1:
+                raise
+        finally:
+            await self.room.leave(len(items), time.perf_counter() - began_s)
+        half = len(items) // 2
+        first = await self._whole(spec, operation, params, items[:half], query)
+        return first + await self._whole(spec, operation, params, items[half:], query)
+
+
+def _may_pass(outcome: object) -> bool:
+    if not isinstance(outcome, Failed):
+        return False
+    error = SIEError.from_info(outcome.error)
+    return error.retryable or isinstance(error, InternalFailure)

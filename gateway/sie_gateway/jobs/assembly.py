@@ -1,0 +1,94 @@
+"""The parts of a gateway that have to do with jobs and files, put together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sie_broker import Broker
+from sie_broker.record import Bucket, LeaderLease
+from sie_contracts import topology
+from sie_contracts.jobs import JobRecord
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.auth import Gate
+from sie_gateway.fleet import Fleet
+from sie_gateway.grant import Charge, Grant, Quotas
+from sie_gateway.inference import Inference
+from sie_gateway.jobs.engine import Credentials, Engine
+from sie_gateway.jobs.files import FileStore
+from sie_gateway.jobs.keeper import Keeper
+from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.pace import workers_needed
+from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.results import Results
+from sie_gateway.jobs.service import Jobs
+from sie_gateway.jobs.sweeping import Sweeper
+from sie_gateway.route_kinds import InferenceRoute
+from sie_gateway.routes import TABLE
+from sie_runtime.http import uuid7
+from sie_runtime.process import Stop, Tasks
+from sie_store import object_stores
+from sie_store.files import open_files
+
+
+class JobParts(NamedTuple):
+    """What handlers of routes use, and what runs beside them."""
+
+    files: FileStore
+    jobs: Jobs
+    results: Results
+    bucket: JobsBucket
+    keeper: Keeper
+    sweeper: Sweeper
+
+    def start(self, tasks: Tasks, stop: Stop) -> None:
+        """Start all tasks, which run until `stop`."""
+        tasks.start(self.bucket.run(stop), "jobs and files")
+        tasks.start(self.files.run(stop), "clean-up of files")
+        tasks.start(self.keeper.run(stop), "jobs")
+        tasks.start(self.sweeper.run(stop), "clean-up of jobs")
+
+    def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
+        """Workers that keep the deadlines of all jobs of a lane."""
+        name = str(lane)
+        needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
+        return sum(each for each in needed if each is not None)
+
+
+def assembled(
+    settings: Settings, broker: Broker, inference: Inference, fleet: Fleet, gate: Gate, quotas: Quotas
+) -> JobParts:
+    """Raises SettingError."""
+    url, replicas = settings.payload_store_url, settings.stream_replicas
+    bucket = JobsBucket(broker, replicas)
+    ledger = Ledger(bucket, broker, replicas)
+    leases = Bucket(broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=replicas)
+    files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"))
+    store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
+
+    def charge(grant: Grant) -> Charge:
+        return quotas.charge(grant.key, grant.limits)
+
+    engine = Engine(settings, inference, ledger, files, store, Credentials(gate.of_key, charge), _route_of)
+
+    def workers(job: JobRecord) -> int:
+        return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
+
+    jobs = Jobs(ledger, engine.check, workers, engine.forget)
+    keeper = Keeper(
+        ledger,
+        broker,
+        uuid7(),
+        engine.work,
+        at_once=settings.jobs_at_once if url is not None else 0,
+        storage=settings.stream_storage,
+        replicas=replicas,
+    )
+    sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s)
+    return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)
+
+
+def _route_of(path: str) -> InferenceRoute | None:
+    """The route that answers POST of a path."""
+    found = TABLE.match(path).route("POST")
+    return found if isinstance(found, InferenceRoute) else None

@@ -1,0 +1,191 @@
+"""What a job is made of, by its record: where it reads and writes, whom it asks, under whose name.
+
+JobRecord ──check──► refused before it is kept, or kept with its model pinned
+JobRecord ──work──► Native or Lines, for the gateway that leads it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
+
+from sie_contracts.api.jobs import JobRequest
+from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
+from sie_contracts.jobs import JobRecord
+from sie_contracts.settings import Secret, Settings
+from sie_gateway.body import Item
+from sie_gateway.call import Asked, Call
+from sie_gateway.finished import Understood
+from sie_gateway.grant import Charge, Grant
+from sie_gateway.inference import Inference
+from sie_gateway.jobs import windows
+from sie_gateway.jobs.asking import Asking, Identity
+from sie_gateway.jobs.files import FileStore
+from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.lines import Lines
+from sie_gateway.jobs.native import Before, Native, Places
+from sie_gateway.jobs.run import Progress, Work
+from sie_gateway.jobs.workplace import Workplace
+from sie_store.datasets import templates
+from sie_store.datasets.places import Place
+from sie_store.sinks import opening
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+    from sie_gateway.route_kinds import InferenceRoute
+
+STORE = "SIE_PAYLOAD_STORE_URL"
+
+
+class Credentials(NamedTuple):
+    """`grant` looks up the credential of a job as it is now, `charge` opens what a call uses of its quota."""
+
+    grant: Callable[[str], Grant | None]
+    charge: Callable[[Grant], Charge]
+
+
+class Engine:
+    """`store`: the payload store, None without one. `route_of` finds the route that answers POST of a path."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        inference: Inference,
+        ledger: Ledger,
+        files: FileStore,
+        store: ObjectStore | None,
+        credentials: Credentials,
+        route_of: Callable[[str], InferenceRoute | None],
+    ) -> None:
+        self._settings = settings
+        self._inference = inference
+        self._ledger = ledger
+        self._files = files
+        self._store = store
+        self._credentials = credentials
+        self._route_of = route_of
+
+    # before a job is kept
+
+    async def check(self, call: Call, job: JobRecord) -> JobRecord:
+        """The job with its model pinned: an alias is followed once, so that no job mixes two models. Raises SIEError
+        for one that could never run.
+        """
+        self.require_store()
+        if job.batch is not None:
+            await self._files.find(job.batch.input_file_id, call.grant.key, sees_all="admin" in call.grant.scopes)
+            return job
+        request = job.request
+        assert request is not None
+        templates.check(request.input, request.operation)
+        windows.zone(request.time_zone)
+        if request.output.sink and request.output.sink not in self._sinks:
+            known = ", ".join(self._sinks) or "none"
+            message = f"output.sink: expected a name of SIE_JOBS_SINKS, which has {known}"
+            raise InvalidInput(message, reason="schema", param="output.sink")
+        if request.output.sink and not request.output.collection:
+            raise InvalidInput("output.collection: expected a name", reason="schema", param="output.collection")
+        if request.output.url:
+            Place.opened(request.output.url, self._urls, is_output=True)
+        if request.input.url:
+            Place.opened(request.input.url, self._urls)
+        else:
+            await self._files.find(request.input.file, call.grant.key, sees_all="admin" in call.grant.scopes)
+        understood = self._pinned(call, request)
+        return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
+
+    def _pinned(self, call: Call, request: JobRequest) -> Understood:
+        """The model that answers, with its profile, and the lane. Raises SIEError, also for parameters that it does not
+        take.
+        """
+        resolved = self._inference.resolve(request.model, call)
+        item = Item(None, modalities=("image",), images=(b"",)) if templates.reads_images(request.input) else Item("")
+        query = Item("") if request.operation == "score" else None
+        body = {"params": dict(request.params)} if request.params else {}
+        asked = Asked(request.operation, resolved, (item,), body, query, "bulk")
+        if request.operation not in resolved.entry.tasks:
+            tasks = ", ".join(resolved.entry.tasks)
+            message = f"operation: {resolved.entry.id} does not {request.operation}, it does {tasks}"
+            raise InvalidInput(message, reason="unsupported_operation", param="operation")
+        probe = Call(call.id, call.received_s, headers_of(request), grant=call.grant)
+        return self._inference.understand(probe, asked)
+
+    def require_store(self) -> ObjectStore:
+        """Raises NotReady without a payload store."""
+        if self._store is None:
+            raise NotReady(f"jobs and files need a payload store: set {STORE}", reason="no_store", param=STORE)
+        return self._store
+
+    @property
+    def _urls(self) -> tuple[str, ...]:
+        return self._settings.jobs_urls or ()
+
+    @property
+    def _sinks(self) -> Mapping[str, Secret]:
+        return dict(self._settings.jobs_sinks or ())
+
+    # of one that runs
+
+    def work(self, job: JobRecord, progress: Progress) -> Work:
+        """What its leader does. Raises NotReady."""
+        workplace = Workplace(self.require_store(), job.id, self._files)
+        identity = Identity(job.owner, *self._credentials)
+        request = job.request
+
+        def trouble(error: SIEError | None) -> None:
+            progress.trouble(None if error is None else ErrorInfo(error.code, error.message))
+
+        asking = Asking(
+            self._inference,
+            identity,
+            headers_of(request) if request is not None else {},
+            trouble,
+            request.tokens_per_s if request is not None else 0.0,
+        )
+        if request is None:
+            return Lines(workplace, job, asking, progress, self._route_of)
+        return Native(
+            workplace, job, asking, progress, self._places(job, request), cache_bytes=self._settings.jobs_cache_bytes
+        )
+
+    def _places(self, job: JobRecord, request: JobRequest) -> Places:
+        store = self.require_store()
+        if request.input.url:
+            source = Place.opened(request.input.url, self._urls)
+        else:
+            name = self._files.name(request.input.file)
+            source = Place(store, "files/", request.input.file, label=name)
+        sink = None
+        if request.output.sink:
+            url = self._sinks.get(request.output.sink)
+            if url is None:
+                raise InvalidInput("output.sink: SIE_JOBS_SINKS does not have it any more", param="output.sink")
+            sink = opening.opened(url.reveal(), "SIE_JOBS_SINKS")
+        return Places(source, self.output(job), sink, self._before)
+
+    async def _before(self, job_id: str) -> Before:
+        job = self._ledger.find(job_id)
+        workplace = Workplace(self.require_store(), job.id, self._files)
+        return Before(job, workplace, self.output(job), await self._ledger.shards(job.id))
+
+    async def forget(self, job: JobRecord) -> None:
+        """Remove what a job keeps itself: its plan and parts. Raises StoreError."""
+        await Workplace(self.require_store(), job.id, self._files).remove()
+
+    def output(self, job: JobRecord) -> Place:
+        """Where a job writes. Raises InvalidInput where that is not allowed any more."""
+        url = job.request.output.url if job.request is not None else ""
+        if url:
+            return Place.opened(url, self._urls, is_output=True)
+        return Place(self.require_store(), f"jobs/{job.id}/output/")
+
+
+def headers_of(request: JobRequest) -> dict[str, str]:
+    """What of a job a client says in headers."""
+    return {
+        **({"x-sie-pool": request.pool} if request.pool else {}),
+        **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),
+    }

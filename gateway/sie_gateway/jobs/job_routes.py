@@ -1,0 +1,243 @@
+"""`/v1/jobs` and `/v1/batches`: rows and handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from msgspec import Meta
+
+from sie_contracts.api import batches as batches_api
+from sie_contracts.api import jobs as api
+from sie_contracts.errors import InvalidInput
+from sie_gateway.call import Call, family
+from sie_gateway.operations import json_response, number
+from sie_gateway.route_kinds import GatewayRoute, control
+from sie_runtime.routes import RAW, Content, Parameter
+
+if TYPE_CHECKING:
+    from sie_gateway.app import Gateway
+
+PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"
+_T = TypeVar("_T")
+
+
+def _call(request: Request) -> Call:
+    found: Call = request.scope["sie.call"]
+    return found
+
+
+async def _body(request: Request, kind: type[_T]) -> _T:
+    """The body as a struct. Raises InvalidInput, which names the field."""
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except msgspec.DecodeError as error:  # says what was expected, and never what was sent
+        text = str(error)
+        message, _, path = text.rpartition(" - at `$.")
+        field = path.rstrip("`")
+        if message:
+            raise InvalidInput(f"{field}: {message}", reason="schema", param=field) from error
+        raise InvalidInput(f"body: {text}", reason="schema", param="body") from error
+
+
+def _limit(request: Request, default: int, most: int) -> int:
+    return int(number(request.query_params, "limit", default, 1, most))
+
+
+async def submit(gateway: Gateway, request: Request) -> Response:
+    """A new job. Raises SIEError."""
+    return json_response(await gateway.jobs.submit(_call(request), await _body(request, api.JobRequest)), 201)
+
+
+async def page(gateway: Gateway, request: Request) -> Response:
+    """Raises InvalidInput, NotFound."""
+    query = request.query_params
+    return json_response(
+        gateway.jobs.page(_call(request), _limit(request, 50, 1000), query.get("after", ""), query.get("state", "")),
+        to=request,
+    )
+
+
+async def show(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound."""
+    jobs = gateway.jobs
+    return json_response(jobs.told(jobs.find(_call(request), request.path_params["job"])))
+
+
+async def pause(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "pause"))
+
+
+async def resume(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "run"))
+
+
+async def cancel(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
+
+
+async def retry(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.retry(_call(request), request.path_params["job"]), 201)
+
+
+async def delete(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.delete(_call(request), request.path_params["job"]))
+
+
+async def manifest(gateway: Gateway, request: Request) -> Response:
+    """Raises InvalidInput, NotFound, QueueUnavailable."""
+    job = gateway.jobs.find(_call(request), request.path_params["job"])
+    after = int(number(request.query_params, "after", 0, 0, 1 << 31))
+    return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)), to=request)
+
+
+async def part(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, QueueUnavailable."""
+    job = gateway.jobs.find(_call(request), request.path_params["job"])
+    data = await gateway.results.part(job, request.query_params.get("name", ""))
+    headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+    return Response(data, headers=headers, media_type=RAW)
+
+
+async def rows(gateway: Gateway, request: Request) -> Response:
+    """Raises InvalidInput, NotFound, QueueUnavailable."""
+    job = gateway.jobs.find(_call(request), request.path_params["job"])
+    only_failed = request.query_params.get("failed", "false") == "true"
+    return json_response(await gateway.results.rows(job, _limit(request, 20, 1000), only_failed=only_failed))
+
+
+# batches
+
+
+async def submit_batch(gateway: Gateway, request: Request) -> Response:
+    """Raises SIEError."""
+    return json_response(await gateway.jobs.batch(_call(request), await _body(request, batches_api.BatchRequest)))
+
+
+async def batch_page(gateway: Gateway, request: Request) -> Response:
+    """Raises InvalidInput, NotFound."""
+    query = request.query_params
+    return json_response(gateway.jobs.batch_page(_call(request), _limit(request, 20, 100), query.get("after", "")))
+
+
+async def show_batch(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound."""
+    jobs = gateway.jobs
+    return json_response(jobs.batch_told(jobs.find_batch(_call(request), request.path_params["batch"])))
+
+
+async def cancel_batch(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.cancel_batch(_call(request), request.path_params["batch"]))
+
+
+# rows
+
+_AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")
+_STATE = Parameter("state", "query", api.JobState, "Only jobs in this state.")
+_BATCH = Parameter("batch", "path", str, "The id of the batch.", batches_api.BatchObject.EXAMPLE["id"])
+_JOB = Parameter("job", "path", str, "The id of the job.", api.JobInfo.EXAMPLE["id"])
+_KEY = Parameter(
+    "Idempotency-Key", "header", Annotated[str, Meta(max_length=256)], "The same key gives the same job, once."
+)
+
+
+def _most(most: int, default: int) -> Parameter:
+    kind = Annotated[int, Meta(ge=1, le=most)]
+    return Parameter("limit", "query", kind, f"How many at most; {default} by default.")
+
+
+def _row(method: str, path: str, handler: Any, summary: str, reply: Any = api.JobInfo, **more: Any) -> GatewayRoute:
+    own = (_JOB,) if "{job}" in path else ()
+    parameters = (*own, *more.pop("parameters", ()))
+    names = ("Jobs", summary)
+    return control(method, PATH + path, "jobs", handler, names, reply, scope="infer", parameters=parameters, **more)
+
+
+def _batch_row(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> GatewayRoute:
+    own = (_BATCH,) if "{batch}" in path else ()
+    parameters = (*own, *more.pop("parameters", ()))
+    return control(
+        method,
+        BATCH_PATH + path,
+        "jobs",
+        handler,
+        ("OpenAI, batches", summary),
+        reply,
+        scope="infer",
+        parameters=parameters,
+        shape=family("openai"),
+        **more,
+    )
+
+
+JOBS: tuple[GatewayRoute, ...] = (
+    _row(
+        "POST",
+        "",
+        submit,
+        "Have the rows of files answered, one by one, however many they are",
+        status=201,
+        body=api.JobRequest,
+        parameters=(_KEY,),
+    ),
+    _row("GET", "", page, "Jobs, the newest first", api.JobPage, parameters=(_most(1000, 50), _AFTER, _STATE)),
+    _row("GET", "/{job}", show, "One job: how far it is, and what it waits for"),
+    _row("DELETE", "/{job}", delete, "Forget a job that has ended; files that it wrote elsewhere stay", api.JobDeleted),
+    _row("POST", "/{job}/pause", pause, "Stop a job for now; what it has written stays"),
+    _row("POST", "/{job}/resume", resume, "Go on with a job that is paused"),
+    _row("POST", "/{job}/cancel", cancel, "End a job; what it has written stays"),
+    _row("POST", "/{job}/retry", retry, "A new job over the rows that failed", status=201),
+    _row(
+        "GET",
+        "/{job}/manifest",
+        manifest,
+        "The files of a job's output so far, in the order of its input",
+        api.JobManifest,
+        parameters=(
+            _most(10_000, 1000),
+            Parameter("after", "query", Annotated[int, Meta(ge=0)], "Parts to leave out: `next` of the page before."),
+        ),
+    ),
+    _row(
+        "GET",
+        "/{job}/part",
+        part,
+        "The bytes of one of these files, where the job keeps them itself",
+        Content(media=(RAW,)),
+        parameters=(Parameter("name", "query", str, "Its name in the manifest.", "part-00000.parquet", required=True),),
+    ),
+    _row(
+        "GET",
+        "/{job}/rows",
+        rows,
+        "A sample of answered rows, without their values",
+        api.JobRows,
+        parameters=(
+            _most(1000, 20),
+            Parameter("failed", "query", Literal["true", "false"], "true: only rows with an error."),
+        ),
+    ),
+    _batch_row(
+        "POST",
+        "",
+        submit_batch,
+        "Have each line of an uploaded file answered as a request",
+        batches_api.BatchObject,
+        body=batches_api.BatchRequest,
+    ),
+    _batch_row(
+        "GET", "", batch_page, "Batches, the newest first", batches_api.BatchPage, parameters=(_most(100, 20), _AFTER)
+    ),
+    _batch_row("GET", "/{batch}", show_batch, "One batch", batches_api.BatchObject),
+    _batch_row(
+        "POST", "/{batch}/cancel", cancel_batch, "End a batch; its answers so far stay", batches_api.BatchObject
+    ),
+)

@@ -1,0 +1,136 @@
+"""Which gateway runs which job: one leader a job, by a lease; the oldest jobs first.
+
+A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job: its output stays right, since
+objects and records of shards are created once (see the package).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from sie_broker import BrokerError, Store
+from sie_broker.record import Bucket, LeaderLease
+from sie_contracts import topology
+from sie_contracts.jobs import JobRecord
+from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.run import JobRun, Progress, Work
+from sie_runtime.process import Stop, Trouble
+
+EVERY_S = 1.0
+LEASE_S = 6.0
+RENEW_S = 1.5
+FENCE_S = 0.75 * LEASE_S  # since the last renewal: then another gateway may soon be the leader
+LOOKS = 8  # jobs whose lease is asked for in one look
+_logger = logging.getLogger("sie.gateway.jobs")
+
+
+class _Running:
+    """A job that runs here, until its lease was not renewed for FENCE_S."""
+
+    def __init__(self, job_id: str, task: asyncio.Task[None], lease: LeaderLease) -> None:
+        self.task = task
+        self.lease = lease
+        self._id = job_id
+        self.renewed()
+
+    def renewed(self) -> None:
+        """The lease holds from now on."""
+        loop = asyncio.get_running_loop()
+        self.renew_s = loop.time() + RENEW_S
+        self.fence = loop.call_later(FENCE_S, self._left)
+
+    def _left(self) -> None:
+        if not self.task.done():
+            _logger.warning("job %s is left: its lease could not be renewed", self._id)
+            self.task.cancel()
+
+
+class Keeper:
+    """Runs at most `at_once` jobs here. `run` belongs to one task."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        broker: Store,
+        name: str,
+        work: Callable[[JobRecord, Progress], Work],
+        *,
+        at_once: int,
+        storage: str,
+        replicas: int,
+    ) -> None:
+        """`storage` and `replicas`: of the bucket of leases, which other duties use too."""
+        self._ledger = ledger
+        self._leases = Bucket(broker, topology.LEASES_BUCKET, storage=storage, replicas=replicas)
+        self._name = name
+        self._work = work
+        self._at_once = at_once
+        self._observed: dict[str, LeaderLease] = {}  # of jobs that others may run: a lease is observed over time
+        self._running: dict[str, _Running] = {}
+
+    async def run(self, stop: Stop) -> None:
+        """Run jobs until `stop`."""
+        trouble = Trouble(_logger, "jobs stand still")
+        try:
+            while not await stop.wait_woken(self._ledger.woken, EVERY_S):
+                try:
+                    await self._renew()
+                    if self._ledger.is_read:
+                        await self._take()
+                    trouble.passed()
+                except BrokerError as error:
+                    trouble.met(error)
+                if await stop.wait_for(0.1):  # a burst of changes is one look
+                    break
+        finally:
+            await self._leave()
+
+    async def _renew(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for job_id, running in list(self._running.items()):
+            if running.task.done():
+                del self._running[job_id]
+                running.fence.cancel()
+                await running.lease.release()
+            elif now_s >= running.renew_s:
+                began = running.fence
+                if await running.lease.acquire():
+                    began.cancel()
+                    running.renewed()
+                else:
+                    _logger.warning("job %s has another leader", job_id)
+                    running.task.cancel()
+
+    async def _take(self) -> None:
+        due = sorted((job for job in self._ledger if is_due(job)), key=lambda job: (job.created_s, job.id))
+        self._observed = {job.id: self._observed[job.id] for job in due if job.id in self._observed}
+        free = self._at_once - len(self._running)
+        for job in [job for job in due if job.id not in self._running][: LOOKS if free > 0 else 0]:
+            if free <= 0:
+                break
+            lease = self._observed.setdefault(job.id, LeaderLease(self._leases, f"job.{job.id}", lease_s=LEASE_S))
+            if await lease.acquire():
+                run = JobRun(self._ledger, job, self._name, self._work)
+                task = asyncio.create_task(run.run(), name=f"job {job.id}")
+                task.add_done_callback(lambda _: self._ledger.woken.set())
+                self._running[job.id] = _Running(job.id, task, self._observed.pop(job.id))
+                free -= 1
+
+    async def _leave(self) -> None:
+        """Stop all, and leave their leases to others at once."""
+        running, self._running = self._running, {}
+        for each in running.values():
+            each.fence.cancel()
+            each.task.cancel()
+        await asyncio.gather(*(each.task for each in running.values()), return_exceptions=True)
+        for each in running.values():
+            with contextlib.suppress(BrokerError):  # then the lease lapses
+                await each.lease.release()
+
+
+def is_due(job: JobRecord) -> bool:
+    """Whether a leader has something to do for it."""
+    return not job.ended and not (job.state == "paused" and job.wanted == "pause")

@@ -1,0 +1,307 @@
+"""The work of a job of ours: rows of files, answered by one model, in parts of Parquet, JSON Lines or NumPy.
+
+span ──rows──► inputs ──equal ones once──► cache ──► Values ──► Shard ──► part, created once ──► sink
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sie_contracts.api import jobs as api
+from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
+from sie_contracts.jobs import Again, JobRecord, Plan, ShardRecord, Span, Unread
+from sie_gateway.body import Item
+from sie_gateway.jobs import cache as caches
+from sie_gateway.jobs.asking import Asking
+from sie_gateway.jobs.cache import Cache
+from sie_gateway.jobs.run import Halted, Progress, ShardBroken
+from sie_gateway.jobs.values import Input, Unique, Values, unique
+from sie_gateway.jobs.workplace import Workplace
+from sie_store.datasets import manifests, parts, plans, shards
+from sie_store.datasets.answers import About, Answer, shard_of
+from sie_store.datasets.places import Place
+from sie_store.datasets.rows import Row, read
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionRefused,
+    Kind,
+    RowsRefused,
+    Sink,
+    SinkRows,
+    SinkUnsuitable,
+)
+
+REFUSALS = (CollectionMismatch, CollectionRefused, RowsRefused, SinkUnsuitable)
+
+
+class Before(NamedTuple):
+    """A job that another one retries."""
+
+    job: JobRecord
+    workplace: Workplace
+    output: Place
+    shards: dict[int, ShardRecord]
+
+
+class Places(NamedTuple):
+    """Where a job reads and writes. `before` finds a job by its id, for retries."""
+
+    source: Place
+    output: Place
+    sink: Sink | None
+    before: Callable[[str], Awaitable[Before]]
+
+
+class Native:
+    """`cache_bytes`: what all answers that are kept for later jobs may take."""
+
+    def __init__(
+        self,
+        workplace: Workplace,
+        job: JobRecord,
+        asking: Asking,
+        progress: Progress,
+        places: Places,
+        *,
+        cache_bytes: int,
+    ) -> None:
+        assert job.request is not None
+        self._workplace = workplace
+        self._job = job
+        self._request = job.request
+        self._progress = progress
+        self._places = places
+        self._cache_bytes = cache_bytes if job.request.cache else 0
+        self._cache: Cache | None = None
+        self._opening = asyncio.Lock()
+        self._count = 0  # of parts
+        self._again: tuple[Again, ...] = ()
+        self._is_prepared = False  # the collection of the database
+        self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
+        self._values = Values(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
+
+    # the plan
+
+    async def plan(self) -> Plan:
+        """See Work."""
+        made = await self._workplace.plan()
+        if made is None:
+            made = await self._workplace.keep_plan(await (self._retried() if self._job.retry_of else self._planned()))
+        self._count, self._again = len(made.spans), made.again
+        return made
+
+    async def _planned(self) -> Plan:
+        spans: list[Span] = []
+        unread: list[Unread] = []
+        request = self._request
+        async for planned in plans.plan(self._places.source, request.input, request.shard_rows):
+            if isinstance(planned, plans.Broken):
+                unread.append(Unread(planned.source, planned.error))
+            else:
+                spans.extend(planned)
+        return Plan(tuple(spans), tuple(unread))
+
+    async def _retried(self) -> Plan:
+        """The spans of another job in which rows failed."""
+        before = await self._places.before(self._job.retry_of)
+        plan = await before.workplace.plan()
+        if plan is None:
+            raise NotFound("the job that is to be retried has no plan any more", param="job")
+        failed = [number for number, shard in sorted(before.shards.items()) if shard.failed or shard.error is not None]
+        again = []
+        for number in failed:
+            shard = before.shards[number]
+            earlier = plan.again[number].parts if plan.again else ()
+            rows = shard.failed if shard.error is None else shard.rows
+            again.append(Again((*earlier, (before.job.id, shard.name)), rows))
+        return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
+
+    async def _rows(self, number: int, span: Span) -> list[Row]:
+        """The rows to answer. Raises InvalidInput, StoreError."""
+        rows = await read(self._places.source, span, self._request.input)
+        for job_id, part in self._again[number].parts if self._again else ():
+            if part:
+                before = await self._places.before(job_id)
+                assert before.job.request is not None
+                data = await shards.bytes_of(before.output, part)
+                outcomes = await asyncio.to_thread(parts.outcomes, data, before.job.request.output.format)
+                rows = [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.error is not None]
+        return rows
+
+    # a shard
+
+    async def shard(self, number: int, span: Span) -> ShardRecord:
+        """See Work."""
+        name = parts.part_name(number, self._count, self._request.output.format)
+        record = await shards.existing(self._places.output, name, self._request.output.format)
+        if record is None or self._places.sink is not None:
+            record = await self._made(number, name, span)
+        return msgspec.structs.replace(record, source=_named(span))
+
+    async def _made(self, number: int, name: str, span: Span) -> ShardRecord:
+        try:
+            rows = await self._rows(number, span)
+        except InvalidInput as error:
+            raise ShardBroken(error.info()) from error
+        answers, reused = await self._answers(number, rows)
+        about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
+        shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
+        data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
+        if self._places.sink is not None:
+            await self._sent(rows, answers)
+        return await shards.put_once(self._places.output, name, data, self._request.output.format)
+
+    async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
+        """The answer of each row, and how many were taken from an equal row or from the cache."""
+        asked = [place for place, row in enumerate(rows) if row.fault is None]
+        inputs = [_input(rows[place], self._request.operation) for place in asked]
+        once = await asyncio.to_thread(unique, inputs)
+        found = await self._unique(number, once)
+        answers = [Answer(error=row.fault) for row in rows]
+        for place, unique_place in zip(asked, once.places, strict=True):
+            answers[place] = found[unique_place]
+        faults = len(rows) - len(asked)
+        self._progress.rows(number, faults, faults)
+        return answers, self._reused(number, once)
+
+    def _reused(self, number: int, once: Unique) -> int:
+        return len(once.places) - self._computed.pop(number, len(once.inputs))
+
+    async def _unique(self, number: int, once: Unique) -> list[Answer]:
+        weights = np.bincount(once.places, minlength=len(once.inputs)).tolist() if once.places else []
+
+        def done(places: Sequence[int], answers: Sequence[Answer]) -> None:
+            rows = sum(weights[place] for place in places)
+            failed = sum(
+                weights[place] for place, answer in zip(places, answers, strict=True) if answer.error is not None
+            )
+            self._progress.rows(number, rows, failed)
+
+        cache = await self._opened(once)
+        kept = await cache.find(once.digests) if cache is not None else {}
+        if kept:
+            done(list(kept), list(kept.values()))
+        missing = [place for place in range(len(once.inputs)) if place not in kept]
+        fresh = await self._values.of(
+            [once.inputs[place] for place in missing],
+            lambda places, answers: done([missing[place] for place in places], answers),
+        )
+        computed = dict(zip(missing, fresh, strict=True))
+        self._computed[number] = len(computed)
+        if cache is not None:
+            good = {once.digests[place]: answer for place, answer in computed.items() if answer.error is None}
+            await cache.keep(f"{self._job.id}-{number:06}", good)
+        every = {**kept, **computed}
+        return [every[place] for place in range(len(once.inputs))]
+
+    async def _opened(self, once: Unique) -> Cache | None:
+        """The answers of other jobs. They are found by the fingerprint of the model as it is now, which an answer
+        tells.
+        """
+        if not self._cache_bytes or not once.inputs:
+            return None
+        async with self._opening:
+            if self._cache is None:
+                if not self._values.fingerprint:
+                    await self._values.of(once.inputs[:1], lambda places, answers: None)
+                if not self._values.fingerprint:  # that input failed
+                    return None
+                request = self._request
+                space = caches.space_of(self._values.fingerprint, request.operation, request.params)
+                cache = Cache(self._workplace.store, space)
+                await cache.open()
+                self._cache = cache
+        return self._cache
+
+    async def _sent(self, rows: Sequence[Row], answers: Sequence[Answer]) -> None:
+        """Write the vectors into the database. Raises Halted for what the database refuses, StoreError."""
+        sink, output = self._places.sink, self._request.output
+        good = [place for place, answer in enumerate(answers) if answer.error is None]
+        if sink is None or not good:
+            return
+        vectors = np.stack([answers[place].arrays["dense"] for place in good]).astype(np.float32, copy=False)
+        kept = [rows[place].kept for place in good]
+        try:
+            async with self._opening:
+                if not self._is_prepared:
+                    await sink.prepare(output.collection, vectors.shape[1], _kinds(kept))
+                    self._is_prepared = True
+            await sink.upsert(SinkRows([rows[place].id for place in good], vectors, kept))
+        except REFUSALS as error:
+            raise Halted(ErrorInfo("SINK_REFUSED", f"{output.sink}: {error}", param="output.sink")) from error
+
+    async def close(self) -> None:
+        """See Work."""
+        if self._places.sink is not None:
+            await self._places.sink.close()
+
+    # the end
+
+    async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+        """See Work: the manifest names what there is."""
+        fields = {"output_url": self._request.output.url}
+        if not shards:
+            return fields
+        await manifests.write(self._places.output, manifest(self._job, state, shards))
+        if self._cache_bytes:
+            await caches.trim(self._workplace.store, self._cache_bytes)
+        return fields
+
+
+def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> api.JobManifest:
+    """What the output of a job has, by the records of its shards."""
+    assert job.request is not None
+    good = [shards[number] for number in sorted(shards) if shards[number].error is None]
+    broken = [f"{shard.source}: {shard.error.message}" for shard in shards.values() if shard.error is not None]
+    return api.JobManifest(
+        job=job.id,
+        state=state,
+        url=job.request.output.url,
+        format=job.request.output.format,
+        model=job.model,
+        fingerprint=next((shard.fingerprint for shard in good if shard.fingerprint), ""),
+        rows=sum(shard.rows for shard in good),
+        failed=sum(shard.failed for shard in good),
+        parts=[
+            api.JobPart(
+                name=shard.name,
+                rows=shard.rows,
+                failed=shard.failed,
+                bytes=shard.bytes,
+                sha256=shard.sha256,
+                source=shard.source,
+            )
+            for shard in good
+        ],
+        broken=broken,
+    )
+
+
+def _kinds(kept: Sequence[dict[str, Any]]) -> dict[str, Kind]:
+    """The columns that searches may filter by: those whose values have one plain type."""
+    kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
+    found = {name: {type(row.get(name)) for row in kept} - {type(None)} for name in kept[0]}
+    return {
+        name: kinds[next(iter(types))] for name, types in found.items() if len(types) == 1 and types <= kinds.keys()
+    }
+
+
+def _named(span: Span) -> str:
+    """A span in words: rows are counted from 0."""
+    return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
+
+
+def _input(row: Row, operation: str) -> Input:
+    if operation == "score":
+        return Input(_item(row.document, row.images), row.query)
+    return Input(_item(row.text, row.images))
+
+
+def _item(text: str | None, images: tuple[bytes, ...]) -> Item:
+    modalities = ("image",) if images else ()
+    return Item(text, modalities=modalities, images=images)

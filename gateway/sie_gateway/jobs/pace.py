@@ -1,0 +1,77 @@
+"""How fast a job goes, when it will be done, and how many workers would keep its deadline. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+
+from sie_contracts.api.jobs import Forecast
+from sie_contracts.jobs import JobRecord
+
+STEP_S = 5.0
+STEPS = 60  # of which the rate is known: five minutes
+LEAST_S = 2 * STEP_S  # before a rate counts
+LEAST_SPREAD = 0.02
+
+
+class Pace:
+    """Rows a second over the last minutes, and how much that varies."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)  # when, and rows done until then
+
+    def note(self, now_s: float, done: int) -> None:
+        """So many rows are done. A time in which nothing could run is left out by `rest`."""
+        if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
+            self._steps.append((now_s, done))
+
+    def rest(self) -> None:
+        """Begin anew: the job does not run for a while."""
+        self._steps.clear()
+
+    @property
+    def rate(self) -> float:
+        """Rows a second; 0 while nobody knows."""
+        if len(self._steps) < 2:
+            return 0.0
+        (begin_s, first), (end_s, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (end_s - begin_s) if end_s - begin_s >= LEAST_S else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Standard error of the rate, as a part of it."""
+        steps = list(self._steps)
+        rates = [(b - a) / (t - s) for (s, a), (t, b) in itertools.pairwise(steps)]
+        if len(rates) < 2 or not (mean := sum(rates) / len(rates)):
+            return 1.0
+        variance = sum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1)
+        return max(LEAST_SPREAD, math.sqrt(variance / len(rates)) / mean)
+
+
+def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
+    """When a job that runs will be done. None while its rows are not counted, or its rate is not known.
+
+    `plus_minus_s` is twice the standard error of the rate. The workers that a deadline needs are counted as if each
+    had the same part of today's rate.
+    """
+    if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
+        return None
+    rest = max(0, job.rows - job.done)
+    left_s = rest / job.rows_per_s
+    return Forecast(
+        done_at=round(now_s + left_s, 1),
+        plus_minus_s=round(2 * job.spread * left_s, 1),
+        rows_per_s=round(job.rows_per_s, 2),
+        workers=workers,
+        workers_needed=workers_needed(job, workers, now_s),
+    )
+
+
+def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
+    """Workers that would have the job done by its deadline; None where it has none, or no rate is known."""
+    deadline_s = job.request.deadline if job.request is not None else 0.0
+    if not deadline_s or job.ended or job.rows is None or job.rows_per_s <= 0:
+        return None
+    wanted = (job.rows - job.done) / max(1.0, deadline_s - now_s)
+    return max(1, math.ceil(wanted / job.rows_per_s * max(1, workers) - 0.01))

@@ -1,0 +1,80 @@
+"""What a job wrote, for its owner: the list of its parts, the bytes of one, a sample of its rows."""
+
+from __future__ import annotations
+
+from sie_contracts.api import jobs as api
+from sie_contracts.errors import NotFound, QueueUnavailable
+from sie_contracts.jobs import JobRecord
+from sie_gateway.jobs.engine import Engine
+from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.native import manifest
+from sie_gateway.jobs.service import kept
+from sie_store.datasets import parts, shards
+from sie_store.object_stores import ObjectMissing, StoreError
+
+SAMPLED = 4  # parts of which a sample is taken, at most
+
+
+class Results:
+    """Of all jobs. Who may read them was checked before."""
+
+    def __init__(self, ledger: Ledger, engine: Engine) -> None:
+        self._ledger = ledger
+        self._engine = engine
+
+    async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
+        """The parts after the first `after`, at most `limit`. Raises QueueUnavailable."""
+        async with kept():
+            every = await self._ledger.shards(job.id)
+        whole = manifest(job, job.state, every)
+        shown = whole.parts[after : after + limit]
+        end = after + len(shown)
+        return api.JobManifest(
+            job=whole.job,
+            state=whole.state,
+            url=whole.url,
+            format=whole.format,
+            model=whole.model,
+            fingerprint=whole.fingerprint,
+            rows=whole.rows,
+            failed=whole.failed,
+            parts=shown,
+            broken=whole.broken,
+            next=end if end < len(whole.parts) else None,
+        )
+
+    async def part(self, job: JobRecord, name: str) -> bytes:
+        """The bytes of a part that the job keeps itself. Raises NotFound, QueueUnavailable."""
+        assert job.request is not None
+        if job.request.output.url:
+            raise NotFound(f"the parts of this job are at {job.request.output.url}", param="name")
+        async with kept():
+            every = await self._ledger.shards(job.id)
+        if name not in {shard.name for shard in every.values() if shard.name}:
+            raise NotFound("the job has no such part; its manifest names all", param="name")
+        return await self._bytes(job, name)
+
+    async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
+        """Some rows that are answered, without their values. Raises QueueUnavailable."""
+        assert job.request is not None
+        async with kept():
+            every = await self._ledger.shards(job.id)
+        found: list[api.JobRow] = []
+        wanted = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
+        for shard in wanted[:SAMPLED]:
+            data = await self._bytes(job, shard.name)
+            for outcome in parts.outcomes(data, job.request.output.format):
+                if outcome.error is not None or not only_failed:
+                    error = None if outcome.error is None else api.JobError(**outcome.error)
+                    found.append(api.JobRow(id=outcome.id, tokens=outcome.tokens, error=error))
+                if len(found) == limit:
+                    return api.JobRows(rows=found)
+        return api.JobRows(rows=found)
+
+    async def _bytes(self, job: JobRecord, name: str) -> bytes:
+        try:
+            return await shards.bytes_of(self._engine.output(job), name)
+        except ObjectMissing as error:
+            raise NotFound("the part is not there any more", param="name") from error
+        except StoreError as error:
+            raise QueueUnavailable(f"the store did not do it: {error}") from error

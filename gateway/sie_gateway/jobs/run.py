@@ -1,0 +1,364 @@
+"""One job, run by its leader: planned once, its shards answered, its output completed.
+
+    queued ─► planning ─► running ─► finalizing ─► completed
+                 └───────────┴─ paused (asked, or something that only people can change) ─► queued
+                 └───────────┴─ cancelled, expired, failed
+
+A leader may die at any moment: the next one finds the plan and the records of the answered shards, and goes on. What
+the store or the broker refuses for a while is asked again for as long as it takes, and told as the job's trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from sie_broker import BrokerError
+from sie_contracts.errors import ErrorInfo, SIEError
+from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
+from sie_gateway.jobs import windows
+from sie_gateway.jobs.asking import KeyEnded
+from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.pace import Pace
+from sie_gateway.jobs.values import MixedFingerprints
+from sie_store.datasets.answers import most_frequent
+from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
+
+SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
+FLUSH_S = 1.0  # between two notes of progress
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
+MODEL_CHANGED = "MODEL_CHANGED"
+_T = TypeVar("_T")
+_logger = logging.getLogger("sie.gateway.jobs")
+
+
+class ShardBroken(Exception):
+    """A part of the input cannot be read, now or later. The other parts are answered."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+class Halted(Exception):
+    """Only people can change why the job does not go on."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+class Progress(Protocol):
+    """What the work of a job tells its run."""
+
+    def rows(self, shard: int, done: int, failed: int) -> None:
+        """So many more rows of a shard are answered, and so many of these have an error."""
+
+    def trouble(self, error: ErrorInfo | None) -> None:
+        """The job waits for this; None: it goes on."""
+
+
+class Work(Protocol):
+    """What is particular to a kind of job."""
+
+    async def plan(self) -> Plan:
+        """All parts of the input: stored if it was made before, else made and stored. Raises SIEError for input that
+        can never be read, StoreError.
+        """
+
+    async def shard(self, number: int, span: Span) -> ShardRecord:
+        """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
+
+    async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+        """Complete the output, also of a job that ends early. Returns fields of the record. Raises StoreError."""
+
+    async def close(self) -> None:
+        """Close what is open."""
+
+
+class JobRun:
+    """`work` makes the Work of a job. `now_s`: the wall clock."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        job: JobRecord,
+        leader: str,
+        work: Callable[[JobRecord, Progress], Work],
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._ledger = ledger
+        self._id = job.id
+        self._leader = leader
+        self._now_s = now_s
+        self._job = job
+        self._make = work
+        self._shards: dict[int, ShardRecord] = {}
+        self._live: dict[int, tuple[int, int]] = {}  # rows and failures of shards that are being answered
+        self._unread: tuple[Unread, ...] = ()
+        self._trouble: ErrorInfo | None = None
+        self._pace = Pace()
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the job has ended, is paused, or this task is cancelled: then another leader goes on."""
+        self._ledger.listen(self._id, lambda job: self._changed.set())
+        try:
+            await self._steps()
+        except (KeyEnded, MixedFingerprints, Halted) as error:
+            await self._pause(_told(error))
+        except SIEError as error:
+            if error.retryable:
+                self._left(error)
+            else:
+                await self._end("failed", error=error.info())
+        except BrokerError as error:
+            self._left(error)
+        except Exception:  # the root of a job: its owner must hear of it
+            _logger.exception("job %s failed", self._id)
+            message = "the gateway failed; its log has the details under the id of this job"
+            await self._pause(ErrorInfo("INTERNAL_ERROR", message))
+        finally:
+            self._ledger.listen(self._id, None)
+
+    def _left(self, error: Exception) -> None:
+        """Its next leader, which may be this gateway, goes on."""
+        _logger.warning("job %s is left for now: %s", self._id, error)
+
+    # progress of the work
+
+    def rows(self, shard: int, done: int, failed: int) -> None:
+        """See Progress."""
+        before, failed_before = self._live.get(shard, (0, 0))
+        self._live[shard] = before + done, failed_before + failed
+
+    def trouble(self, error: ErrorInfo | None) -> None:
+        """See Progress."""
+        self._trouble = error
+
+    # the steps
+
+    async def _steps(self) -> None:
+        self._job = self._ledger.find(self._id)
+        if self._job.wanted == "cancel":
+            await self._finish("cancelled")
+            return
+        if self._job.wanted == "pause":
+            await self._pause(self._job.error)
+            return
+        started_s = self._job.started_s or self._now_s()
+        first = "running" if self._job.is_planned else "planning"
+        await self._note(state=first, started_s=started_s, leader=self._leader, error=None)
+        ended = await self._until_told(self._work())
+        if ended in ("pause", "cancel", "expired"):
+            self._live.clear()
+            if ended == "pause":
+                await self._pause(None)
+            else:
+                await self._finish("cancelled" if ended == "cancel" else "expired")
+            return
+        await self._finish("completed")
+
+    async def _work(self) -> None:
+        work = self._make(self._job, self)
+        try:
+            await self._worked(work)
+        finally:
+            await work.close()
+
+    async def _worked(self, work: Work) -> None:
+        plan = await self._patiently(work.plan)
+        self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
+        self._unread = plan.unread
+        if not plan.spans and plan.unread:
+            raise SIEError.from_info(plan.unread[0].error)
+        await self._note(
+            state="running", is_planned=True, rows=sum(plan.rows), shards=len(plan.spans) + len(plan.unread)
+        )
+        waiting = iter([number for number in range(len(plan.spans)) if number not in self._shards])
+        flushing = asyncio.create_task(self._flush(), name=f"progress of {self._id}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(SHARDS_AT_ONCE):
+                    tasks.create_task(self._answer(work, plan, waiting))
+        except* (SIEError, MixedFingerprints, Halted, BrokerError) as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            flushing.cancel()
+            await asyncio.gather(flushing, return_exceptions=True)
+
+    async def _answer(self, work: Work, plan: Plan, waiting: Iterator[int]) -> None:
+        for number in waiting:
+            await self._until_open()
+            span = plan.spans[number]
+            try:
+                shard = await self._patiently(lambda: work.shard(number, span))  # noqa: B023  awaited at once
+            except ShardBroken as error:
+                shard = ShardRecord("", plan.rows[number], error=error.info, source=span.source)
+                _logger.warning("job %s: %s: %s", self._id, span.source, error)
+            await self._patiently(lambda: self._ledger.keep_shard(self._id, number, shard))  # noqa: B023
+            self._live.pop(number, None)
+            self._shards[number] = shard
+
+    async def _until_open(self) -> None:
+        """Wait for the next window of time in which the job may work."""
+        request = self._job.request
+        while request is not None and (wait_s := windows.opens_in_s(request.windows, request.time_zone, self._now_s())):
+            self._pace.rest()
+            message = f"it works from {' and '.join(request.windows)} {request.time_zone}"
+            self.trouble(ErrorInfo("OUTSIDE_WINDOW", message))
+            await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
+        if self._trouble is not None and self._trouble.code == "OUTSIDE_WINDOW":
+            self.trouble(None)
+
+    async def _until_told(self, work: Awaitable[None]) -> str:
+        """Do the work until it is done (empty), or the owner or the deadline says otherwise: `pause`, `cancel`,
+        `expired`.
+        """
+        doing = asyncio.ensure_future(work)
+        try:
+            while not doing.done():
+                if self._job.wanted in ("pause", "cancel"):
+                    return self._job.wanted
+                left_s = expires_s(self._job) - self._now_s()
+                if left_s <= 0:
+                    return "expired"
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({doing, changed}, timeout=min(left_s, 3600.0), return_when="FIRST_COMPLETED")
+                changed.cancel()
+                self._job = self._ledger.find(self._id)
+            await doing
+            return ""
+        finally:
+            if not doing.done():
+                doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """The result of `attempt`, made again for as long as the store or the broker refuses."""
+        pause_s, met = FIRST_PAUSE_S, False
+        while True:
+            try:
+                found = await attempt()
+            except (StoreError, BrokerError, SIEError) as error:
+                if isinstance(error, SIEError) and not error.retryable:
+                    raise
+                if not met:
+                    _logger.warning("job %s waits: %s", self._id, error)
+                met = True
+                self.trouble(_told(error))
+            else:
+                if met:
+                    self.trouble(None)
+                return found
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+
+    # the record
+
+    async def _flush(self) -> None:
+        before: object = None
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            told = self._told()
+            self._pace.note(self._now_s(), told["done"])
+            if (seen := (told, self._trouble)) != before:
+                try:
+                    await self._note(rows_per_s=self._pace.rate, spread=self._pace.spread)
+                except BrokerError as error:  # the next note tells more
+                    _logger.info("the progress of job %s could not be noted: %s", self._id, error)
+                    continue
+                before = seen
+
+    def _told(self) -> dict[str, Any]:
+        """What the record says of progress."""
+        shards = self._shards.values()
+        codes: Counter[str] = Counter()
+        for shard in shards:
+            codes.update(shard.codes)
+            if shard.error is not None:
+                codes[shard.error.code] += shard.rows
+        broken = [f"{shard.source}: {shard.error.message}" for shard in shards if shard.error is not None]
+        broken += [f"{each.source}: {each.error.message}" for each in self._unread]
+        live = self._live.values()
+        lost = sum(shard.rows for shard in shards if shard.error is not None)
+        return {
+            "done": sum(shard.rows for shard in shards) + sum(done for done, _ in live),
+            "failed": sum(shard.failed for shard in shards) + lost + sum(failed for _, failed in live),
+            "reused": sum(shard.reused for shard in shards),
+            "tokens": sum(shard.tokens for shard in shards),
+            "shards_done": len(self._shards) + len(self._unread),
+            "shards_failed": len(broken),
+            "codes": most_frequent(codes),
+            "broken": tuple(broken[:MAX_BROKEN]),
+            "fingerprint": next((shard.fingerprint for shard in shards if shard.fingerprint), self._job.fingerprint),
+        }
+
+    async def _note(self, **fields: Any) -> None:
+        """Change the record. Raises BrokerError, NotFound."""
+        told = self._told() if self._shards or self._live else {}
+
+        def noted(job: JobRecord | None) -> JobRecord:
+            assert job is not None
+            return replace(job, **{**told, "trouble": self._trouble, "updated_s": self._now_s(), **fields})
+
+        self._job = await self._ledger.change(self._id, noted)
+
+    async def _pause(self, error: ErrorInfo | None) -> None:
+        self._trouble = None
+        await self._note(state="paused", wanted="pause", leader="", error=error)
+
+    async def _finish(self, state: str) -> None:
+        """Complete the output of what was answered, then end."""
+        if not self._shards:
+            self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
+        await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
+        work = self._make(self._job, self)
+        fields = await self._patiently(lambda: work.finish(state, self._shards))
+        broken = [shard.error for shard in self._shards.values() if shard.error is not None]
+        error = None
+        if state == "completed" and broken and len(broken) == len(self._shards):
+            state, error = "failed", broken[0]
+        await self._end(state, error=error, **fields)
+
+    async def _end(self, state: str, **fields: Any) -> None:
+        self._trouble = None
+        await self._note(state=state, leader="", ended_s=self._now_s(), **fields)
+        _logger.info("job %s %s", self._id, state)
+
+
+def expires_s(job: JobRecord) -> float:
+    """When what has not run is not run any more; infinite where nothing says so."""
+    if job.batch is not None:
+        return job.created_s + window_s(job.batch.completion_window)
+    request = job.request
+    return request.deadline if request is not None and request.expires and request.deadline else float("inf")
+
+
+def window_s(text: str) -> float:
+    """Seconds of a completion window, such as 24h."""
+    return int(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[text[-1]]
+
+
+def _told(error: Exception) -> ErrorInfo:
+    if isinstance(error, Halted):
+        return error.info
+    if isinstance(error, SIEError):
+        return error.info()
+    if isinstance(error, MixedFingerprints):
+        message = f"the model changed while the job ran: {error}. Roll the model back and resume, or start another job"
+        return ErrorInfo(MODEL_CHANGED, message)
+    if isinstance(error, AccessRefused):
+        return ErrorInfo("STORE_REFUSED", f"the store refused: {error}")
+    if isinstance(error, BucketMissing):
+        return ErrorInfo("STORE_MISSING", str(error))
+    if isinstance(error, StoreError):
+        return ErrorInfo("STORE_UNAVAILABLE", f"the store did not do it: {error}")
+    return ErrorInfo("QUEUE_UNAVAILABLE", f"the broker did not do it: {error}")

@@ -1,0 +1,296 @@
+"""What clients ask of jobs and batches: submit, look, pause, resume, cancel, retry, forget."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from msgspec.structs import replace
+
+from sie_broker import BrokerError
+from sie_contracts.api import batches as batches_api
+from sie_contracts.api import jobs as api
+from sie_contracts.errors import (
+    ContentConflict,
+    ErrorInfo,
+    IdempotencyMismatch,
+    InvalidInput,
+    NotFound,
+    QueueFull,
+    QueueUnavailable,
+)
+from sie_contracts.jobs import JobRecord
+from sie_gateway.call import Call
+from sie_gateway.jobs.ledger import MAX_JOBS, Ledger
+from sie_gateway.jobs.pace import forecast
+from sie_gateway.jobs.run import expires_s, window_s
+from sie_runtime.http import uuid7
+from sie_store.object_stores import StoreError
+
+MAX_WINDOW_S = 30 * 86_400.0
+_BATCH_STATES: dict[str, batches_api.BatchState] = {
+    "queued": "validating",
+    "planning": "validating",
+    "running": "in_progress",
+    "paused": "in_progress",
+    "finalizing": "finalizing",
+    "completed": "completed",
+    "failed": "failed",
+    "cancelled": "cancelled",
+    "expired": "expired",
+}
+
+
+class Jobs:
+    """`check` refuses a job that can never run, before it is kept, and returns what it resolved to; `workers` counts
+    those that serve a job; `forget` removes the objects that a job keeps itself.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        check: Callable[[Call, JobRecord], Awaitable[JobRecord]],
+        workers: Callable[[JobRecord], int],
+        forget: Callable[[JobRecord], Awaitable[None]],
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.ledger = ledger
+        self._check = check
+        self._workers = workers
+        self._forget = forget
+        self._now_s = now_s
+
+    # jobs
+
+    async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
+        """Keep a job. The same Idempotency-Key gives the same job. Raises SIEError."""
+        job_id = self._new_id(call, "job-")
+        job = await self._new(call, job_id, request=request, retry_of=retry_of)
+        stands = await self._create(job)
+        if stands.request != request:
+            raise IdempotencyMismatch("Idempotency-Key: it was used for another job", param="Idempotency-Key")
+        return self.told(stands)
+
+    def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
+        """Jobs of the caller, the newest first. Raises NotFound."""
+        found, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
+        return api.JobPage(data=[self.told(job) for job in found], next=found[-1].id if more else None)
+
+    def find(self, call: Call, job_id: str) -> JobRecord:
+        """A job of the caller. Raises NotFound."""
+        job = self.ledger.find(job_id)
+        if not _may(call, job):
+            raise NotFound("there is no such job", param="job")
+        return job
+
+    async def want(self, call: Call, job_id: str, wanted: str) -> api.JobInfo:
+        """Have a job run, pause or cancel. Raises NotFound, ContentConflict for one that has ended."""
+        self.find(call, job_id)
+
+        def changed(job: JobRecord | None) -> JobRecord:
+            assert job is not None
+            if job.ended:
+                raise ContentConflict(f"the job is {job.state}", param="job")
+            if wanted == "run" and job.state == "paused":
+                job = replace(job, state="queued", error=None)
+                if "admin" in call.grant.scopes:  # takes it over where its own key has ended
+                    job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
+            cancelling_s = self._now_s() if wanted == "cancel" else job.cancelling_s
+            return replace(job, wanted=wanted, cancelling_s=cancelling_s, updated_s=self._now_s())
+
+        async with kept():
+            return self.told(await self.ledger.change(job_id, changed))
+
+    async def retry(self, call: Call, job_id: str) -> api.JobInfo:
+        """A new job over the rows that failed. Raises NotFound, ContentConflict for one that runs, or without any."""
+        job = self.find(call, job_id)
+        if job.request is None or not job.ended:
+            raise ContentConflict(f"the job is {job.state}: only one that has ended can be retried", param="job")
+        if not job.failed:
+            raise ContentConflict("no row of the job failed", param="job")
+        return await self.submit(call, job.request, retry_of=job.id)
+
+    async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
+        """Forget a job. What it wrote elsewhere stays. Raises NotFound, ContentConflict."""
+        job = self.find(call, job_id)
+        if not job.ended:
+            raise ContentConflict(f"the job is {job.state}: cancel it first", param="job")
+        await self.remove(job)
+        return api.JobDeleted(id=job_id)
+
+    async def remove(self, job: JobRecord) -> None:
+        """Its objects, then its records, so that no object is without one. Raises QueueUnavailable."""
+        async with kept():
+            await self._forget(job)
+            await self.ledger.forget(job.id)
+
+    def told(self, job: JobRecord) -> api.JobInfo:
+        """A job as the API has it."""
+        assert job.request is not None
+        return api.JobInfo(
+            id=job.id,
+            state=job.state,
+            name=job.request.name,
+            created_at=job.created_s,
+            updated_at=job.updated_s or job.created_s,
+            started_at=job.started_s or None,
+            ended_at=job.ended_s or None,
+            model=job.model or job.request.model,
+            operation=job.request.operation,
+            counts=api.JobCounts(
+                rows=job.rows,
+                done=job.done,
+                failed=job.failed,
+                reused=job.reused,
+                tokens=job.tokens,
+                shards=job.shards,
+                shards_done=job.shards_done,
+                shards_failed=job.shards_failed,
+            ),
+            errors=job.codes,
+            error=_error(job.error),
+            trouble=_error(job.trouble),
+            broken=list(job.broken),
+            fingerprint=job.fingerprint,
+            output_url=job.output_url,
+            owner=job.owner_name,
+            forecast=forecast(job, self._workers(job), self._now_s()),
+            request=job.request,
+        )
+
+    # batches
+
+    async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
+        """Keep a batch. Raises SIEError."""
+        if request.endpoint not in batches_api.ENDPOINTS:
+            known = ", ".join(batches_api.ENDPOINTS)
+            raise InvalidInput(f"endpoint: expected one of {known}", reason="schema", param="endpoint")
+        if window_s(request.completion_window) > MAX_WINDOW_S:
+            raise InvalidInput("completion_window: expected at most 30d", reason="schema", param="completion_window")
+        job = await self._new(call, self._new_id(call, "batch_"), batch=request)
+        return self.batch_told(await self._create(job))
+
+    def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
+        """Batches of the caller, the newest first. Raises NotFound."""
+        found, more = self._page(call, limit, after, lambda job: job.batch is not None)
+        data = [self.batch_told(job) for job in found]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return batches_api.BatchPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1])
+
+    def find_batch(self, call: Call, batch_id: str) -> JobRecord:
+        """A batch of the caller. Raises NotFound."""
+        job = self.ledger.find(batch_id)
+        if not _may(call, job) or job.batch is None:
+            raise NotFound("there is no such batch", param="batch")
+        return job
+
+    async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
+        """Raises NotFound, ContentConflict."""
+        self.find_batch(call, batch_id)
+        return self.batch_told(await self._cancelled(batch_id))
+
+    async def _cancelled(self, job_id: str) -> JobRecord:
+        def changed(job: JobRecord | None) -> JobRecord:
+            assert job is not None
+            if job.ended:
+                raise ContentConflict(f"the batch is {job.state}", param="batch")
+            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
+
+        async with kept():
+            return await self.ledger.change(job_id, changed)
+
+    def batch_told(self, job: JobRecord) -> batches_api.BatchObject:
+        """A batch as OpenAI's API has it."""
+        assert job.batch is not None
+        state = _BATCH_STATES[job.state]
+        if job.wanted == "cancel" and not job.ended:
+            state = "cancelling"
+        errors = None
+        if job.state == "failed" and job.error is not None:
+            error = batches_api.BatchError(
+                code=job.error.reason or job.error.code, message=job.error.message, param=job.error.param or None
+            )
+            errors = batches_api.BatchErrors(data=[error])
+        ended = int(job.ended_s) or None
+        return batches_api.BatchObject(
+            id=job.id,
+            endpoint=job.batch.endpoint,
+            errors=errors,
+            input_file_id=job.batch.input_file_id,
+            completion_window=job.batch.completion_window,
+            status=state,
+            output_file_id=job.output_file or None,
+            error_file_id=job.error_file or None,
+            created_at=int(job.created_s),
+            in_progress_at=int(job.started_s) or None,
+            expires_at=int(expires_s(job)),
+            finalizing_at=int(job.finalizing_s) or None,
+            completed_at=ended if state == "completed" else None,
+            failed_at=ended if state == "failed" else None,
+            expired_at=ended if state == "expired" else None,
+            cancelling_at=int(job.cancelling_s) or None,
+            cancelled_at=ended if state == "cancelled" else None,
+            request_counts=batches_api.BatchCounts(
+                total=job.rows or 0, completed=job.done - job.failed, failed=job.failed
+            ),
+            metadata=job.batch.metadata,
+        )
+
+    # both
+
+    def _new_id(self, call: Call, prefix: str) -> str:
+        asked = call.headers.get("idempotency-key", "")
+        if not asked:
+            return prefix + uuid7().replace("-", "")
+        named = hashlib.sha256(f"{call.grant.key} {asked}".encode()).hexdigest()
+        return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
+
+    async def _new(self, call: Call, job_id: str, **asked: object) -> JobRecord:
+        now_s = self._now_s()
+        job = JobRecord(job_id, call.grant.key, call.grant.name, now_s, updated_s=now_s, **asked)  # type: ignore[arg-type]
+        return await self._check(call, job)
+
+    async def _create(self, job: JobRecord) -> JobRecord:
+        if len(self.ledger) >= MAX_JOBS:
+            raise QueueFull(f"{MAX_JOBS} jobs are kept: delete some that have ended", retry_after_s=60)
+        async with kept():
+            return await self.ledger.create(job)
+
+    def _page(
+        self, call: Call, limit: int, after: str, wanted: Callable[[JobRecord], bool]
+    ) -> tuple[list[JobRecord], bool]:
+        self.ledger.require()
+        found = sorted(
+            (job for job in self.ledger if wanted(job) and _may(call, job)),
+            key=lambda job: (job.created_s, job.id),
+            reverse=True,
+        )
+        start = 0
+        if after:
+            place = next((place for place, job in enumerate(found) if job.id == after), None)
+            if place is None:
+                raise NotFound("after: there is no such job", param="after")
+            start = place + 1
+        return found[start : start + limit], len(found) > start + limit
+
+
+def _may(call: Call, job: JobRecord) -> bool:
+    return job.owner == call.grant.key or "admin" in call.grant.scopes
+
+
+def _error(info: ErrorInfo | None) -> api.JobError | None:
+    return None if info is None else api.job_error(info)
+
+
+@contextlib.asynccontextmanager
+async def kept() -> AsyncIterator[None]:
+    """Raises QueueUnavailable where the broker or the store fails."""
+    try:
+        yield
+    except BrokerError as error:
+        raise QueueUnavailable(f"the broker did not do it: {error}") from error
+    except StoreError as error:
+        raise QueueUnavailable(f"the payload store did not do it: {error}") from error

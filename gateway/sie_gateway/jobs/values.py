@@ -1,0 +1,199 @@
+"""Answers of rows, as a job keeps them until their shard is written: equal inputs are computed once.
+
+inputs ──key──► unique inputs ──► cache ──► groups: by length, of one query ──► Asking ──► Answer of each input
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sie_contracts.errors import SIEError
+from sie_contracts.messages import Failed, Ok, Operation
+from sie_gateway.body import Item
+from sie_gateway.jobs.asking import Asking
+from sie_gateway.reply import Placed, array_of
+from sie_store.datasets.answers import Answer
+
+GROUP_ITEMS = 256  # of a request
+GROUP_BYTES = 256 << 10  # of texts; four bytes are a token, roughly
+GROUP_FILES = 16  # of items with files
+
+
+class Input(NamedTuple):
+    """What is asked of a row. `query`: of a score."""
+
+    item: Item
+    query: str | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that no other input has (BLAKE2b)."""
+        found = hashlib.blake2b(digest_size=16)
+        for part in (self.query, self.item.text):
+            text = b"" if part is None else part.encode()
+            found.update(b"%d:%d " % (part is not None, len(text)))
+            found.update(text)
+        for file in self.item.files:
+            found.update(b"%d " % len(file))
+            found.update(file)
+        return found.digest()
+
+
+class MixedFingerprints(Exception):
+    """An answer was made by another state of the model than the answers before: the two must not be mixed."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(f"expected answers by fingerprint {expected}, got {got}")
+        self.expected, self.got = expected, got
+
+
+class Values:
+    """Computes the values of inputs for one job. `spec`: the model, pinned to its profile."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        spec: str,
+        operation: Operation,
+        params: Mapping[str, Any],
+        fingerprint: str,
+    ) -> None:
+        """`fingerprint`: of all answers before, empty if there are none."""
+        self._asking = asking
+        self._spec = spec
+        self._operation: Operation = operation
+        self._params = params
+        self.fingerprint = fingerprint
+
+    async def of(
+        self, inputs: Sequence[Input], on_done: Callable[[Sequence[int], Sequence[Answer]], None]
+    ) -> list[Answer]:
+        """The answer to each input. `on_done` is called with places whose answers are there. Raises SIEError for what
+        no input can escape, MixedFingerprints.
+        """
+        found: list[Answer | None] = [None] * len(inputs)
+
+        async def ask(places: Sequence[int]) -> None:
+            values = await self._asked([inputs[place] for place in places])
+            for place, value in zip(places, values, strict=True):
+                found[place] = value
+            on_done(places, values)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for places in grouped(inputs):
+                    tasks.create_task(ask(places))
+        except* (SIEError, MixedFingerprints) as errors:
+            raise errors.exceptions[0] from errors
+        return [value for value in found if value is not None]
+
+    async def _asked(self, inputs: Sequence[Input]) -> list[Answer]:
+        query = None if inputs[0].query is None else Item(inputs[0].query)
+        items = [each.item for each in inputs]
+        outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
+        for result, outcome in outcomes:
+            if isinstance(outcome, Ok):
+                self._check(result.fingerprint)
+        return [value_of(placed) for placed in outcomes]
+
+    def _check(self, fingerprint: str) -> None:
+        if not self.fingerprint:
+            self.fingerprint = fingerprint
+        elif fingerprint != self.fingerprint:
+            raise MixedFingerprints(self.fingerprint, fingerprint)
+
+
+def value_of(placed: Placed) -> Answer:
+    """An outcome without the message that it came in, which it would keep in memory."""
+    result, outcome = placed
+    if isinstance(outcome, Failed):
+        return Answer(error=outcome.error)
+    assert isinstance(outcome, Ok)
+    arrays = {name: array_of(result, outcome, name).copy() for name in outcome.outputs}
+    return Answer(None, outcome.tokens, outcome.truncated, arrays, outcome.score, outcome.data)
+
+
+def grouped(inputs: Sequence[Input]) -> list[list[int]]:
+    """Places of the inputs of each request: inputs of one query, and of similar length, the longest first. So batches
+    are full and need little filling, and no long text is left for the end.
+    """
+    by_query: dict[str | None, list[int]] = defaultdict(list)
+    for place, each in enumerate(inputs):
+        by_query[each.query].append(place)
+    groups: list[list[int]] = []
+    for places in by_query.values():
+        places.sort(key=lambda place: -inputs[place].item.size)
+        group: list[int] = []
+        size = files = 0
+        for place in places:
+            item = inputs[place].item
+            if group and (
+                len(group) == GROUP_ITEMS or size + item.size > GROUP_BYTES or files + len(item.files) > GROUP_FILES
+            ):
+                groups.append(group)
+                group, size, files = [], 0, 0
+            group.append(place)
+            size += item.size - item.file_bytes
+            files += len(item.files)
+        groups.append(group)
+    return groups
+
+
+class Unique(NamedTuple):
+    """Inputs without repetition, and for each row the place of its input."""
+
+    inputs: list[Input]
+    digests: list[bytes]
+    places: list[int]
+
+
+def unique(inputs: Sequence[Input]) -> Unique:
+    """Equal inputs once, in the order of their first occurrence."""
+    seen: dict[bytes, int] = {}
+    kept: list[Input] = []
+    digests: list[bytes] = []
+    places: list[int] = []
+    for each in inputs:
+        digest = each.digest
+        place = seen.get(digest)
+        if place is None:
+            place = seen[digest] = len(kept)
+            kept.append(each)
+            digests.append(digest)
+        places.append(place)
+    return Unique(kept, digests, places)
+
+
+class Packed(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """A value as the cache keeps it. Only values without an error are kept."""
+
+    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
+    score: float | None = None
+    data: dict[str, Any] | None = None
+    tokens: int = 0
+    truncated: bool = False
+
+
+_decode = msgspec.msgpack.Decoder(Packed).decode
+
+
+def pack(value: Answer) -> bytes:
+    """A value as bytes."""
+    arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in value.arrays.items()}
+    return msgspec.msgpack.encode(Packed(arrays, value.score, value.data, value.tokens, value.truncated))
+
+
+def unpack(packed: bytes) -> Answer:
+    """The value of these bytes. Raises ValueError."""
+    found = _decode(packed)
+    arrays = {
+        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in found.arrays.items()
+    }
+    return Answer(None, found.tokens, found.truncated, arrays, found.score, found.data)

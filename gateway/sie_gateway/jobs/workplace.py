@@ -1,0 +1,73 @@
+"""Where a job keeps its plan, and the parts of a batch: objects below `jobs/{id}` of the payload store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sie_contracts import jobs as records
+from sie_contracts.jobs import Plan
+from sie_gateway.jobs.files import FileStore
+from sie_store.object_stores import ObjectMissing, WrittenMeanwhile, within
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+LONG_S = 120.0  # of a call of the store
+
+
+class Workplace:
+    """Of one job. `store`: the payload store."""
+
+    def __init__(self, store: ObjectStore, job_id: str, files: FileStore) -> None:
+        self.files = files
+        self.store = store
+        self._prefix = f"jobs/{job_id}"
+
+    @staticmethod
+    def part(number: int, suffix: str) -> str:
+        """The name of a shard's object: it follows from its number, and all of a job sort in their order."""
+        return f"part-{number:06}.{suffix}"
+
+    async def plan(self) -> Plan | None:
+        """The plan, if it was made. Raises StoreError."""
+        data = await self.existing("plan")
+        return None if data is None else records.decode_plan(data)
+
+    async def keep_plan(self, plan: Plan) -> Plan:
+        """Keep the plan, unless another leader did: then that one counts. Returns what counts. Raises StoreError."""
+        return records.decode_plan(await self.put_once("plan", records.encode(plan)))
+
+    async def existing(self, name: str) -> bytes | None:
+        """An object of this job; None if there is none. Raises StoreError."""
+        import obstore
+
+        async def read() -> bytes:
+            return bytes(await (await obstore.get_async(self.store, f"{self._prefix}/{name}")).bytes_async())
+
+        try:
+            return await within(LONG_S, read())
+        except ObjectMissing:
+            return None
+
+    async def put_once(self, name: str, data: bytes) -> bytes:
+        """Store an object whole, unless it is there. Returns the one that is there then. Raises StoreError."""
+        import obstore
+
+        try:
+            await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
+        except WrittenMeanwhile:
+            found = await self.existing(name)
+            if found is None:  # it was removed since
+                raise
+            return found
+        return data
+
+    async def remove(self) -> None:
+        """Remove all objects of this job. Raises StoreError."""
+        import obstore
+
+        async def removed() -> None:
+            async for page in obstore.list(self.store, prefix=f"{self._prefix}/"):
+                await obstore.delete_async(self.store, [entry["path"] for entry in page])
+
+        await within(LONG_S, removed())

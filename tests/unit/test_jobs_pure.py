@@ -1,0 +1,203 @@
+"""Jobs without a cluster: windows of time, pace and forecast, grouping of inputs, the cache of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie_contracts.api.jobs import JobInput, JobRequest
+from sie_contracts.errors import InvalidInput
+from sie_contracts.jobs import JobRecord
+from sie_gateway.body import Item
+from sie_gateway.jobs import cache as caches
+from sie_gateway.jobs.asking import MAX_ROOM, Room, Throttle
+from sie_gateway.jobs.cache import Cache, Segment, segment, space_of
+from sie_gateway.jobs.pace import STEP_S, Pace, forecast
+from sie_gateway.jobs.run import window_s
+from sie_gateway.jobs.values import GROUP_BYTES, GROUP_ITEMS, Input, grouped, pack, unique, unpack
+from sie_gateway.jobs.windows import opens_in_s
+from sie_store.datasets.answers import Answer
+from sie_store.object_stores import opened
+
+
+def at(text: str) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("windows", "zone", "now", "opens"),
+    [
+        ((), "UTC", "2026-11-24T12:00", 0),
+        (("22:00-06:00",), "UTC", "2026-11-24T23:30", 0),
+        (("22:00-06:00",), "UTC", "2026-11-24T05:59:59", 0),
+        (("22:00-06:00",), "UTC", "2026-11-24T06:00", 16 * 3600),
+        (("22:00-06:00",), "UTC", "2026-11-24T21:59:30", 30),
+        (("22:00-06:00",), "Europe/Zurich", "2026-11-24T21:30", 0),
+        (("01:00-02:00", "13:00-14:00"), "UTC", "2026-11-24T12:30", 1800),
+        (("00:00-00:00",), "UTC", "2026-11-24T12:30", 0),
+        # clocks go back an hour in this night: from 23:00 until 03:00 are five hours
+        (("03:00-04:00",), "Europe/Zurich", "2026-10-24T21:00", 5 * 3600),
+    ],
+)
+def test_a_window_opens(windows: tuple[str, ...], zone: str, now: str, opens: float) -> None:
+    assert opens_in_s(windows, zone, at(now)) == opens
+
+
+def test_a_zone_that_there_is_not_is_named() -> None:
+    with pytest.raises(InvalidInput, match="time_zone"):
+        opens_in_s(("22:00-06:00",), "Europe/../Zurich", 0.0)
+
+
+def test_windows_of_completion() -> None:
+    assert [window_s(text) for text in ("90s", "5m", "24h", "7d")] == [90, 300, 86_400, 604_800]
+
+
+def job(**fields: object) -> JobRecord:
+    request = JobRequest(model="m", input=JobInput(file="f"), deadline=float(fields.pop("deadline", 0.0)))  # type: ignore[arg-type]
+    return JobRecord("job-1", "", "", 0.0, request=request, **fields)  # type: ignore[arg-type]
+
+
+def test_a_forecast_follows_from_the_rate_and_says_how_sure_it_is() -> None:
+    pace = Pace()
+    for step in range(20):
+        pace.note(step * STEP_S, int(100 * step * STEP_S))
+    assert pace.rate == 100
+    running = job(state="running", rows=100_000, done=40_000, rows_per_s=pace.rate, spread=0.1, deadline=1300.0)
+    told = forecast(running, workers=2, now_s=1000.0)
+    assert told is not None
+    assert (told.done_at, told.plus_minus_s, told.workers) == (1600.0, 120.0, 2)
+    assert told.workers_needed == 4  # half of the time is left that two workers need
+    assert forecast(job(state="running", rows=None, rows_per_s=1.0), 1, 0.0) is None
+    assert forecast(job(state="paused", rows=1, rows_per_s=1.0), 1, 0.0) is None
+
+
+def test_a_rest_is_no_part_of_the_rate() -> None:
+    pace = Pace()
+    pace.note(0.0, 0)
+    pace.note(20.0, 2000)
+    pace.rest()
+    assert pace.rate == 0
+    pace.note(3600.0, 2000)
+    pace.note(3620.0, 4000)
+    assert pace.rate == 100
+
+
+def inputs(*texts: str, query: str | None = None) -> list[Input]:
+    return [Input(Item(text), query) for text in texts]
+
+
+@given(st.lists(st.tuples(st.text(max_size=8), st.sampled_from([None, "q", "r"])), max_size=60))
+def test_each_input_is_in_one_group_and_no_group_has_two_queries(given: list[tuple[str, str | None]]) -> None:
+    every = [Input(Item(text), query) for text, query in given]
+    groups = grouped(every)
+    assert sorted(place for group in groups for place in group) == list(range(len(every)))
+    assert all(len({every[place].query for place in group}) == 1 for group in groups)
+
+
+def test_groups_have_texts_of_similar_length_and_bounds() -> None:
+    every = inputs(*("x" * (place % 7) for place in range(2 * GROUP_ITEMS)), "y" * (GROUP_BYTES + 1))
+    groups = grouped(every)
+    assert [len(group) for group in groups] == [1, GROUP_ITEMS, GROUP_ITEMS]
+    lengths = [every[place].item.size for group in groups for place in group]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_equal_inputs_are_computed_once() -> None:
+    every = [*inputs("a", "b", "a"), *inputs("a", query="q"), Input(Item(None, images=(b"a",))), *inputs("")]
+    found = unique(every)
+    assert [found.inputs[place] for place in found.places] == every
+    assert len(found.inputs) == 5
+    assert len(set(found.digests)) == 5
+
+
+def value(number: int) -> Answer:
+    array = np.arange(number % 5 + 1, dtype=np.float32)
+    return Answer(None, number, number % 2 == 0, {"dense": array}, float(number), {"n": [number]})
+
+
+def same(one: Answer, other: Answer) -> bool:
+    arrays = all(np.array_equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
+    return arrays and (one.score, one.data, one.tokens, one.truncated) == (
+        other.score,
+        other.data,
+        other.tokens,
+        other.truncated,
+    )
+
+
+def test_a_segment_gives_back_what_was_kept() -> None:
+    kept = {Input(Item(str(number))).digest: value(number) for number in range(100)}
+    read = Segment(segment(kept))
+    assert all(same(read.value(row), kept[digest]) for row, digest in enumerate(sorted(kept)))
+    assert same(unpack(pack(value(3))), value(3))
+
+
+async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(tmp_path: Path) -> None:
+    store = opened(str(tmp_path), "TEST")
+    space = space_of("f1", "encode", {"a": 1, "b": 2})
+    assert space == space_of("f1", "encode", {"b": 2, "a": 1}) != space_of("f2", "encode", {"a": 1, "b": 2})
+    writer = Cache(store, space)
+    await writer.open()
+    digests = [Input(Item(str(number))).digest for number in range(300)]
+    for start in range(0, 300, 100):
+        await writer.keep(f"s{start}", {digests[place]: value(place) for place in range(start, start + 100)})
+    await writer.keep("s0", {digests[0]: value(7)})  # another leader of the same shard: what is there stays
+    reader = Cache(store, space)
+    await reader.open()
+    assert len(reader) == 300
+    asked = [digests[5], Input(Item("new")).digest, digests[250], digests[0]]
+    found = await reader.find(asked)
+    assert found.keys() == {0, 2, 3}
+    assert same(found[0], value(5))
+    assert same(found[2], value(250))
+    assert same(found[3], value(0))
+    other = Cache(store, space_of("f2", "encode", {}))
+    await other.open()
+    assert await other.find(digests) == {}
+
+
+async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(str(tmp_path), "TEST")
+    writer = Cache(store, "space")
+    digests = [Input(Item(str(number))).digest for number in range(200)]
+    await writer.keep("s0", {digest: value(1) for digest in digests[:100]})
+    await writer.keep("s1", {digest: value(2) for digest in digests[100:]})
+    reader = Cache(store, "space")
+    await reader.open()
+    size = len(segment({digest: value(2) for digest in digests[100:]}))  # of the newer one
+    assert await caches.trim(store, 1 << 20) == 0
+    assert await caches.trim(store, size) == 1
+    assert len(await reader.find(digests)) == 100
+    monkeypatch.setattr(caches, "MAX_ITEMS", 50)
+    smaller = Cache(store, "space")
+    await smaller.open()
+    assert len(smaller) == 0
+
+
+async def test_there_is_room_for_one_group_at_least_and_more_where_it_is_fast() -> None:
+    room = Room()
+    await room.enter(MAX_ROOM + 1)
+    waiting = asyncio.create_task(room.enter(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await room.leave(MAX_ROOM + 1, 0.1)
+    await asyncio.wait_for(waiting, 5)
+    assert room.most > 512
+
+
+async def test_a_throttle_waits_for_what_was_used() -> None:
+    now = [0.0]
+    throttle = Throttle(100.0, clock=lambda: now[0])
+    await throttle.wait()
+    throttle.used(5)
+    before = asyncio.get_running_loop().time()
+    await throttle.wait()
+    assert asyncio.get_running_loop().time() - before >= 0.045

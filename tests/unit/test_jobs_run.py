@@ -1,0 +1,299 @@
+"""The life of a job: one leader, every shard once whatever dies, and what its owner says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from inprocess import until, until_told
+
+from sie_broker.memory import MemoryBroker, MemoryServer
+from sie_contracts.api.jobs import JobInput, JobRequest
+from sie_contracts.errors import ErrorInfo, ModelNotFound
+from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
+from sie_gateway.jobs import keeper as keepers
+from sie_gateway.jobs import run as runs
+from sie_gateway.jobs.asking import KeyEnded
+from sie_gateway.jobs.keeper import Keeper
+from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.run import Progress, ShardBroken
+from sie_gateway.jobs.values import MixedFingerprints
+from sie_runtime.process import Stop
+from sie_store.object_stores import StoreError
+
+JOB = JobRecord("job-1", "k", "key", 1.0, request=JobRequest(model="m", input=JobInput(file="f")))
+
+
+@dataclass
+class Output:
+    """What all leaders of a job write: each part is created once."""
+
+    shards: int = 6
+    plan: Plan | None = None
+    parts: dict[str, str] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    held: asyncio.Event = field(default_factory=asyncio.Event)  # a shard waits for it
+    before: Callable[[int], None] = lambda number: None
+    closed: int = 0
+
+    def work(self, leader: str) -> Callable[[JobRecord, Progress], Writing]:
+        return lambda job, progress: Writing(self, leader, progress)
+
+
+@dataclass
+class Writing:
+    output: Output
+    leader: str
+    progress: Progress
+
+    async def plan(self) -> Plan:
+        self.output.plan = self.output.plan or Plan(
+            tuple(Span("a.jsonl", "jsonl", 10 * number, 10) for number in range(self.output.shards))
+        )
+        return self.output.plan
+
+    async def shard(self, number: int, span: Span) -> ShardRecord:
+        self.output.before(number)
+        self.output.computed.append(number)
+        await self.output.held.wait()
+        self.progress.rows(number, span.rows, 1)
+        self.output.parts.setdefault(f"part-{number}", self.leader)
+        return ShardRecord(f"part-{number}", span.rows, failed=1, tokens=3, codes={"INVALID_INPUT": 1})
+
+    async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+        self.output.finished.append(state)
+        return {"output_url": "there"}
+
+    async def close(self) -> None:
+        self.output.closed += 1
+
+
+class World:
+    def __init__(self) -> None:
+        self.server = MemoryServer()
+        self.output = Output()
+        self.brokers: dict[str, MemoryBroker] = {}
+        self.stops: dict[str, tuple[Stop, asyncio.Future[Any], Keeper]] = {}
+
+    def gateway(self, name: str, at_once: int = 2) -> Ledger:
+        broker = self.brokers[name] = self.server.connect(name)
+        bucket, stop = JobsBucket(broker, 1), Stop()
+        ledger = Ledger(bucket, broker, 1)
+        keeper = Keeper(ledger, broker, name, self.output.work(name), at_once=at_once, storage="memory", replicas=1)
+        self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
+        return ledger
+
+    async def kill(self, name: str) -> None:
+        """As kill -9: nothing is released."""
+        _, task, keeper = self.stops.pop(name)
+        ended = [running.task for running in keeper._running.values()]
+        keeper._running.clear()
+        for each in (task, *ended):
+            each.cancel()
+        await asyncio.gather(task, *ended, return_exceptions=True)
+
+    async def leave(self, name: str) -> None:
+        stop, task, _ = self.stops.pop(name)
+        stop.request()
+        await asyncio.wait_for(task, 10)
+
+    async def job(self, ledger: Ledger, job_id: str = JOB.id) -> JobRecord:
+        job = await ledger._jobs.refresh(job_id)
+        assert job is not None
+        return job
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(keepers, "EVERY_S", 0.02)
+    monkeypatch.setattr(keepers, "LEASE_S", 0.6)
+    monkeypatch.setattr(keepers, "RENEW_S", 0.1)
+    monkeypatch.setattr(keepers, "FENCE_S", 0.45)
+    monkeypatch.setattr(runs, "FLUSH_S", 0.05)
+    monkeypatch.setattr(runs, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(runs, "MAX_PAUSE_S", 0.05)
+    world = World()
+    yield world
+    for name in list(world.stops):
+        await world.leave(name)
+
+
+async def state(world: World, ledger: Ledger, wanted: str, job_id: str = JOB.id) -> JobRecord:
+    async def reached() -> JobRecord | None:
+        job = await world.job(ledger, job_id)
+        return job if job.state == wanted else None
+
+    found: JobRecord = await until_told(reached, f"the job is {wanted}")
+    return found
+
+
+async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World) -> None:
+    world.output.held.set()
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    job = await state(world, ledger, "completed")
+    assert (job.rows, job.done, job.failed, job.tokens, job.shards, job.shards_done) == (60, 60, 6, 18, 6, 6)
+    assert job.codes == {"INVALID_INPUT": 6}
+    assert (job.output_url, job.leader, world.output.finished) == ("there", "", ["completed"])
+    assert world.output.closed == 1
+    assert len(await ledger.shards(JOB.id)) == 6
+    await ledger.forget(JOB.id)
+    assert await ledger.shards(JOB.id) == {}
+    await until(lambda: not len(ledger), "it is forgotten")
+
+
+async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_it_was(world: World) -> None:
+    """1. Two gateways; one leads and answers nothing yet. 2. It leaves. 3. The other one leads at once, and answers."""
+    first, second = world.gateway("g1"), world.gateway("g2")
+    await first.create(JOB)
+    await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "a leader computes")
+    leader = (await state(world, first, "running")).leader
+    other = "g2" if leader == "g1" else "g1"
+    await asyncio.sleep(1.5 * keepers.LEASE_S)
+    assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other one waits, for longer than a lease
+    await world.leave(leader)
+    world.output.held.set()
+    job = await state(world, second if other == "g2" else first, "completed")
+    assert job.done == 60
+    assert set(world.output.parts.values()) == {other}
+
+
+async def test_a_leader_that_dies_is_replaced_and_every_part_is_written_once(world: World) -> None:
+    world.output.held.set()
+    died: list[int] = []
+
+    def before(number: int) -> None:
+        if number == 4 and not died:
+            died.append(number)
+            world.output.held.clear()
+
+    world.output.before = before
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: died, "it comes to the fifth shard")
+    await until(lambda: len(world.output.parts) >= 3, "others are written")
+    await world.kill("g1")
+    second = world.gateway("g2")
+    world.output.held.set()
+    job = await state(world, second, "completed")
+    assert (job.done, job.failed) == (60, 6)
+    assert len(world.output.parts) == 6
+
+
+@pytest.mark.parametrize("says", ["pause", "cancel"])
+async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None:
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    await state(world, ledger, "paused" if says == "pause" else "cancelled")
+    world.output.held.set()
+    if says == "cancel":
+        assert world.output.finished == ["cancelled"]
+        return
+    assert world.output.parts == {}
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="run", state="queued"))
+    assert (await state(world, ledger, "completed")).done == 60
+
+
+async def test_what_passes_is_waited_for_and_told(world: World) -> None:
+    world.output.held.set()
+    fails = [True]
+
+    def before(number: int) -> None:
+        if fails:
+            raise StoreError("no space left on device")
+
+    world.output.before = before
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: [job for job in ledger if job.trouble], "it says what it waits for")
+    assert ledger.find(JOB.id).trouble == ErrorInfo(
+        "STORE_UNAVAILABLE", "the store did not do it: no space left on device"
+    )
+    fails.clear()
+    job = await state(world, ledger, "completed")
+    assert (job.done, job.trouble) == (60, None)
+
+
+async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) -> None:
+    world.output.held.set()
+
+    def before(number: int) -> None:
+        if number == 2:
+            raise ShardBroken(ErrorInfo("INVALID_INPUT", "the object is not there any more", "input_missing"))
+
+    world.output.before = before
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    job = await state(world, ledger, "completed")
+    assert (job.done, job.failed, job.shards_done, job.shards_failed) == (60, 15, 6, 1)
+    assert job.broken == ("a.jsonl: the object is not there any more",)
+    assert job.codes["INVALID_INPUT"] == 15
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "code"),
+    [
+        (ModelNotFound("there is no such model"), "failed", "MODEL_NOT_FOUND"),
+        (KeyEnded("the key of this job is not valid any more"), "paused", "PERMISSION_DENIED"),
+        (MixedFingerprints("a", "b"), "paused", "MODEL_CHANGED"),
+        (ZeroDivisionError("a bug"), "paused", "INTERNAL_ERROR"),
+    ],
+)
+async def test_what_only_people_can_change_ends_or_pauses_it(
+    world: World, error: Exception, wanted: str, code: str
+) -> None:
+    world.output.held.set()
+
+    def before(number: int) -> None:
+        if number == 3:
+            raise error
+
+    world.output.before = before
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    job = await state(world, ledger, wanted)
+    assert job.error is not None
+    assert job.error.code == code
+    assert job.leader == ""
+
+
+async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) -> None:
+    ledger = world.gateway("g1")
+    expires = JobRequest(model="m", input=JobInput(file="f"), deadline=1.0, expires=True)
+    await ledger.create(runs.replace(JOB, request=expires))
+    await state(world, ledger, "expired")
+    assert world.output.finished == ["expired"]
+
+
+async def test_a_leader_without_a_broker_stops_before_another_begins(world: World) -> None:
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
+    running = [each for each in asyncio.all_tasks() if each.get_name() == f"job {JOB.id}"]
+    world.brokers["g1"].disconnect()
+    second = world.gateway("g2")
+    _, pending = await asyncio.wait(running, timeout=3 * keepers.FENCE_S)
+    assert not pending
+    assert len(world.output.computed) == runs.SHARDS_AT_ONCE  # the other one has not begun
+    world.output.held.set()
+    assert (await state(world, second, "completed")).done == 60
+    assert set(world.output.parts.values()) == {"g2"}
+    world.brokers["g1"].reconnect()
+
+
+async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: World) -> None:
+    ledger = world.gateway("g1", at_once=1)
+    for number in (3, 1, 2):
+        await ledger.create(runs.replace(JOB, id=f"job-{number}", created_s=float(number)))
+    await until(lambda: world.output.computed, "one runs")
+    assert [job.id for job in ledger if job.state == "running"] == ["job-1"]
+    world.output.held.set()
+    ends = [(await state(world, ledger, "completed", f"job-{number}")).ended_s for number in (1, 2, 3)]
+    assert ends == sorted(ends)
