@@ -18,7 +18,7 @@ class WorkerResidency(Struct, kw_only=True):
 
     worker: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
-    in_flight: Annotated[int, Meta(ge=0, description="Work items of the model that it holds.")]
+    in_flight: Annotated[int, Meta(ge=0, description="Work items of the model that it held at its last heartbeat.")]
     asked: bool
 
 
