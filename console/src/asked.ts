@@ -5,8 +5,8 @@ import { get } from "./api";
 const LATE_MS = 3000; // of an answer, after which the page says that there is none
 
 /**
- * What a path, or a call of the client that stays the same function, answers, asked again `everyMs` after each answer, and never while the page is hidden. What was answered last
- * stays to be read when an answer is missing; `trouble` says why it is.
+ * What a path answers, or a call of the client (always the same function), asked again `everyMs` after each answer, and
+ * never while the page is hidden. What was answered last stays to be read when an answer is missing; `trouble` says why.
  */
 export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>), everyMs: number): { value?: T; trouble: string } {
   const [value, setValue] = useState<T>();
