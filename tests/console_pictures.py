@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import httpx
-from browser import Page, browsing, click, tab
+from browser import Page, browsing, click, tab, typed
 from cluster import until
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -23,7 +23,7 @@ MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # name, view, colour scheme, width, what is pressed and then there
 PICTURES = (
     ("playground", "playground", "light", 1280, "#run", ".waterfall"),
-    ("models", "models", "light", 1280, "#catalogue button", ".facts"),
+    ("models", "models", "light", 1280, "#catalogue button", ".revisions tr"),
     ("cluster", "cluster", "dark", 1280, "#doctor", "#findings"),
     ("narrow", "playground", "dark", 390, "#run", ".waterfall"),
 )
@@ -53,6 +53,9 @@ def take(page: Page, url: str, scheme: str, width: int, use: tuple[str, str], pa
     page.open("about:blank")
     page.open(url)
     page.wait(f"Boolean(document.querySelector('{pressed}'))", bool, timeout_s=30)
+    if page.evaluate("Boolean(document.querySelector('#model-filter'))"):  # of the catalogue, the model that is loaded
+        typed(page, "#model-filter", MODEL)
+        page.wait("document.querySelector('#catalogue button')?.innerText", lambda name: name == MODEL)
     click(page, pressed)
     page.wait(f"Boolean(document.querySelector('{there}'))", bool, timeout_s=60)
     height = min(MAX_HEIGHT, page.evaluate("document.documentElement.scrollHeight"))
