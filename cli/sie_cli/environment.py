@@ -2,7 +2,7 @@
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
-AWS_, GOOGLE_, AZURE_    whoever opens a bucket: of payloads, of models, of weights
+AWS_, GOOGLE_, AZURE_    whoever opens a bucket: of payloads, of jobs, of models, of weights
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BUCKETS = ("s3://", "gs://")
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """The environment of a process that is these components (gateway, config, sidecar, adapter)."""
-    urls = {
-        "gateway": (settings.payload_store_url,),
+    urls: dict[str, tuple[str | None, ...]] = {
+        "gateway": (settings.payload_store_url, *(settings.jobs_urls or ())),
         "sidecar": (settings.payload_store_url,),
         "config": (settings.models_dir,),
         "adapter": (settings.models_dir, settings.cluster_cache),

@@ -44,13 +44,15 @@ def test_the_hub_s_token_reaches_adapters_alone() -> None:
     [
         ("payload_store_url", "s3://payloads", {"gateway", "sidecar"}),
         ("payload_store_url", "/a/folder", set()),
+        ("jobs_urls", ("/a/folder", "gs://rows/x"), {"gateway"}),
+        ("jobs_urls", ("/a/folder",), set()),
         ("models_dir", "gs://models/x", {"config", "adapter"}),
         ("models_dir", "./models", set()),
         ("cluster_cache", "s3://weights", {"adapter"}),
         ("cluster_cache", None, set()),
     ],
 )
-def test_keys_of_a_cloud_reach_whoever_opens_the_bucket(setting: str, url: str | None, readers: set[str]) -> None:
+def test_keys_of_a_cloud_reach_whoever_opens_the_bucket(setting: str, url: Any, readers: set[str]) -> None:
     for component in ("gateway", "config", "sidecar", "adapter"):
         found = got(component, **{setting: url}) & CLOUD.keys()
         assert found == (CLOUD.keys() if component in readers else set()), component

@@ -124,6 +124,14 @@ def most_frequent(counts: Counter[str]) -> dict[str, int]:
     return found
 
 
+_kept = msgspec.json.Encoder(enc_hook=str)
+
+
+def kept_json(value: Any) -> bytes:
+    """A value of a kept column or of an extraction as JSON: bytes as base64, a time in ISO 8601."""
+    return _kept.encode(value)
+
+
 def _column(name: str) -> str:
     return name.replace(".", "_")
 

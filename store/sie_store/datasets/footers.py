@@ -15,6 +15,7 @@ from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
 
 if TYPE_CHECKING:
+    from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
 BUFFER_BYTES = 8 << 20  # of each column chunk that is being read
@@ -50,7 +51,7 @@ def _opened(place: Place, what: Found) -> ParquetFile:
         raise malformed(what.source)
     file.seek(0)
     try:
-        return ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        return ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise malformed(what.source) from error
 
@@ -117,7 +118,7 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict
             for batch in batches:
                 part = batch.slice(skip, cut.rows - len(rows))
                 skip = max(0, skip - batch.num_rows)
-                rows += part.to_pylist() if known else [{}] * len(part)
+                rows += _micros(part).to_pylist() if known else [{}] * len(part)
                 if len(rows) == cut.rows:
                     break
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -125,3 +126,14 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict
     if len(rows) != cut.rows:
         raise malformed(what.source)
     return rows
+
+
+def _micros(batch: RecordBatch) -> RecordBatch:
+    """Times in microseconds: Python has no finer ones."""
+    import pyarrow as pa
+
+    for at, column in enumerate(batch.schema):
+        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+            values = batch.column(at).cast(pa.timestamp("us", column.type.tz), safe=False)
+            batch = batch.set_column(at, column.name, values)
+    return batch

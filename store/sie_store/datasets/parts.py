@@ -10,7 +10,6 @@ npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, wid
 
 from __future__ import annotations
 
-import base64
 import io
 import zipfile
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import numpy as np
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import ErrorInfo
 from sie_store.datasets import tables
-from sie_store.datasets.answers import About, Array, Shard, counted
+from sie_store.datasets.answers import About, Array, Shard, counted, kept_json
 
 SUFFIX: dict[OutputFormat, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "npy": ".npz"}
 MIN_DIGITS = 5
@@ -60,15 +59,6 @@ def inspect(data: bytes, format: OutputFormat) -> About:
         raise PartFault(f"the object is no part in the format {format}") from error
 
 
-def _default(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no value of a column")
-
-
-_json = msgspec.json.Encoder(enc_hook=_default)
-
-
 def error_of(info: ErrorInfo) -> dict[str, str]:
     return {"code": info.code, "message": info.message}
 
@@ -80,7 +70,9 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
     rows = []
     for at, own in enumerate(shard.ids):
         error = shard.errors[at]
-        row: dict[str, Any] = {"id": own, **{name: values[at] for name, values in shard.kept.items()}}
+        row: dict[str, Any] = {"id": own}
+        for name, values in shard.kept.items():  # orjson has no integers beyond 64 bits, and no bytes
+            row[name] = orjson.Fragment(kept_json(values[at]))
         if error is not None:
             row["error"] = error_of(error)
         row["tokens"], row["truncated"] = int(shard.tokens[at]), bool(shard.truncated[at])
@@ -89,7 +81,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
             row |= {name: values[at] for name, values in shard.extracted.items()}
             if has_arrays:
                 row |= _arrays(shard, at)
-        rows.append(orjson.dumps(row, default=_plain, option=option | orjson.OPT_NON_STR_KEYS))
+        rows.append(orjson.dumps(row, option=option))
         if len(rows) == _PIECE_ROWS:
             yield b"".join(rows)
             rows = []
@@ -108,35 +100,6 @@ def _arrays(shard: Shard, at: int) -> dict[str, Any]:
 def _exact(array: Array) -> Array:
     """float16 as float64, whose shortest digits are its exact value."""
     return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
-
-
-def _plain(value: Any) -> Any:
-    """What a kept column of Parquet may hold beside the types of JSON."""
-    return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else str(value)
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What became of a row, without its values."""
-
-    id: str
-    tokens: int
-    error: dict[str, str] | None = None
-
-
-_outcomes = msgspec.json.Decoder(Outcome)
-
-
-def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
-    """What became of each row of a part, in order. Raises PartFault."""
-    try:
-        if format == "parquet":
-            return [Outcome(*row) for row in tables.outcomes(data)]
-        if format == "npy":
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                data = archive.read(ROWS)
-        return [_outcomes.decode(line) for line in io.BytesIO(data)]
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
-        raise PartFault(f"the object is no part in the format {format}") from error
 
 
 class _Line(msgspec.Struct):
@@ -184,7 +147,7 @@ def _npz(shard: Shard) -> bytes:
     with zipfile.ZipFile(file, "a") as archive:
         for name, data in (
             (ROWS, b"".join(_lines(shard, has_arrays=False))),
-            (ABOUT, _json.encode(shard.about)),
+            (ABOUT, msgspec.json.encode(shard.about)),
         ):
             archive.writestr(zipfile.ZipInfo(name), data)
     return file.getvalue()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sie_store.datasets.answers import About, Array, Shard
+from sie_store.datasets.answers import About, Array, Shard, kept_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,6 +48,7 @@ def encode(shard: Shard) -> bytes:
         compression_level=1,
         use_dictionary=texts,
         write_statistics=texts,
+        write_page_checksum=True,
     )
     return bytes(sink.getvalue())
 
@@ -96,7 +97,7 @@ def _has_map(kind: pa.DataType) -> bool:
 def _as_json(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
-    return pa.array([None if value is None else msgspec.json.encode(value).decode() for value in values], pa.string())
+    return pa.array([None if value is None else kept_json(value).decode() for value in values], pa.string())
 
 
 def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:

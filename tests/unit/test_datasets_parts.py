@@ -1,0 +1,246 @@
+"""Answers as files: what was put in comes out again in each format, row by row."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sie_contracts.api.jobs import OutputFormat
+from sie_contracts.errors import ErrorInfo
+from sie_store.datasets.answers import About, Answer, Shard, counted, shard_of
+from sie_store.datasets.parts import PartFault, encode, inspect, part_name
+from sie_store.datasets.rows import Row
+
+FORMATS: list[OutputFormat] = ["parquet", "jsonl", "npy"]
+ABOUT = About("job-1", 7, "org/model", "f00d")
+FAILED = Answer(ErrorInfo("INVALID_INPUT", "no text", param="input.text"))
+RANDOM = np.random.default_rng(7)
+
+
+def rows(count: int) -> list[Row]:
+    return [Row(f"é{number}", kept={"n": number, "m": {"a": number}, "none": None}) for number in range(count)]
+
+
+def shard(answers: list[Answer]) -> Shard:
+    return shard_of(ABOUT, rows(len(answers)), answers, ("n", "m", "none"))
+
+
+def table_of(data: bytes) -> pa.Table:
+    return parquet.read_table(pa.BufferReader(data))
+
+
+def lines_of(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def npz_of(data: bytes) -> Any:
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+def dense(dtype: str) -> list[Answer]:
+    answers = []
+    for _ in range(4):
+        arrays: dict[str, Any] = {"dense": (RANDOM.standard_normal(8) * 50).astype(dtype)}
+        if dtype in ("int8", "uint8"):
+            arrays |= {"dense.scale": np.array([RANDOM.random()], np.float32)}
+        if dtype == "uint8":
+            arrays |= {"dense.offset": np.array([RANDOM.random()], np.float32)}
+        answers.append(Answer(tokens=5, truncated=True, arrays=arrays))
+    return [answers[0], FAILED, *answers[1:]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8"])
+def test_dense_vectors_are_exact_in_each_format(dtype: str) -> None:
+    """Null, absent, or zeros with `failed` where a row has an error."""
+    answers = dense(dtype)
+    made = shard(answers)
+    vectors = [None if answer.error else answer.arrays["dense"].tolist() for answer in answers]
+    table = table_of(encode(made, "parquet"))
+    value = table.schema.field("dense").type
+    assert pa.types.is_fixed_size_list(value)
+    assert value.list_size == 8
+    assert value.value_type.to_pandas_dtype() == np.dtype(dtype)
+    assert table["dense"].to_pylist() == vectors
+    lines = lines_of(encode(made, "jsonl"))
+    assert [line.get("dense") for line in lines] == [
+        None if vector is None else pytest.approx(vector, rel=1e-7) for vector in vectors
+    ]
+    archive = npz_of(encode(made, "npy"))
+    assert archive["dense"].dtype == np.dtype(dtype)
+    assert archive["failed"].tolist() == [False, True, False, False, False]
+    assert archive["dense"].tolist() == [vector or [0] * 8 for vector in vectors]
+    for name in ("dense_scale", "dense_offset"):
+        wanted = [answer.arrays.get(name.replace("_", ".")) for answer in answers]
+        if any(each is not None for each in wanted):
+            expected = [None if each is None else float(each[0]) for each in wanted]
+            assert table[name].to_pylist() == expected
+            assert [None if np.isnan(each) else each for each in archive[name]] == expected
+            told = [line.get(name) for line in lines]
+            assert told == [None if each is None else pytest.approx(each) for each in expected]
+        else:
+            assert name not in table.column_names
+
+
+def test_float32_is_written_to_json_so_that_it_is_read_back_bit_for_bit() -> None:
+    vector = RANDOM.standard_normal(256).astype(np.float32)
+    (line,) = lines_of(encode(shard([Answer(arrays={"dense": vector})]), "jsonl"))
+    assert np.array_equal(np.array(line["dense"], np.float32), vector)
+
+
+def test_ragged_outputs_keep_their_rows() -> None:
+    """Sparse and multivectors, one of which is empty."""
+    answers = [
+        Answer(
+            arrays={
+                "sparse.indices": np.arange(count, dtype=np.int32),
+                "sparse.values": np.full(count, 0.5, np.float32),
+                "multivector": RANDOM.standard_normal((count, 4)).astype(np.float16),
+            }
+        )
+        for count in (3, 0, 2)
+    ]
+    answers.insert(1, FAILED)
+    made = shard(answers)
+    table = table_of(encode(made, "parquet"))
+    lines, archive = lines_of(encode(made, "jsonl")), npz_of(encode(made, "npy"))
+    for name, column in (
+        ("sparse.indices", "sparse_indices"),
+        ("sparse.values", "sparse_values"),
+        ("multivector", "multivector"),
+    ):
+        wanted = [None if answer.error else answer.arrays[name].tolist() for answer in answers]
+        assert table[column].to_pylist() == wanted
+        assert [line.get(column) for line in lines] == wanted
+        bounds = archive[f"{column}_rows"]
+        got = [archive[column][start:end].tolist() for start, end in pairwise(bounds)]
+        assert got == [each or [] for each in wanted]
+    assert table.schema.field("sparse_indices").type.value_type == pa.int32()
+    inner = table.schema.field("multivector").type.value_type
+    assert (inner.list_size, inner.value_type) == (4, pa.float16())
+
+
+def test_scores_and_extractions() -> None:
+    found = {"entities": [{"text": "Köln", "label": "city"}], "data": {"x": [1]}}
+    made = shard([Answer(score=0.25), FAILED, Answer(score=-1.5)])
+    assert table_of(encode(made, "parquet"))["score"].to_pylist() == [0.25, None, -1.5]
+    assert [line.get("score") for line in lines_of(encode(made, "jsonl"))] == [0.25, None, -1.5]
+    assert npz_of(encode(made, "npy"))["score"][[0, 2]].tolist() == [0.25, -1.5]
+    made = shard([Answer(data=found), FAILED, Answer(data={"entities": []})])
+    table = table_of(encode(made, "parquet"))
+    assert [each and json.loads(each) for each in table["entities"].to_pylist()] == [found["entities"], None, []]
+    assert [each and json.loads(each) for each in table["data"].to_pylist()] == [{"x": [1]}, None, None]
+    assert "relations" not in table.column_names
+    for kind in ("jsonl", "npy"):
+        data = encode(made, kind)  # type: ignore[arg-type]
+        lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
+        assert [line.get("entities") for line in lines] == [found["entities"], None, []]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ids_kept_columns_and_errors_are_in_each_format(kind: OutputFormat) -> None:
+    data = encode(shard(dense("float32")), kind)
+    if kind == "parquet":
+        lines = table_of(data).to_pylist()
+    else:
+        lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
+    assert [line["id"] for line in lines] == [f"é{number}" for number in range(5)]
+    assert [line["n"] for line in lines] == list(range(5))
+    kept = [json.loads(line["m"]) if kind == "parquet" else line["m"] for line in lines]
+    assert kept == [{"a": number} for number in range(5)]
+    assert {line["none"] for line in lines} == {None}
+    errors = [line.get("error") for line in lines]
+    assert errors == [None, {"code": "INVALID_INPUT", "message": "no text"}, None, None, None]
+    assert [line["tokens"] for line in lines] == [5, 0, 5, 5, 5]
+    assert [line["truncated"] for line in lines] == [True, False, True, True, True]
+    if kind == "npy":
+        assert npz_of(data)["ids"].tolist() == [line["id"] for line in lines]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("answers", [dense("float32"), [FAILED] * 3, []])
+def test_a_part_says_what_is_in_it_and_the_same_shard_is_the_same_bytes(
+    kind: OutputFormat, answers: list[Answer]
+) -> None:
+    data = encode(shard(answers), kind)
+    assert data == encode(shard(answers), kind)
+    failed = sum(answer.error is not None for answer in answers)
+    expected = msgspec.structs.replace(
+        ABOUT,
+        rows=len(answers),
+        failed=failed,
+        tokens=5 * (len(answers) - failed),
+        codes={"INVALID_INPUT": failed} if failed else {},
+    )
+    if kind == "jsonl":
+        expected = msgspec.structs.replace(
+            expected, job="", shard=0, model="", fingerprint=ABOUT.fingerprint if answers else ""
+        )
+    assert inspect(data, kind) == expected
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
+    data = encode(shard(dense("float32")), kind)
+    foreign = io.BytesIO()
+    parquet.write_table(pa.table({"id": ["a"]}), foreign)
+    for wrong in (data[:-10], b"", b"{}\n", foreign.getvalue()):
+        if kind != "jsonl" or wrong:  # a part without rows
+            with pytest.raises(PartFault):
+                inspect(wrong, kind)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([1, 2], pa.int64()),
+        ([1, 2.5], pa.float64()),
+        (["a", None], pa.string()),
+        ([1, "a"], pa.string()),
+        ([None, None], pa.string()),
+        ([{}, {"a": 1}], pa.string()),
+        ([[1], [2, 3]], pa.list_(pa.int64())),
+        ([[{}]], pa.string()),
+        ([2**70, 1], pa.string()),
+        ([b"x", None], pa.binary()),
+    ],
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: pa.DataType, format: OutputFormat) -> None:
+    own = [Row(str(at), kept={"c": value}) for at, value in enumerate(values)]
+    data = encode(shard_of(ABOUT, own, [FAILED] * len(own), ("c",)), format)
+    assert inspect(data, format).rows == len(values)
+    if format == "parquet":
+        table = table_of(data)
+        assert table.schema.field("c").type in (kind, pa.list_(pa.field("element", pa.int64())))
+
+
+def test_vectors_that_do_not_fit_together_are_refused() -> None:
+    wrong = [Answer(arrays={"dense": np.zeros(width, np.float32)}) for width in (4, 5)]
+    with pytest.raises(ValueError, match="dense"):
+        shard(wrong)
+    wrong = [Answer(arrays={"multivector": np.zeros((2, width), np.float32)}) for width in (4, 5)]
+    with pytest.raises(ValueError, match="multivector"):
+        shard(wrong)
+
+
+def test_names_of_parts_sort_by_number() -> None:
+    assert part_name(12, 100, "parquet") == "part-00012.parquet"
+    assert part_name(12, 100_001, "npy") == "part-000012.npz"
+    names = [part_name(number, 1_000_001, "jsonl") for number in (0, 9, 10, 99_999, 100_000, 1_000_000)]
+    assert names == sorted(names)
+
+
+def test_codes_are_counted_apart_up_to_a_bound() -> None:
+    codes = ["A"] * 3 + [f"C{number}" for number in range(30)]
+    found = counted(codes)
+    assert found["A"] == 3
+    assert len(found) == 21
+    assert sum(found.values()) == 33

@@ -1,0 +1,367 @@
+"""Inputs of jobs from objects to rows: every row of every format exactly once, faults in their places, and objects that
+are broken, missing or changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import obstore
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sie_contracts.api.jobs import JobInput
+from sie_contracts.errors import InvalidInput
+from sie_contracts.jobs import Span
+from sie_store.datasets import footers, plans, rows
+from sie_store.datasets.places import Place
+from sie_store.datasets.plans import Broken, plan
+from sie_store.datasets.rows import Row, read
+from sie_store.object_stores import Patience
+
+TEXT = JobInput(url="u", text="{t}")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place.opened(f"{tmp_path}/", (str(tmp_path),))
+
+
+async def spans_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[Span]:
+    planned = [each async for each in plan(place, source, shard_rows)]
+    assert not [each for each in planned if isinstance(each, Broken)], planned
+    return [span for each in planned if isinstance(each, list) for span in each]
+
+
+async def rows_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[Row]:
+    """All rows, and that each span is one of at most `shard_rows` that survives its encoding."""
+    found = []
+    for span in await spans_of(place, source, shard_rows):
+        assert span.rows <= shard_rows
+        span = msgspec.msgpack.decode(msgspec.msgpack.encode(span), type=Span)
+        part = await read(place, span, source)
+        assert len(part) == span.rows
+        found += part
+    return found
+
+
+def write_jsonl(path: Path, objects: list[Any], end: str = "\n") -> None:
+    path.write_text(end.join(map(json.dumps, objects)) + end, "utf-8")
+
+
+async def test_all_formats_give_the_same_rows(tmp_path: Path, place: Place) -> None:
+    """A folder of them, by name; what is hidden, a marker or a manifest is no data."""
+    own = [{"id": f"é{number}", "t": f'text "{number}",\n{"x" * number}', "n": number} for number in range(11)]
+    write_jsonl(tmp_path / "a.jsonl", own)
+    text = "\r\n".join(f'{row["id"]},"{str(row["t"]).replace(chr(34), chr(34) * 2)}",{row["n"]}' for row in own)
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + f"id,t,n\r\n{text}".encode())
+    parquet.write_table(pa.Table.from_pylist(own), tmp_path / "c.parquet", row_group_size=3)
+    (tmp_path / "sub").mkdir()
+    write_jsonl(tmp_path / "sub" / "d.ndjson", own, "\r\n\r\n")
+    for name in (".hidden.jsonl", "_SUCCESS", "_x.csv", "manifest.json", "README.md"):
+        (tmp_path / name).write_text("nothing")
+    source = JobInput(url="u", text="{t}|{n}", id="id", keep=("n",))
+    found = await rows_of(place, source)
+    assert [(row.id, row.text) for row in found] == [(row["id"], f"{row['t']}|{row['n']}") for row in own] * 4
+    assert [row.kept["n"] for row in found] == [*range(11), *map(str, range(11)), *range(11), *range(11)]
+    assert {row.fault for row in found} == {None}
+    names = [row.id for row in await rows_of(place, TEXT)]
+    assert names == [f"{name}#{at}" for name in ("a.jsonl", "b.csv", "c.parquet", "sub/d.ndjson") for at in range(11)]
+
+
+async def test_a_row_that_cannot_be_used_is_a_fault_in_its_place(tmp_path: Path, place: Place) -> None:
+    """The message has the column and never the content."""
+    secret = "SECRET"
+    lines = [
+        '{"t": "good"}',
+        f'{{"t": "{secret}',
+        f'["{secret}"]',
+        f'{{"t": ["{secret}"]}}',
+        f'{{"x": "{secret}"}}',
+        '{"t": null}',
+        f'{{"t": "{secret}\\ud800"}}',
+        "[" * 10_000,
+        '{"t": "last"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"t": "\xff"}\n\x00')
+    found = await rows_of(place, TEXT)
+    assert [row.text for row in found if row.fault is None] == ["good", "last"]
+    assert [(row.fault.reason, row.fault.param) if row.fault else None for row in found] == [
+        None,
+        ("malformed", ""),
+        ("malformed", ""),
+        ("schema", "input.text"),
+        ("schema", "input.text"),
+        ("schema", "input.text"),
+        ("malformed", ""),
+        ("malformed", ""),
+        None,
+        ("malformed", ""),
+        ("malformed", ""),
+    ]
+    assert [row.id for row in found] == [f"a.jsonl#{at}" for at in range(11)]
+    assert secret not in str([row.fault for row in found])
+
+
+async def test_a_csv_row_of_another_width_is_a_fault(tmp_path: Path, place: Place) -> None:
+    (tmp_path / "a.csv").write_text('t,u\na,b\nc\nd,e,f\ng,"h"i\nj,k\n')
+    found = await rows_of(place, TEXT)
+    assert [row.text for row in found] == ["a", None, None, None, "j"]
+    assert {row.fault.reason for row in found if row.fault} == {"malformed"}
+
+
+async def test_ids_that_are_missing_or_too_long_are_faults(tmp_path: Path, place: Place) -> None:
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"t": "a", "i": 7}, {"t": "b"}, {"t": "c", "i": "x" * 1025}, {"t": "d", "i": ""}]
+    )
+    found = await rows_of(place, JobInput(url="u", text="{t}", id="i"))
+    assert [row.id for row in found] == ["7", "a.jsonl#1", "a.jsonl#2", "a.jsonl#3"]
+    assert [row.fault.param if row.fault else "" for row in found] == ["", "input.id", "input.id", "input.id"]
+
+
+async def test_scores_read_a_query_and_a_document(tmp_path: Path, place: Place) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"q": "x", "d": "y"}, {"q": "x"}])
+    first, second = await rows_of(place, JobInput(url="u", query="{q}?", document="{d}"))
+    assert (first.query, first.document, first.text) == ("x?", "y", None)
+    assert second.fault is not None
+    assert second.fault.param == "input.document"
+
+
+IMAGE = b"\x89PNG of sorts"
+
+
+async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
+    """Bytes, maps as Hugging Face's data sets have them, lists of these, base64; anything else is a fault."""
+    encoded = base64.b64encode(IMAGE).decode()
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"i": encoded}, {"i": f"data:image/png;base64,{encoded}"}, {"i": "no"}, {"i": 3}]
+    )
+    parquet.write_table(pa.table({"i": [IMAGE, None]}), tmp_path / "b.parquet")
+    parquet.write_table(pa.table({"i": [{"bytes": IMAGE, "path": "x"}]}), tmp_path / "c.parquet")
+    parquet.write_table(pa.table({"i": [[IMAGE, IMAGE], []]}), tmp_path / "d.parquet")
+    found = await rows_of(place, JobInput(url="u", image="i"))
+    assert [row.images for row in found] == [
+        *[(IMAGE,)] * 2, (), (), (IMAGE,), (), (IMAGE,), (IMAGE, IMAGE), (),
+    ]  # fmt: skip
+    assert [row.fault.param for row in found if not row.images and row.fault] == ["input.image"] * 4
+
+
+async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place) -> None:
+    (tmp_path / "sub").mkdir()
+    names = [f"{number:02d}.png" for number in range(9)] + ["sub/a.JPG"]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "labels.csv").write_text("x")
+    (tmp_path / ".x.png").write_text("x")
+    found = await rows_of(place, JobInput(url="u/", format="images"))
+    assert [(row.id, row.images) for row in found] == [(name, (name.encode(),)) for name in names]
+    one = Place.opened(f"{tmp_path}/03.png", (str(tmp_path),))
+    assert await rows_of(one, JobInput(url="u/03.png")) == [Row("03.png", images=(b"03.png",))]
+
+
+async def test_a_folder_of_images_that_changes_is_refused(tmp_path: Path, place: Place) -> None:
+    """Another image among them, one less, one that is another one: only spans that it is in."""
+    source = JobInput(url="u/", format="images")
+    for number in range(8):
+        (tmp_path / f"{number}.png").write_bytes(b"x")
+    first, second = await spans_of(place, source)
+    (tmp_path / "5b.png").write_bytes(b"x")
+    assert len(await read(place, first, source)) == 4
+    with pytest.raises(InvalidInput) as caught:
+        await read(place, second, source)
+    assert caught.value.reason == "input_changed"
+    (tmp_path / "5b.png").unlink()
+    assert len(await read(place, second, source)) == 4
+    (tmp_path / "6.png").write_bytes(b"xy")
+    with pytest.raises(InvalidInput):
+        await read(place, second, source)
+
+
+async def test_an_uploaded_file_is_read_by_its_key_and_called_by_its_name(tmp_path: Path, place: Place) -> None:
+    write_jsonl(tmp_path / "0192f0c1", [{"t": "a"}])
+    file = Place(place.store, "", "0192f0c1", label="rows.jsonl", root=place.root)
+    (row,) = await rows_of(file, TEXT)
+    assert (row.id, row.text) == ("rows.jsonl#0", "a")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+async def test_an_object_that_is_another_one_is_refused_and_so_is_one_that_is_gone(
+    tmp_path: Path, place: Place, name: str
+) -> None:
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        parquet.write_table(pa.table({"t": ["a", "b"]}), path)
+    else:
+        path.write_text('{"t": "a"}\n' if name.endswith("jsonl") else "t\na\n")
+    (span,) = await spans_of(place, TEXT)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(InvalidInput) as caught:
+        await read(place, span, TEXT)
+    assert caught.value.reason == "input_changed"
+    path.unlink()
+    with pytest.raises(InvalidInput) as caught:
+        await read(place, span, TEXT)
+    assert caught.value.reason == "input_missing"
+
+
+async def test_broken_objects_do_not_stop_the_others(tmp_path: Path, place: Place) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"t": "a"}])
+    parquet.write_table(pa.table({"t": ["x"] * 1000}), tmp_path / "whole.parquet")
+    data = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(data[:-4])
+    (tmp_path / "short.parquet").write_bytes(b"PAR1")
+    (tmp_path / "junk.parquet").write_bytes(os.urandom(500) + data[-8:])
+    (tmp_path / "empty.csv").write_bytes(b"")
+    (tmp_path / "latin.csv").write_bytes(b"t,\xe9\n1,2\n")
+    (tmp_path / "endless.csv").write_bytes(b"x" * 100_000)
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"x")
+    (tmp_path / "schema.csv").write_bytes(b"title,body\nSECRET,SECRET\n")
+    (tmp_path / "schema.parquet").write_bytes(data.replace(b"\x01t", b"\x01u"))
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    planned = {}
+    async for each in plan(place, TEXT, 10_000):
+        planned[each.source if isinstance(each, Broken) else each[0].source if each else ""] = each
+    reasons = {name: each.error.reason for name, each in planned.items() if isinstance(each, Broken)}
+    assert reasons == {
+        "cut.parquet": "malformed",
+        "short.parquet": "malformed",
+        "junk.parquet": "malformed",
+        "empty.csv": "malformed",
+        "latin.csv": "malformed",
+        "endless.csv": "malformed",
+        "packed.jsonl.gz": "unsupported_format",
+        "schema.csv": "schema",
+        "schema.parquet": "schema",
+    }
+    assert set(planned) - set(reasons) == {"a.jsonl", "whole.parquet", ""}
+    schema = planned["schema.csv"]
+    assert isinstance(schema, Broken)
+    assert schema.error.param == "input.text"
+    assert schema.error.message == "input.text: schema.csv has no column 't'; it has title, body"
+
+
+async def test_a_broken_page_is_found_when_its_rows_are_read(tmp_path: Path, place: Place) -> None:
+    """A page header that is no longer one; a page whose bytes are not those of its checksum."""
+    texts = [f"text {number}" for number in range(1500)]
+    options: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    parquet.write_table(pa.table({"t": texts}), tmp_path / "a.parquet", row_group_size=500, **options)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4:24] = b"\xff" * 20
+    data[data.index(b"text 700")] = 0
+    (tmp_path / "a.parquet").write_bytes(data)
+    *broken, last = await spans_of(place, TEXT, 500)
+    assert len(broken) == 2
+    for span in broken:
+        with pytest.raises(InvalidInput) as caught:
+            await read(place, span, TEXT)
+        assert caught.value.reason == "malformed"
+    assert [row.text for row in await read(place, last, TEXT)] == texts[1000:]
+
+
+async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
+    (tmp_path / "README.md").write_text("x")
+    for source in (TEXT, JobInput(url="u/", format="images")):
+        with pytest.raises(InvalidInput) as caught:
+            await spans_of(place, source)
+        assert caught.value.reason == "input_missing"
+    missing = Place.opened(f"{tmp_path}/absent.jsonl", (str(tmp_path),))
+    (broken,) = [each async for each in plan(missing, TEXT, 10)]
+    assert isinstance(broken, Broken)
+    assert broken.error.reason == "input_missing"
+
+
+async def test_only_the_bytes_of_a_span_are_read(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Parquet: the columns that templates name, of the row groups of the span."""
+    wide = pa.array([os.urandom(2000) for _ in range(4000)])
+    table = pa.table({"wide": wide, "t": [f"text {number}" for number in range(4000)], "also": wide})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    write_jsonl(tmp_path / "b.jsonl", [{"t": "x" * 1000}] * 4000)
+    asked = 0
+    get, get_async = obstore.get, obstore.get_async
+
+    def counted(options: Any) -> None:
+        nonlocal asked
+        start, end = options["range"]
+        asked += end - start
+
+    def get_counted(store: Any, path: str, *, options: Any) -> Any:
+        counted(options)
+        return get(store, path, options=options)
+
+    async def get_async_counted(store: Any, path: str, *, options: Any) -> Any:
+        counted(options)
+        return await get_async(store, path, options=options)
+
+    monkeypatch.setattr(obstore, "get", get_counted)
+    monkeypatch.setattr(obstore, "get_async", get_async_counted)
+    spans = await spans_of(place, TEXT, 1000)
+    assert [span.start for span in spans[:4]] == [0, 1, 2, 3]
+    for span, most in ((spans[2], 3 << 20), (spans[6], 1_100_000)):
+        asked = 0
+        assert len(await read(place, span, TEXT)) == 1000
+        assert asked < most, "16 MB and 4 MB are there"
+
+
+def group(rows: int, size: int = 0) -> footers.Group:
+    return footers.Group(rows, size)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([group(3), group(3), group(3), group(5)], [(0, 9, 0, 3), (9, 5, 3, 4)]),
+        ([group(25), group(3)], [(0, 9, 0, 1), (9, 9, 0, 1), (18, 7, 0, 1), (25, 3, 1, 2)]),
+        ([group(2), group(25)], [(0, 2, 0, 1), (2, 9, 1, 2), (11, 9, 1, 2), (20, 7, 1, 2)]),
+        ([group(0), group(4), group(0)], [(0, 4, 1, 3)]),
+        ([group(4, 60), group(4, 60)], [(0, 4, 0, 1), (4, 4, 1, 2)]),
+        ([group(4, 250)], [(0, 2, 0, 1), (2, 2, 0, 1)]),
+        ([group(1, 900)], [(0, 1, 0, 1)]),
+        ([], []),
+        ([group(0)], []),
+    ],
+)
+def test_row_groups_are_packed_and_split(groups: list[footers.Group], expected: list[tuple[int, ...]]) -> None:
+    assert [tuple(cut) for cut in footers.cuts(groups, 10, 100)] == expected
+
+
+async def test_a_large_row_has_a_span_of_its_own_and_is_a_fault_if_it_is_too_large(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MAX_SPAN_BYTES", 1000)
+    monkeypatch.setattr(rows, "MAX_SPAN_BYTES", 1000)
+    write_jsonl(tmp_path / "a.jsonl", [{"t": "a"}, {"t": "b" * 2000}, {"t": "c"}])
+    found = await rows_of(place, TEXT)
+    assert [row.text for row in found] == ["a", None, "c"]
+    assert found[1].fault is not None
+    assert [span.rows for span in await spans_of(place, TEXT)] == [1, 1, 1]
+
+
+async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store ends an answer early, twice; all rows are there once."""
+    write_jsonl(tmp_path / "a.jsonl", [{"t": f"{number}"} for number in range(1000)])
+    get_async, cuts = obstore.get_async, 0
+
+    async def cut_short(store: Any, path: str, *, options: Any) -> Any:
+        nonlocal cuts
+        start, end = options["range"]
+        if end - start > 3000 and cuts < 2:
+            cuts += 1
+            end -= (end - start) // 2
+        return await get_async(store, path, options={"range": (start, end)})
+
+    monkeypatch.setattr(obstore, "get_async", cut_short)
+    planned = [each async for each in plan(place, TEXT, 100, Patience(pause_s=0.001))]
+    monkeypatch.undo()
+    assert cuts == 2
+    (spans,) = planned
+    assert isinstance(spans, list)
+    found = [row.text for span in spans for row in await read(place, span, TEXT)]
+    assert found == [f"{number}" for number in range(1000)]
