@@ -57,19 +57,21 @@ async def found(place: Place, source: str, patience: Patience) -> Found:
 
 
 async def pieces(place: Place, what: Found, start: int, end: int, patience: Patience) -> AsyncIterator[bytes]:
-    """Bytes `start` to `end`. After a failure it asks for the rest. Raises InvalidInput (reasons input_missing,
+    """Bytes `start` to `end`, all of one version: that of the tag, or without a tag the one that is there at first.
+    After a failure it asks for the rest. Raises InvalidInput (reasons input_missing,
     input_changed), StoreError.
     """
     import obstore
 
-    key, tries = place.key(what.source), 0
+    key, tag, tries = place.key(what.source), what.tag, 0
     await place.check(key)
     while start < end:
         try:
             answer = await within(
                 patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
             )
-            if tag_of(answer.meta) != what.tag:
+            tag = tag or tag_of(answer.meta)
+            if tag_of(answer.meta) != tag:
                 raise changed(what.source)
             stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
             while (piece := await within(patience.stall_s, _next(stream))) is not None:
@@ -82,7 +84,7 @@ async def pieces(place: Place, what: Found, start: int, end: int, patience: Pati
             raise missing(what.source) from error
         except StoreError as error:
             # a range beyond the end of a shorter object has an error of its own in each store
-            if (await found(place, what.source, patience)).tag != what.tag:
+            if (now := await found(place, what.source, patience)).tag != (tag or now.tag):
                 raise changed(what.source) from error
             tries += 1
             await patience.pause(error, tries, "an input", start)

@@ -1,0 +1,259 @@
+"""Parts of an output in real stores: each is there once and whole, whoever writes it, and inputs are read there too."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import obstore
+import pyarrow as pa
+import pytest
+from object_stores import Place as Bucket
+from pyarrow import parquet
+
+from sie_contracts.api.jobs import JobInput, JobManifest, OutputFormat
+from sie_contracts.errors import ErrorInfo
+from sie_store.datasets import manifests, plans, rows
+from sie_store.datasets.answers import About, Answer, shard_of
+from sie_store.datasets.parts import encode
+from sie_store.datasets.places import Place
+from sie_store.datasets.rows import Row
+from sie_store.datasets.shards import PartDamaged, existing, put_once
+from sie_store.object_stores import AccessRefused, ObjectMissing, Patience, StoreError
+
+NAME = "part-00000.parquet"
+FAST = Patience(tries=3, pause_s=0.001)
+
+
+@pytest.fixture(params=["folder", "moto", "seaweed", "google"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A place of its own in each kind of store."""
+    if request.param == "folder":
+        return str(tmp_path)
+    return Bucket.at(request.getfixturevalue(request.param), monkeypatch).url
+
+
+def output(url: str) -> Place:
+    return Place.opened(f"{url}/out", (url,), is_output=True)
+
+
+def part(fingerprint: str = "f00d", count: int = 4, format: OutputFormat = "parquet") -> bytes:
+    own = [Row(f"r{number}") for number in range(count)]
+    vector = {"dense": np.arange(8, dtype=np.float32)}
+    answers = [Answer(tokens=3, arrays=vector) for _ in own[1:]] + [Answer(ErrorInfo("INVALID_INPUT", "no text"))]
+    return encode(shard_of(About("job-1", 0, "org/model", fingerprint), own, answers), format)
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "npy"])
+async def test_a_part_is_written_once_and_what_is_there_is_taken_over(url: str, format: OutputFormat) -> None:
+    place, data = output(url), part("one", format=format)
+    assert await existing(place, "part", format) is None
+    record = await put_once(place, "part", data, format)
+    assert (record.rows, record.failed, record.tokens, record.codes) == (4, 1, 9, {"INVALID_INPUT": 1})
+    assert (record.bytes, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert await put_once(output(url), "part", part("two", 7, format), format) == record, "what is there counts"
+    assert await existing(place, "part", format) == record
+    assert bytes(obstore.get(place.store, "out/part").bytes()) == data
+
+
+async def test_of_many_writers_at_once_one_wins_and_all_say_what_is_there(url: str) -> None:
+    parts = [part(f"writer {number}", 3 + number) for number in range(6)]
+    records = await asyncio.gather(*(put_once(output(url), NAME, data, "parquet") for data in parts))
+    assert len({record.sha256 for record in records}) == 1
+    data = bytes(obstore.get(output(url).store, f"out/{NAME}").bytes())
+    assert data in parts
+    assert records[0].sha256 == hashlib.sha256(data).hexdigest()
+    assert records[0].rows == parquet.read_table(pa.BufferReader(data)).num_rows
+
+
+async def test_a_put_whose_answer_is_lost_is_taken_over(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object is stored, its writer hears of nothing and asks again."""
+    put_async, lost = obstore.put_async, 0
+
+    async def put_and_lose(*arguments: Any, **options: Any) -> Any:
+        nonlocal lost
+        answer = await put_async(*arguments, **options)
+        if not lost:
+            lost += 1
+            raise OSError("connection reset")
+        return answer
+
+    monkeypatch.setattr(obstore, "put_async", put_and_lose)
+    data = part()
+    record = await put_once(output(url), NAME, data, "parquet", FAST)
+    assert (lost, record.sha256) == (1, hashlib.sha256(data).hexdigest())
+
+
+async def test_a_put_that_fails_is_an_error_and_leaves_no_part(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise OSError("connection refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(obstore, "put_async", refused)
+        with pytest.raises(StoreError):
+            await put_once(output(url), NAME, part(), "parquet", FAST)
+    assert await existing(output(url), NAME, "parquet") is None
+
+
+async def test_an_object_that_is_no_part_is_neither_taken_over_nor_replaced(url: str) -> None:
+    place = output(url)
+    obstore.put(place.store, f"out/{NAME}", b"of somebody else")
+    with pytest.raises(PartDamaged):
+        await existing(place, NAME, "parquet")
+    with pytest.raises(PartDamaged):
+        await put_once(place, NAME, part(), "parquet")
+    assert bytes(obstore.get(place.store, f"out/{NAME}").bytes()) == b"of somebody else"
+
+
+async def test_a_manifest_is_replaced_by_the_same_step_again(url: str) -> None:
+    place = output(url)
+    assert await manifests.read(place) is None
+    manifest = JobManifest(
+        job="job-1",
+        state="completed",
+        url=url,
+        format="parquet",
+        model="m",
+        fingerprint="f",
+        rows=1,
+        failed=0,
+        parts=[],
+    )
+    for rows_of_it in (1, 2):
+        manifest = msgspec.structs.replace(manifest, rows=rows_of_it)
+        await manifests.write(place, manifest)
+        assert await manifests.read(output(url)) == manifest
+
+
+async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:
+    """With names that URLs and stores write in other ways, and the output of another job among them."""
+    store = output(url).store
+    lines = b"".join(b'{"t": "%d"}\n' % number for number in range(2500))
+    table = pa.BufferOutputStream()
+    parquet.write_table(pa.table({"t": [f"p{number}" for number in range(50)]}), table, row_group_size=20)
+    for name, data in {
+        "in/a b/100% ü#1.jsonl": lines,
+        "in/b.parquet": table.getvalue().to_pybytes(),
+        "in/c.csv": b't,u\r\n"x\r\ny",1\r\nz,2',
+        "in/empty.jsonl": b"",
+        "in/manifest.json": b"{}",
+        "in2/other.jsonl": lines,
+    }.items():
+        obstore.put(store, name, data)
+    place, source = Place.opened(f"{url}/in/", (url,)), JobInput(url="u/", text="{t}")
+    planned = [each async for each in plans.plan(place, source, 1000)]
+    assert not [each for each in planned if isinstance(each, plans.Broken)]
+    spans = [span for each in planned if isinstance(each, list) for span in each]
+    found = [row for span in spans for row in await rows.read(place, span, source)]
+    texts = [str(number) for number in range(2500)] + [f"p{number}" for number in range(50)] + ["x\r\ny", "z"]
+    assert [row.text for row in found] == texts
+    assert found[0].id == "a b/100% ü#1.jsonl#0"
+    path = "in/a%20b/100%25%20%C3%BC%231.jsonl" if "://" in url else "in/a b/100% ü#1.jsonl"
+    one = Place.opened(f"{url}/{path}", (url,))
+    (single,) = [each async for each in plans.plan(one, source, 5000)]
+    assert isinstance(single, list)
+    assert [row.text for row in await rows.read(one, single[0], source)] == texts[:2500]
+
+
+async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In spans that begin anywhere, of which the listing has several pages."""
+    monkeypatch.setattr(plans, "LISTED_AT_ONCE", 10)
+    store = output(url).store
+    names = [f"{number:03d}.png" for number in range(110)]
+    for name in names:
+        await obstore.put_async(store, f"in/{name}", name.encode())
+    place, source = Place.opened(f"{url}/in/", (url,)), JobInput(url="u/", format="images")
+    planned = [each async for each in plans.plan(place, source, 40)]
+    spans = [span for each in planned if isinstance(each, list) for span in each]
+    assert [span.rows for span in spans] == [40, 40, 30]
+    found = [row for span in (spans[1], spans[2]) for row in await rows.read(place, span, source)]
+    assert [(row.id, row.images) for row in found] == [(name, (name.encode(),)) for name in names[40:]]
+
+
+async def test_an_object_that_changes_while_it_is_read_is_refused(url: str) -> None:
+    store = output(url).store
+    obstore.put(store, "in/a.jsonl", b'{"t": "old"}\n')
+    place, source = Place.opened(f"{url}/in/a.jsonl", (url,)), JobInput(url="u", text="{t}")
+    (planned,) = [each async for each in plans.plan(place, source, 10)]
+    assert isinstance(planned, list)
+    obstore.put(store, "in/a.jsonl", b'{"t": "new"}\n')
+    with pytest.raises(rows.InvalidInput) as caught:
+        await rows.read(place, planned[0], source)
+    assert caught.value.reason == "input_changed"
+    obstore.delete(store, "in/a.jsonl")
+    with pytest.raises(rows.InvalidInput) as caught:
+        await rows.read(place, planned[0], source)
+    assert caught.value.reason == "input_missing"
+
+
+async def test_a_store_that_refuses_is_an_error_of_the_store_and_not_of_an_object(
+    moto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job waits; its input is not to blame."""
+    bucket = Bucket.at(moto, monkeypatch)
+    place = Place.opened(f"{bucket.url}/in/", (bucket.url,))
+    obstore.put(place.store, "in/a.jsonl", b"{}\n")
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise PermissionError("status code: 403")
+
+    monkeypatch.setattr(obstore, "head_async", refused)
+    with pytest.raises(AccessRefused):
+        _ = [each async for each in plans.plan(place, JobInput(url="u/", text="{t}"), 10, FAST)]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = (
+        os.getuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+        ).returncode
+    )
+    if not mounted:
+        pytest.skip("a file system can be mounted only by root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_a_full_disk_is_an_error_and_leaves_nothing_under_the_name_of_a_part(small_disk: Path) -> None:
+    """A smaller part, and the same one after there is room, are written."""
+    place = output(str(small_disk))
+    filler = small_disk / "filler"
+    filler.write_bytes(os.urandom(900_000))
+    data, random = part(), np.random.default_rng(1)
+    answers = [Answer(arrays={"dense": random.random(256, np.float32)}) for _ in range(300)]
+    large = encode(
+        shard_of(About("job-1", 0, "m", "f"), [Row(f"r{number}") for number in range(300)], answers), "parquet"
+    )
+    assert len(large) > 250_000
+    with pytest.raises(StoreError):
+        await put_once(place, NAME, large, "parquet", FAST)
+    assert files(small_disk) == {"filler"}
+    assert await existing(place, NAME, "parquet") is None
+    await put_once(place, "part-00001.parquet", data, "parquet", FAST)
+    filler.unlink()
+    record = await put_once(place, NAME, large, "parquet", FAST)
+    assert record.sha256 == hashlib.sha256((small_disk / "out" / NAME).read_bytes()).hexdigest()
+
+
+async def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
+    place = output(str(tmp_path))
+    (tmp_path / "out").write_text("in its place")
+    with pytest.raises(StoreError) as caught:
+        await put_once(place, NAME, part(), "parquet", FAST)
+    assert not isinstance(caught.value, ObjectMissing)
