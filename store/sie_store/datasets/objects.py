@@ -58,8 +58,7 @@ async def found(place: Place, source: str, patience: Patience) -> Found:
 
 async def pieces(place: Place, what: Found, start: int, end: int, patience: Patience) -> AsyncIterator[bytes]:
     """Bytes `start` to `end`, all of one version: that of the tag, or without a tag the one that is there at first.
-    After a failure it asks for the rest. Raises InvalidInput (reasons input_missing,
-    input_changed), StoreError.
+    After a failure it asks for the rest. Raises InvalidInput (reasons input_missing, input_changed), StoreError.
     """
     import obstore
 
@@ -71,7 +70,7 @@ async def pieces(place: Place, what: Found, start: int, end: int, patience: Pati
                 patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
             )
             tag = tag or tag_of(answer.meta)
-            if tag_of(answer.meta) != tag:
+            if (tag_of(answer.meta), answer.meta["size"]) != (tag, what.size):
                 raise changed(what.source)
             stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
             while (piece := await within(patience.stall_s, _next(stream))) is not None:
