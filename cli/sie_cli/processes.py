@@ -135,7 +135,12 @@ class LocalCluster:
         if "SIE_GATEWAY_API_METRICS" not in self._environ:
             self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
-            self._flags["SIE_PAYLOAD_STORE_URL"] = str(private_folder(plan.data_dir / "payloads"))
+            payloads = private_folder(plan.data_dir / "payloads")
+            if plan.standalone:  # what names its files is in the memory of a process, and ended with that
+                payloads /= "standalone"
+                shutil.rmtree(payloads, ignore_errors=True)
+                private_folder(payloads)
+            self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first

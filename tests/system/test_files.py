@@ -1,0 +1,299 @@
+"""Files of the unmodified client of OpenAI at a real `sie serve`: two gateways, two keys, real bytes; a gateway that is
+killed in the middle of an upload; memory that does not grow with a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from cluster import Cluster, running, until
+
+from sie_broker.nats import connect
+from sie_broker.record import Bucket, LeaderLease
+from sie_contracts import topology
+from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, WRITES_AT_ONCE, FileStore
+from sie_gateway.jobs.records import JobsBucket
+from sie_store.files import open_files
+
+ADMIN, ONE, OTHER = (f"file-token-{secrets.token_urlsafe(12)}" for _ in range(3))
+ENVIRON = {"SIE_AUTH_MODE": "static", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": f"{ONE},{OTHER}"}
+HEAD = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="large"\r\n\r\n'
+)
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+GROWTH_BYTES = 200 << 20  # that one upload may take, whatever its size; far below that of the file
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("files"), "--no-spare", environ=ENVIRON, gateways=2) as cluster:
+        yield cluster
+
+
+def client_of(cluster: Cluster, token: str = ONE, gateway: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{cluster.urls[gateway]}/v1", api_key=token, timeout=60, max_retries=0)
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with client_of(cluster) as client:
+        yield client
+
+
+def objects(cluster: Cluster) -> set[str]:
+    folder = cluster.data_dir / "payloads" / "files"
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def by(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize("size", [1, 140, 20 << 20])
+def test_what_was_uploaded_comes_back_at_every_gateway(cluster: Cluster, client: openai.OpenAI, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    made = client.files.create(file=('requêtes 東京 "1".jsonl', data), purpose="batch")
+    assert (made.object, made.bytes, made.purpose, made.status) == ("file", size, "batch", "processed")
+    assert made.filename in ('requêtes 東京 "1".jsonl', "requêtes 東京 %221%22.jsonl"), "as httpx escapes a quote"
+    assert abs(made.created_at - time.time()) < 30
+    with client_of(cluster, gateway=1) as other:
+        assert other.files.retrieve(made.id) == made
+        assert other.files.content(made.id).read() == data
+        assert made.id in {each.id for each in until(lambda: list(other.files.list()), 10, "a list")}
+        assert other.files.delete(made.id).deleted
+    for gone in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(made.id)
+    assert made.id not in objects(cluster)
+
+
+def test_an_empty_file_and_an_unknown_purpose_are_refused(cluster: Cluster, client: openai.OpenAI) -> None:
+    before = objects(cluster)
+    with pytest.raises(openai.BadRequestError) as empty:
+        client.files.create(file=("a", b""), purpose="batch")
+    with pytest.raises(openai.BadRequestError) as purpose:
+        client.files.create(file=("a", b"a"), purpose="vision")
+    assert (empty.value.param, purpose.value.param) == ("file", "purpose")
+    assert empty.value.code == "invalid_input"
+    assert objects(cluster) == before
+
+
+def test_the_client_walks_through_all_pages_of_its_own_files(cluster: Cluster) -> None:
+    with client_of(cluster, OTHER) as other, client_of(cluster) as one, client_of(cluster, ADMIN) as admin:
+        made = [other.files.create(file=(str(number), b"a"), purpose="user_data").id for number in range(5)]
+        assert [each.id for each in other.files.list(limit=2)] == made[::-1]
+        assert [each.id for each in other.files.list(limit=2, order="asc", purpose="user_data")] == made
+        assert not {each.id for each in one.files.list()} & set(made)
+        with pytest.raises(openai.NotFoundError):
+            one.files.content(made[0])
+        assert set(made) <= {each.id for each in admin.files.list()}
+        for each in made:
+            assert admin.files.delete(each).deleted
+        assert list(other.files.list()) == []
+
+
+def test_a_file_expires(cluster: Cluster, client: openai.OpenAI) -> None:
+    """Not served from that second on, and soon removed."""
+    made = client.files.create(file=("a", b"a"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3})
+    assert made.expires_at == pytest.approx(made.created_at + 3, abs=1)
+    assert client.files.content(made.id).read() == b"a"
+    assert made.id in objects(cluster)
+
+    def gone() -> bool:
+        try:
+            client.files.retrieve(made.id)
+        except openai.NotFoundError:
+            return True
+        return False
+
+    until(gone, 9, "the file has expired", cluster.log)
+    assert time.time() >= made.created_at + 3
+    assert list(client.files.list()) == []
+    until(lambda: made.id not in objects(cluster), 60, "its object is removed", cluster.log)
+
+
+def peak_of(pid: int, done: threading.Event) -> int:
+    """The largest resident size of a process until `done`."""
+    process, peak = psutil.Process(pid), 0
+    while not done.wait(0.05):
+        peak = max(peak, process.memory_info().rss)
+    return peak
+
+
+@pytest.mark.timeout(300)
+def test_the_memory_of_a_gateway_does_not_grow_with_a_file(cluster: Cluster) -> None:
+    """512 MiB pass, in and out; of 600 MiB in chunks the rest is refused when so much has come."""
+    pid = next(pid for pid in cluster.pids("gateway") if str(cluster.port) in psutil.Process(pid).cmdline())
+    before, done, peaks = psutil.Process(pid).memory_info().rss, threading.Event(), list[int]()
+    watching = threading.Thread(target=lambda: peaks.append(peak_of(pid, done)))
+    watching.start()
+    block = os.urandom(1 << 20)
+    count = MAX_FILE_BYTES // len(block)
+
+    def form(blocks: int) -> Iterator[bytes]:
+        return itertools.chain([HEAD], itertools.repeat(block, blocks), [b"\r\n--x--\r\n"])
+
+    try:
+        with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False, headers=by(ONE)) as client:
+            made = client.post("/v1/files", content=form(count), headers=FORM)
+            assert (made.status_code, made.json().get("bytes")) == (200, MAX_FILE_BYTES), made.text
+            read = 0
+            with client.stream("GET", f"/v1/files/{made.json()['id']}/content") as content:
+                for piece in content.iter_bytes():
+                    read += len(piece)
+            assert read == MAX_FILE_BYTES
+            refused = client.post("/v1/files", content=form(600), headers=FORM)
+            assert (refused.status_code, refused.json()["error"]["limit"]) == (413, MAX_FILE_BYTES)
+            assert client.delete(f"/v1/files/{made.json()['id']}").status_code == 200
+    finally:
+        done.set()
+        watching.join()
+    print("growth", (peaks[0] - before) >> 20, "MiB")
+    assert peaks[0] - before < GROWTH_BYTES
+    assert objects(cluster) == set()
+
+
+def test_a_file_that_is_announced_as_too_large_is_refused_at_once(
+    cluster: Cluster, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """By the client of OpenAI too, which sends the length of a file on disk."""
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 600 << 20)
+    begun_s = time.monotonic()
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.files.create(file=tmp_path / "large", purpose="batch")
+    assert caught.value.status_code == 413
+    assert time.monotonic() - begun_s < 9
+    assert objects(cluster) == set()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=10).status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def cleaned(cluster: Cluster, ahead_s: float) -> int:
+    """What a gateway whose clock is ahead removes."""
+
+    async def clean() -> int:
+        broker = await connect(cluster.broker_url(), name="test")
+        try:
+            jobs = JobsBucket(broker, 1)
+            await jobs.follow()
+            lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET, storage="memory"), "files-of-a-test")
+            objects = open_files(str(cluster.data_dir / "payloads"))
+            return await FileStore(jobs, objects, lease, lambda: time.time() + ahead_s).clean()
+        finally:
+            await broker.close()
+
+    return asyncio.run(clean())
+
+
+def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_after_the_clean_up(
+    cluster: Cluster,
+) -> None:
+    """1. Parts of the object are stored. 2. The gateway is killed. 3. No gateway serves the file. 4. The clean-up of
+    later removes what is left.
+    """
+    pid = next(pid for pid in cluster.pids("gateway") if str(cluster.port) in psutil.Process(pid).cmdline())
+    stored, killed = threading.Event(), threading.Event()
+
+    def form() -> Iterator[bytes]:
+        yield HEAD
+        yield bytes(20 << 20)
+        stored.set()
+        killed.wait(60)
+        yield b"\r\n--x--\r\n"
+
+    failures = list[Exception]()
+
+    def send() -> None:
+        try:
+            httpx.post(f"{cluster.url}/v1/files", content=form(), headers={**FORM, **by(ONE)}, timeout=60)
+        except httpx.HTTPError as error:
+            failures.append(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        assert stored.wait(30)
+        until(lambda: objects(cluster), 30, "parts of an object")
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        killed.set()
+        sending.join(60)
+    assert len(failures) == 1
+    with client_of(cluster, ADMIN, gateway=1) as other:
+        assert list(other.files.list()) == []
+    assert objects(cluster), "nobody has cleaned up yet"
+    assert cleaned(cluster, 0) == 0, "it may still be written"
+    assert cleaned(cluster, ABANDONED_S + 1) == 1
+    assert objects(cluster) == set()
+    until(lambda: is_ready(cluster.url), 60, "the gateway is back", cluster.log)
+    with client_of(cluster) as client:
+        made = client.files.create(file=("a", b"abc"), purpose="batch")
+        assert client.files.content(made.id).read() == b"abc"
+        client.files.delete(made.id)
+
+
+def test_more_uploads_at_once_than_a_gateway_takes_are_refused_and_may_come_again(cluster: Cluster) -> None:
+    """Uploads that have begun go on."""
+    begun = threading.Barrier(WRITES_AT_ONCE + 1)
+    go = threading.Event()
+    statuses = list[int]()
+
+    def form() -> Iterator[bytes]:
+        yield HEAD + b"a"
+        begun.wait(30)
+        go.wait(60)
+        yield b"\r\n--x--\r\n"
+
+    def send() -> None:
+        answer = httpx.post(f"{cluster.url}/v1/files", content=form(), headers={**FORM, **by(ONE)}, timeout=60)
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=send) for _ in range(WRITES_AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    try:
+        begun.wait(30)
+
+        def refused() -> bool:
+            answer = httpx.post(
+                f"{cluster.url}/v1/files", content=HEAD + b"a\r\n--x--\r\n", headers={**FORM, **by(ONE)}
+            )
+            return answer.status_code == 503 and "retry-after" in answer.headers
+
+        until(refused, 10, "the gateway takes no more")
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join(60)
+    assert statuses == [200] * WRITES_AT_ONCE
+
+
+def test_without_a_broker_it_works_too_and_a_restart_leaves_no_object_of_before(tmp_path: Path) -> None:
+    for _ in range(2):
+        with running(tmp_path, "--standalone", "--no-spare") as cluster, client_of(cluster, "any") as client:
+            assert list(client.files.list()) == []
+            found = [path for path in (tmp_path / "payloads").rglob("file-*") if path.is_file()]
+            assert found == [], "what no record names any more"
+            made = client.files.create(file=("a", b"abc"), purpose="batch")
+            assert client.files.content(made.id).read() == b"abc"
+            assert [each.id for each in client.files.list()] == [made.id]
