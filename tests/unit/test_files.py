@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 from inprocess import GatewayProcess, InProcess, until
+from object_stores import Place
 
 from sie_broker.memory import MemoryServer
 from sie_broker.record import Bucket, LeaderLease
@@ -24,6 +25,8 @@ from sie_contracts.jobs import FileRecord
 from sie_gateway.jobs.files import ABANDONED_S, FileStore, new_id
 from sie_gateway.jobs.records import JobsBucket
 from sie_store.files import open_files
+from sie_store.object_stores import ObjectMissing
+from sie_store.payloads import open_store
 
 ADMIN, ONE, OTHER = "admin-token-of-a-test", "token-of-one", "token-of-another"
 TOKENS = {"SIE_AUTH_MODE": "static", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": f"{ONE},{OTHER}"}
@@ -41,11 +44,13 @@ async def gateway(cluster: InProcess, tmp_path: Path) -> GatewayProcess:
     return await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
 
 
+def everything(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
 def objects(tmp_path: Path) -> list[str]:
     """All that lies in the store."""
-    return sorted(
-        str(path.relative_to(tmp_path / "store")) for path in (tmp_path / "store").rglob("*") if path.is_file()
-    )
+    return everything(tmp_path / "store")
 
 
 def by(token: str) -> dict[str, str]:
@@ -359,6 +364,51 @@ async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tm
     path.write_bytes(b"abc")
     assert await store.clean() == 1
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
+
+
+# buckets
+
+
+@pytest.mark.parametrize("place", ["moto", "seaweed"], indirect=True)  # Google's emulator takes no parts
+async def test_a_bucket_holds_a_file_whole_or_not_at_all(place: Place) -> None:
+    """Several parts, ranges, a writer that fails, a file that is not there."""
+    store, file = open_files(place.url), new_id()
+    assert store is not None
+    blocks = [bytes([number]) * (5 << 20) for number in range(4)]
+
+    async def data(fails: bool) -> AsyncIterator[bytes]:
+        for block in blocks:
+            yield block
+        if fails:
+            raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        await store.put(file, data(True), 60)
+    with pytest.raises(ObjectMissing):
+        await store.open(file)
+    await store.put(file, data(False), 60)
+    found = b"".join([piece async for piece in await store.open(file)])
+    assert hashlib.sha256(found).digest() == hashlib.sha256(b"".join(blocks)).digest()
+    assert await store.range(file, (5 << 20) - 1, (5 << 20) + 1) == b"\x00\x01"
+    for _ in range(2):
+        await store.remove(file)
+    with pytest.raises(ObjectMissing):
+        await store.open(file)
+
+
+async def test_the_clean_up_of_inputs_never_touches_a_file(tmp_path: Path) -> None:
+    files, inputs = open_files(str(tmp_path)), open_store(str(tmp_path))
+    assert files is not None
+    assert inputs is not None
+
+    async def data() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    file = new_id()
+    await files.put(file, data(), 10)
+    await inputs.put(b"b", period=1, timeout_s=10)
+    assert await inputs.sweep(older_than_s=0, now_s=time.time() + 1e6, timeout_s=10) == 1
+    assert everything(tmp_path) == [f"files/{file}"]
 
 
 # other modules

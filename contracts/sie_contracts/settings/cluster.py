@@ -71,7 +71,7 @@ class ClusterSettings:
         "SIE_PAYLOAD_STORE_URL",
         "gateway sidecar",
         PAYLOAD_STORE,
-        "Store for inputs that no queue message can hold, shared by gateways and workers. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: such inputs are refused.",
+        "Store for inputs that no queue message can hold and for files, shared by gateways and workers. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: such inputs are refused, and so are files.",
     )
     inline_payload_bytes: int | None = row(
         None,
