@@ -112,6 +112,10 @@ class PostgresServer:
 
     async def start(self) -> None:
         self.begin()
+        await self.answers()
+
+    async def answers(self) -> None:
+        """Wait until it answers. A new one gets its user and database."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             try:

@@ -138,14 +138,19 @@ class Qdrant:
         await asyncio.to_thread(self.server.answers)
 
 
-@pytest_asyncio.fixture(scope="module")
-async def postgres() -> AsyncIterator[PostgresServer]:
+async def with_extension(server: PostgresServer) -> None:
+    await server.answers()
+    connection = await asyncpg.connect(server.root_url)
+    await connection.execute("CREATE EXTENSION vector")
+    await connection.close()
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
     server = PostgresServer()
     try:
-        await server.start()
-        connection = await asyncpg.connect(server.root_url)
-        await connection.execute("CREATE EXTENSION vector")
-        await connection.close()
+        server.begin()
+        asyncio.run(with_extension(server))
         yield server
     finally:
         server.remove()
@@ -417,6 +422,12 @@ async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Dat
     assert await database.found(collection) == found
 
 
+async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> None:
+    async with asyncio.timeout(60):
+        while await watcher.fetchval(count, USER) != expected:
+            await watcher.execute("SELECT pg_sleep(0.02)")
+
+
 async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
     postgres: PostgresServer, collection: str
 ) -> None:
@@ -425,21 +436,20 @@ async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
     """
     database = Postgres(postgres)
     await opened(database.url, "SINK", QUICK).prepare(collection, DIMS, {})
-    locker = await asyncpg.connect(postgres.root_url)
+    # what it sees of other processes is as it was when its transaction began: another connection looks at them
+    locker, watcher = await asyncpg.connect(postgres.root_url), await asyncpg.connect(postgres.root_url)
     lock = locker.transaction()
     await lock.start()
     await locker.execute(f'LOCK TABLE "{collection}" IN SHARE MODE')
     first = writer(database.url, collection, 1, 600)
     assert await said(first) == "prepared"
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1 AND wait_event_type = 'Lock'"
-    while not await locker.fetchval(waiting, USER):
-        assert first.poll() is None
+    writers = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1"
+    await becomes(watcher, f"{writers} AND wait_event_type = 'Lock'", 1)
     killed(first)
     await lock.rollback()
-    others = "SELECT count(*) FROM pg_stat_activity WHERE usename = $1"
-    while await locker.fetchval(others, USER):
-        pass
+    await becomes(watcher, writers, 0)
     await locker.close()
+    await watcher.close()
     assert await database.found(collection) == {}
     await finished(writer(database.url, collection, 1, 600))
     await has(database, collection, rows(0, 600))
@@ -470,19 +480,23 @@ async def test_a_database_that_is_killed_and_started_again_is_waited_for(databas
     await sink.prepare(collection, DIMS, {})
     await sink.upsert(rows(0, 100))
 
+    halfway = asyncio.Event()
+
     async def write() -> None:
         for call in range(1, 10):
             await sink.upsert(rows(call * 100, 100))
+            if call == 4:
+                halfway.set()
 
     writing = asyncio.create_task(write())
-    await asyncio.sleep(0)
+    await halfway.wait()
     await database.kill()
     impatient = opened(database.url, "SINK", QUICK)
     with pytest.raises(StoreError, match="cannot be reached") as refused:
         await impatient.prepare(collection, DIMS, {})
     assert type(refused.value) is StoreError
     await impatient.close()
-    assert not writing.done()
+    assert not writing.done(), writing
     await database.start()
     await writing
     await sink.close()
