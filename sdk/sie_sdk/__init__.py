@@ -1,8 +1,12 @@
 """Python client of SIE: `SIEClient` and `SIEAsyncClient`."""
 
 from sie_contracts import __version__
+from sie_contracts.api.batches import FileObject
+from sie_contracts.api.jobs import JobManifest, JobPart
 from sie_sdk.async_client import SIEAsyncClient
+from sie_sdk.async_client_jobs import AsyncJob
 from sie_sdk.client import SIEClient
+from sie_sdk.client_jobs import Job
 from sie_sdk.drawing import draw
 from sie_sdk.errors import (
     AllItemsFailedError,
@@ -14,6 +18,8 @@ from sie_sdk.errors import (
     InferenceError,
     InternalServerError,
     InvalidInputError,
+    JobFailedError,
+    JobTimeoutError,
     LoraLoadFailedError,
     LoraLoadingError,
     MethodNotAllowedError,
@@ -40,6 +46,7 @@ from sie_sdk.errors import (
     SIEError,
     ValidationFailedError,
 )
+from sie_sdk.jobs import JobInfo
 from sie_sdk.late_interaction import maxsim
 from sie_sdk.regions import region
 from sie_sdk.types import (
@@ -58,6 +65,7 @@ from sie_sdk.types import (
 
 __all__ = [
     "AllItemsFailedError",
+    "AsyncJob",
     "AuthenticationError",
     "BundleConflictError",
     "Capacity",
@@ -65,12 +73,19 @@ __all__ = [
     "ContentConflictError",
     "EncodeResult",
     "ExtractResult",
+    "FileObject",
     "IdempotencyMismatchError",
     "InferenceError",
     "InternalServerError",
     "InvalidInputError",
     "Item",
     "ItemUsage",
+    "Job",
+    "JobFailedError",
+    "JobInfo",
+    "JobManifest",
+    "JobPart",
+    "JobTimeoutError",
     "LoraLoadFailedError",
     "LoraLoadingError",
     "MethodNotAllowedError",

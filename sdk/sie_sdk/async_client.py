@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from sie_sdk import cluster, transport, verbs, watching
+from sie_sdk.async_client_jobs import AsyncFiles, AsyncJobs
 from sie_sdk.core import Session, call
 from sie_sdk.tasks import Driver
 from sie_sdk.types import (
@@ -38,6 +39,8 @@ class SIEAsyncClient:
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
         self._session = Session.of(options)
         self._driver = Driver(transport.address(base_url), self._session)
+        self.jobs = AsyncJobs(self._driver, self._session)
+        self.files = AsyncFiles(self._driver, self._session)
 
     async def __aenter__(self) -> SIEAsyncClient:
         return self

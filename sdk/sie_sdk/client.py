@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from sie_sdk import cluster, transport, verbs, watching
+from sie_sdk.client_jobs import Files, Jobs
 from sie_sdk.core import Session, call
 from sie_sdk.threads import Driver
 from sie_sdk.types import (
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class SIEClient:
-    """Blocking client of one server. `options` hold for all of its calls: see `types.ClientOptions`.
+    """Blocking client of one server. `options` hold for all of its calls: see `types.ClientOptions`. `jobs`: work on
+    whole files; `files`: those that were sent.
 
     Waits for capacity (a full queue, a loading model) up to 15 minutes unless `wait_for_capacity` is False. Safe to
     share between threads. Close it, or use it as a context manager. All methods raise `SIEError`.
@@ -44,6 +46,8 @@ class SIEClient:
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
         self._session = Session.of(options)
         self._driver = Driver(transport.address(base_url), self._session)
+        self.jobs = Jobs(self._driver, self._session)
+        self.files = Files(self._driver, self._session)
 
     def __enter__(self) -> SIEClient:
         return self

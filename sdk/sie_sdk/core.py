@@ -17,7 +17,7 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -45,17 +45,38 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Stream:
+    """A body of `size_bytes` that is never whole in memory. `pieces` begins it anew for each attempt; each piece may
+    take long, and may raise SIEError.
+    """
+
+    pieces: Callable[[], Generator[bytes]]
+    size_bytes: int
+
+
+class Sink(Protocol):
+    """Takes the body of a success piece by piece. Its methods may take long, and may raise SIEError."""
+
+    def begin(self) -> None:
+        """A new attempt: what an earlier one wrote does not count."""
+
+    def write(self, piece: bytes) -> None:
+        """The next piece."""
+
+
+@dataclass(frozen=True)
 class Send:
     """An HTTP request, relative to the base URL. No answer within `within_s` is none; a second copy may go after
-    `hedge_after_s`.
+    `hedge_after_s`. With a `sink` the body of a success goes there, and that of `Received` is empty.
     """
 
     method: str
     path: str
     headers: Mapping[str, str]
-    body: bytes = b""
+    body: bytes | Stream = b""
     within_s: float = SERVER_DEADLINE_S + GRACE_S
     hedge_after_s: float | None = None
+    sink: Sink | None = None
 
 
 @dataclass(frozen=True)
@@ -396,9 +417,18 @@ def quoted(name: str) -> str:
         ) from error
 
 
-def json_call(method: str, path: str, session: Session, body: Any = None, within_s: float = CONTROL_S) -> Plan[Any]:
-    """A call whose body, if any, and reply are JSON."""
-    headers = {**session.sent_headers(), "accept": "application/json"}
+def json_call(
+    method: str,
+    path: str,
+    session: Session,
+    body: Any = None,
+    within_s: float = CONTROL_S,
+    *,
+    headers: Mapping[str, str] | None = None,
+    type: Any = Any,
+) -> Plan[Any]:
+    """A call whose body, if any, and reply are JSON. The reply is of this type, or ServerError."""
+    headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""
     if body is not None:
         headers["content-type"] = "application/json"
@@ -408,4 +438,4 @@ def json_call(method: str, path: str, session: Session, body: Any = None, within
             raise InvalidInputError(f"body: {error}", code="INVALID_INPUT") from error
     answer = yield from call(Send(method, path, headers, sent, within_s), session.policy)
     with reading(answer.headers):
-        return msgspec.json.decode(answer.body)
+        return msgspec.json.decode(answer.body, type=type)

@@ -19,6 +19,8 @@ SIEError
 │   ├── ValidationFailedError         VALIDATION_ERROR
 │   ├── IdempotencyMismatchError      IDEMPOTENCY_MISMATCH
 │   └── RateLimitedError              RATE_LIMITED: the key's quota, for longer than the client was willing to wait
+├── JobFailedError                  a job that was waited for has failed, has expired or was cancelled
+├── JobTimeoutError                 a job has not ended within the time that `wait` was given; it goes on
 ├── AllItemsFailedError             ALL_ITEMS_FAILED: every item, for different causes; `details["errors"]` has each
 └── ServerError                     the server failed, or had no capacity within the client's patience (5xx)
     ├── InferenceError                INFERENCE_ERROR
@@ -157,6 +159,16 @@ class RateLimitedError(RequestError, code="RATE_LIMITED"):
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
     """Every item failed, not all for the same cause: `details["errors"]` has each, `status` is 400, 500 or 503."""
+
+
+class JobFailedError(SIEError):
+    """A job that was waited for ended otherwise than completed. `code` is that of its error, `details` have its `job`
+    and `state`.
+    """
+
+
+class JobTimeoutError(SIEError):
+    """A job has not ended within the time that `wait` was given. It goes on: `details` have its `job` and `state`."""
 
 
 class ServerError(SIEError):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar, cast
 
 import httpx
 
 from sie_sdk import transport
-from sie_sdk.core import Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
+from sie_sdk.core import Pause, Plan, Received, Send, Session, Sink, Stream, Together, TransportFailed, Work
 from sie_sdk.progress import Meter
 
 T = TypeVar("T")
@@ -121,14 +122,38 @@ class Driver:
     async def _exchange(self, request: Send) -> Answer:
         started_s = time.monotonic()
         try:
-            response = await self._http.request(
-                request.method,
-                self.url + request.path,
-                headers=dict(request.headers),
-                content=request.body or None,
-                timeout=transport.timeout(request),
-            )
+            async with contextlib.AsyncExitStack() as stack:
+                content: Any = request.body or None
+                if isinstance(request.body, Stream):
+                    content = await stack.enter_async_context(contextlib.aclosing(_in_threads(request.body.pieces())))
+                response = await stack.enter_async_context(
+                    self._http.stream(
+                        request.method,
+                        self.url + request.path,
+                        headers=transport.sent_headers(request),
+                        content=content,
+                        timeout=transport.timeout(request),
+                    )
+                )
+                sink = transport.sink_of(request, response)
+                body = await response.aread() if sink is None else await _sunk(sink, response)
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
         self._has_answered = True
-        return transport.received(response, started_s)
+        return transport.received(response, started_s, body)
+
+
+async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
+    """The same pieces; each is made where it holds up nobody else.
+
+    They are not closed here: a thread may still be at work on one when this task is cancelled.
+    """
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
+async def _sunk(sink: Sink, response: httpx.Response) -> bytes:
+    await asyncio.to_thread(sink.begin)
+    async for piece in response.aiter_bytes(transport.PIECE_BYTES):
+        await asyncio.to_thread(sink.write, piece)
+    return b""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import httpx
 
 from sie_sdk import transport
-from sie_sdk.core import Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
+from sie_sdk.core import Pause, Plan, Received, Send, Session, Sink, Stream, Together, TransportFailed, Work
 from sie_sdk.progress import Meter
 
 T = TypeVar("T")
@@ -152,15 +152,29 @@ class Driver:
     def _exchange(self, request: Send) -> Answer:
         started_s = time.monotonic()
         try:
-            with self._connections() as http:
-                response = http.request(
-                    request.method,
-                    self.url + request.path,
-                    headers=dict(request.headers),
-                    content=request.body or None,
-                    timeout=transport.timeout(request),
+            with contextlib.ExitStack() as stack:
+                content: Any = request.body or None
+                if isinstance(request.body, Stream):
+                    content = stack.enter_context(contextlib.closing(request.body.pieces()))
+                response = stack.enter_context(
+                    stack.enter_context(self._connections()).stream(
+                        request.method,
+                        self.url + request.path,
+                        headers=transport.sent_headers(request),
+                        content=content,
+                        timeout=transport.timeout(request),
+                    )
                 )
+                sink = transport.sink_of(request, response)
+                body = response.read() if sink is None else _sunk(sink, response)
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
         self._has_answered = True
-        return transport.received(response, started_s)
+        return transport.received(response, started_s, body)
+
+
+def _sunk(sink: Sink, response: httpx.Response) -> bytes:
+    sink.begin()
+    for piece in response.iter_bytes(transport.PIECE_BYTES):
+        sink.write(piece)
+    return b""

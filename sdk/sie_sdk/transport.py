@@ -11,10 +11,11 @@ from typing import TypeGuard, cast
 
 import httpx
 
-from sie_sdk.core import Received, Send, Session, TransportFailed
+from sie_sdk.core import Received, Send, Session, Sink, Stream, TransportFailed
 from sie_sdk.types import Item
 
 CONNECT_S = 10.0
+PIECE_BYTES = 1 << 20  # of a body that goes into a sink
 CLOSE_S = 5.0  # what the end of a reservation waits, for a renewal that is under way and then for its own call
 _logger = logging.getLogger("sie_sdk")
 
@@ -38,9 +39,20 @@ def timeout(request: Send) -> httpx.Timeout:
     return httpx.Timeout(request.within_s, connect=min(CONNECT_S, request.within_s))
 
 
-def received(response: httpx.Response, started_s: float) -> Received:
+def received(response: httpx.Response, started_s: float, body: bytes) -> Received:
     headers = {name.lower(): value for name, value in response.headers.items()}
-    return Received(response.status_code, headers, response.content, time.monotonic() - started_s)
+    return Received(response.status_code, headers, body, time.monotonic() - started_s)
+
+
+def sink_of(request: Send, response: httpx.Response) -> Sink | None:
+    """Where the body of a response goes piece by piece, if anywhere: errors never do."""
+    return request.sink if response.status_code == 200 else None
+
+
+def sent_headers(request: Send) -> dict[str, str]:
+    """Those of a streamed body have its length: without one it would be sent in chunks."""
+    length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, Stream) else {}
+    return {**request.headers, **length}
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, BinaryIO, Generic, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -44,8 +45,8 @@ class Item(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a call has come: `done` of `total` items. While it waits `cause` is a code of the server or `connection`,
-    and `remaining_s` how long it will go on waiting for that.
+    """How far a call has come: `done` of `total` items, or bytes of files. While it waits `cause` is a code of the
+    server or `connection`, and `remaining_s` how long it will go on waiting for that.
     """
 
     done: int
@@ -260,6 +261,57 @@ class ModelFilters(TypedDict, total=False):
     output: str | None
     loaded: bool | None
     variants: bool | None
+
+
+class JobOutput(TypedDict, total=False):
+    """What a job writes: see `JobOptions`."""
+
+    url: str
+    format: Literal["parquet", "jsonl", "npy"]
+    sink: str
+    collection: str
+
+
+class JobOptions(TypedDict, total=False):
+    """What a job is beside its model and its input. What is left out is as the server has it.
+
+    Of the input: `text` (to encode or to extract from), `query` and `document` (to score) are templates over the
+    columns of a row, such as `{title}\\n{body}`; `image`: a column of image files; `id`: the column of ids; `keep`:
+    columns that the output repeats; `input_format`: of files whose names do not tell it.
+
+    `output`: an `s3://`, `gs://` or `file:///` address for the files, or a map of `url`, `format` (parquet), `sink` and
+    `collection`. Without an address the files are kept with the job, and `Job.download` fetches them.
+
+    `params`: those of a request of the `operation` (encode). `windows`: times of the day such as `22:00-06:00`, in
+    `time_zone` (UTC). `deadline`: a moment, or seconds since 1970; with `expires` nothing runs after it. `cache`: take
+    answers of earlier jobs where model, parameters and input are the same.
+
+    `on_upload` is called as a local file is sent, with bytes. `idempotency_key`: the same key gives the same job.
+    """
+
+    text: str | None
+    query: str | None
+    document: str | None
+    image: str | None
+    id: str | None
+    keep: Sequence[str] | None
+    input_format: Literal["jsonl", "csv", "parquet", "images"] | None
+    output: str | JobOutput | None
+    operation: Literal["encode", "score", "extract"] | None
+    params: Mapping[str, Any] | None
+    name: str | None
+    metadata: Mapping[str, str] | None
+    pool: str | None
+    machine_profile: str | None
+    shard_rows: int | None
+    tokens_per_s: float | None
+    windows: Sequence[str] | None
+    time_zone: str | None
+    deadline: float | datetime | None
+    expires: bool | None
+    cache: bool | None
+    on_upload: Callable[[Progress], None] | None
+    idempotency_key: str | None
 
 
 class Capacity(TypedDict):

@@ -1,0 +1,406 @@
+"""Jobs and files of both clients, over real sockets: what is sent, pages, waits, uploads and downloads."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from job_server import FILE, JOB, JobServer
+
+import sie_sdk
+from sie_contracts.api.jobs import JobInfo, JobInput, JobOutput, JobRequest
+from sie_sdk import SIEAsyncClient, SIEClient, core, jobs
+from sie_sdk.types import JobOptions
+from sie_sdk.types import JobOutput as OutputOptions
+
+COMPLETED = {"state": "completed", "counts": {"rows": 3, "done": 3}}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JobServer]:
+    monkeypatch.setattr(jobs, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
+    running = JobServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture(params=["sync", "async"])
+def using(request: pytest.FixtureRequest, server: JobServer) -> Callable[..., Any]:
+    """`using(function)`: what `function(client, do)` gives. `do` awaits what is to be, and makes a list of pages."""
+
+    def sync(function: Callable[..., Any]) -> Any:
+        with SIEClient(server.url) as client:
+            return function(client, lambda found: list(found) if isinstance(found, Iterator) else found)
+
+    def asynchronous(function: Callable[..., Any]) -> Any:
+        with asyncio.Runner() as runner:
+
+            async def opened() -> SIEAsyncClient:
+                return SIEAsyncClient(server.url)
+
+            async def done(found: Any) -> Any:
+                return [each async for each in found] if hasattr(found, "__aiter__") else await found
+
+            client = runner.run(opened())
+            try:
+                return function(client, lambda found: runner.run(done(found)))
+            finally:
+                runner.run(client.close())
+
+    return sync if request.param == "sync" else asynchronous
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / 'docs "1".jsonl'
+    path.write_text('{"id": 1, "title": "a"}\n' * 50_000)
+    return path
+
+
+# ---- submit
+
+
+def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callable[..., Any], rows: Path) -> None:
+    told: list[sie_sdk.Progress] = []
+    at = datetime(2030, 1, 31, 6, tzinfo=UTC)
+
+    def submit(client: Any, do: Callable[[Any], Any]) -> Any:
+        return do(
+            client.jobs.submit(
+                "org/m",
+                rows,
+                text="{title}",
+                id="id",
+                keep=["title"],
+                output={"format": "npy"},
+                params={"dimensions": 128},
+                windows=["22:00-06:00"],
+                deadline=at,
+                cache=True,
+                name=None,
+                on_upload=told.append,
+            )
+        )
+
+    job = using(submit)
+    (file,) = server.files.values()
+    assert (file.bytes, file.filename, file.purpose) == (rows.stat().st_size, "docs %221%22.jsonl", "jobs")
+    assert server.digests[file.id] == hashlib.sha256(rows.read_bytes()).hexdigest()
+    assert [each.done for each in told] == sorted(each.done for each in told)
+    assert told[-1] == sie_sdk.Progress(file.bytes, file.bytes)
+    assert len(told) > 3
+    assert (job.id, job.state, job.has_ended) == (f"{JOB}0", "queued", False)
+    assert server.bodies[job.id] == JobRequest(
+        model="org/m",
+        input=JobInput(file=file.id, text="{title}", id="id", keep=("title",)),
+        output=JobOutput(format="npy"),
+        params={"dimensions": 128},
+        windows=("22:00-06:00",),
+        deadline=at.timestamp(),
+        cache=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("s3://bucket/docs/", JobInput(url="s3://bucket/docs/")),
+        ("file:///data/docs.csv", JobInput(url="file:///data/docs.csv")),
+        (f"{FILE}0", JobInput(file=f"{FILE}0")),
+    ],
+)
+def test_an_address_and_a_file_that_was_sent_are_named(
+    server: JobServer, using: Callable[..., Any], source: str, place: JobInput
+) -> None:
+    job = using(lambda client, do: do(client.jobs.submit("org/m", source, output="s3://bucket/out/")))
+    assert server.bodies[job.id].input == place
+    assert server.bodies[job.id].output == JobOutput(url="s3://bucket/out/")
+    assert server.asked("POST", "/v1/files") == []
+
+
+def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Callable[..., Any]) -> None:
+    """The client sends its own key with each attempt of one call, and the key of its caller in place of that."""
+
+    def submit(client: Any, do: Callable[[Any], Any]) -> Any:
+        given = [do(client.jobs.submit("org/m", f"{FILE}0", idempotency_key="mine")).id for _ in range(2)]
+        return [*given, *(do(client.jobs.submit("org/m", f"{FILE}0")).id for _ in range(2))]
+
+    assert using(submit) == [f"{JOB}0", f"{JOB}0", f"{JOB}1", f"{JOB}2"]
+
+
+def test_a_file_that_was_sent_for_a_refused_job_is_deleted(
+    server: JobServer, using: Callable[..., Any], rows: Path
+) -> None:
+    server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "input.text: there is no column titel"
+    with pytest.raises(sie_sdk.InvalidInputError, match="titel") as caught:
+        using(lambda client, do: do(client.jobs.submit("org/m", rows, text="{titel}")))
+    assert (caught.value.request_id, caught.value.status) == ("r", 400)
+    assert server.files == {}
+
+
+def test_a_file_that_cannot_be_deleted_then_is_told_of(
+    server: JobServer, using: Callable[..., Any], rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refuses |= {
+        "POST /v1/jobs": (404, "MODEL_NOT_FOUND", "no model org/m"),
+        "DELETE /v1/files": (503, "QUEUE_UNAVAILABLE", "no broker"),
+    }
+    with caplog.at_level(logging.WARNING, "sie_sdk"), pytest.raises(sie_sdk.ModelNotFoundError):
+        using(lambda client, do: do(client.jobs.submit("org/m", rows)))
+    assert f"{FILE}0, which no job reads, could not be deleted" in caplog.text
+
+
+def test_what_is_no_input_is_refused_before_anything_is_sent(
+    server: JobServer, using: Callable[..., Any], tmp_path: Path
+) -> None:
+    for source, why in ((tmp_path / "none.csv", "none.csv: No such file"), (tmp_path, "is a folder"), (7, "got int")):
+        with pytest.raises(sie_sdk.InvalidInputError, match=why):
+            using(lambda client, do, source=source: do(client.jobs.submit("org/m", source)))
+    with pytest.raises(TypeError, match="'txt'; did you mean 'text'"):
+        using(lambda client, do: do(client.jobs.submit("org/m", "s3://b/", txt="{title}")))
+    assert server.seen == []
+
+
+def test_a_file_that_grows_while_it_is_sent_is_refused(
+    server: JobServer, using: Callable[..., Any], rows: Path
+) -> None:
+    def grow(progress: sie_sdk.Progress) -> None:
+        with rows.open("a") as file:
+            file.write("more\n")
+
+    with pytest.raises(sie_sdk.InvalidInputError, match="was changed while it was sent"):
+        using(lambda client, do: do(client.files.upload(rows, on_progress=grow)))
+    assert server.files == {}
+
+
+UPLOAD = """
+import asyncio, resource, sys
+from sie_sdk import SIEAsyncClient, SIEClient
+
+url, path, save, kind = sys.argv[1:]
+
+async def run():
+    async with SIEAsyncClient(url) as client:
+        file = await client.files.upload(path)
+        await client.files.save(file.id, save)
+
+with SIEClient(url) as client:
+    client.files.upload(__file__ if "__file__" in globals() else sys.executable)  # what imports and connections take
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if kind == "sync":
+        file = client.files.upload(path)
+        client.files.save(file.id, save)
+    else:
+        asyncio.run(run())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind: str) -> None:
+    """256 MiB up and down again cost a few MiB."""
+    path, saved = tmp_path / "large.jsonl", tmp_path / "saved"
+    with path.open("wb") as file:
+        file.truncate(256 << 20)
+    done = subprocess.run(
+        [sys.executable, "-c", UPLOAD, server.url, str(path), str(saved), kind],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert saved.stat().st_size == 256 << 20
+    assert int(done.stdout) < 48
+
+
+# ---- look, steer, wait
+
+
+def test_all_pages_of_jobs_and_of_a_state(server: JobServer, using: Callable[..., Any]) -> None:
+    for number in range(5):
+        server.add(state="paused" if number % 2 else "running")
+
+    def listed(client: Any, do: Callable[[Any], Any]) -> Any:
+        return [job.id for job in do(client.jobs.list(page=2))], [job.id for job in do(client.jobs.list("paused"))]
+
+    everything, paused = using(listed)
+    assert everything == [f"{JOB}{number}" for number in (4, 3, 2, 1, 0)]
+    assert paused == [f"{JOB}3", f"{JOB}1"]
+    assert server.asked("GET", "/v1/jobs?")[1] == f"/v1/jobs?limit=2&after={JOB}3"
+
+
+def test_a_job_is_steered(server: JobServer, using: Callable[..., Any]) -> None:
+    server.add(state="running", request={"model": "org/m", "input": {"file": "f"}, "of_tomorrow": 1})
+
+    def steer(client: Any, do: Callable[[Any], Any]) -> Any:
+        job = do(client.jobs.get(f"{JOB}0"))
+        states = [job.state, do(job.pause()).state, do(job.resume()).state, do(job.refresh()).state]
+        with pytest.raises(sie_sdk.ContentConflictError):
+            do(job.delete())
+        states.append(do(job.cancel()).state)
+        other = do(job.retry())
+        failed, fine = do(job.rows(failed=True)), do(job.rows(limit=5, failed=False))
+        do(client.jobs.delete(job.id))
+        with pytest.raises(sie_sdk.NotFoundError):
+            do(job.refresh())
+        return states, other.id, failed[0]["error"]["code"], fine
+
+    states, other, code, fine = using(steer)
+    assert states == ["running", "paused", "running", "running", "cancelled"]
+    assert (other, code, fine) == (f"{JOB}1", "INVALID_INPUT", [{"id": "8", "dims": 4}])
+
+
+def test_a_job_is_waited_for(server: JobServer, using: Callable[..., Any]) -> None:
+    server.add()
+    server.script = [{"state": "planning"}, {"state": "running", "counts": {"rows": 3, "done": 1}}, COMPLETED]
+    told: list[tuple[str, int]] = []
+
+    def wait(client: Any, do: Callable[[Any], Any]) -> Any:
+        job = do(client.jobs.get(f"{JOB}0"))
+        return do(job.wait(on_progress=lambda info: told.append((info.state, info.counts.done))))
+
+    job = using(wait)
+    assert told == [("running", 1), ("completed", 3)]
+    assert repr(job).endswith(f"{JOB}0 completed, 3 of 3 rows>")
+
+
+def test_a_job_that_ends_otherwise_raises_and_one_that_takes_too_long(
+    server: JobServer, using: Callable[..., Any]
+) -> None:
+    server.add(state="running")
+    with pytest.raises(sie_sdk.JobTimeoutError, match=r"not ended within 0\.05 s: it is running") as late:
+        using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait(timeout_s=0.05)))
+    assert late.value.retryable
+    server.script = [{"state": "failed", "error": {"code": "MODEL_LOAD_FAILED", "message": "no weights"}}]
+    with pytest.raises(sie_sdk.JobFailedError, match="ended as failed: MODEL_LOAD_FAILED: no weights") as failed:
+        using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait()))
+    assert (failed.value.code, failed.value.details["state"]) == ("MODEL_LOAD_FAILED", "failed")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "job-1?x", "\ud800", 7])
+def test_what_is_no_id_asks_nothing(server: JobServer, name: Any) -> None:
+    with SIEClient(server.url) as client:
+        for ask in (client.jobs.get, client.jobs.delete, client.files.get, client.files.content):
+            with pytest.raises(sie_sdk.InvalidInputError):
+                ask(name)
+    assert server.seen == []
+
+
+# ---- download
+
+
+def finished(server: JobServer, count: int = 5) -> None:
+    server.add(**COMPLETED)
+    server.parts = {f"part-{number:05}.parquet": bytes([number]) * 300_000 for number in range(count)}
+
+
+def download(folder: Path, **more: Any) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    return lambda client, do: do(do(client.jobs.get(f"{JOB}0")).download(folder, **more))
+
+
+def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
+    """1. A part is cut off twice. 2. All are there. 3. Of the second call only the part that was spoilt is fetched."""
+    finished(server)
+    server.cuts["part-00003.parquet"] = 2
+    told: list[sie_sdk.Progress] = []
+    folder = tmp_path / "a" / "out"
+    paths = using(download(folder, on_progress=told.append))
+    assert [path.name for path in paths] == list(server.parts)
+    assert [path.read_bytes() for path in paths] == list(server.parts.values())
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *server.parts]
+    assert len(json.loads((folder / "manifest.json").read_text())["parts"]) == 5
+    assert told[-1] == sie_sdk.Progress(1_500_000, 1_500_000)
+    assert len(server.asked("GET", f"/v1/jobs/{JOB}0/part")) == 7
+
+    server.seen.clear()
+    paths[1].write_bytes(b"\x09" * 300_000)
+    using(download(folder))
+    assert server.asked("GET", f"/v1/jobs/{JOB}0/part") == [f"/v1/jobs/{JOB}0/part?name=part-00001.parquet"]
+    assert paths[1].read_bytes() == server.parts["part-00001.parquet"]
+
+
+def test_a_part_with_another_digest_does_not_appear(
+    server: JobServer, using: Callable[..., Any], tmp_path: Path
+) -> None:
+    finished(server, 1)
+    server.announced["part-00000.parquet"] = "0" * 64
+    with pytest.raises(sie_sdk.ServerError, match=r"part-00000\.parquet: the 300000 bytes that came are not those"):
+        using(download(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../part", "/etc/part", ".hidden", "manifest.json", "a/b", "", "part\n"])
+def test_no_part_is_written_elsewhere(server: JobServer, tmp_path: Path, name: str) -> None:
+    finished(server, 1)
+    server.parts[name] = b"x"
+    with pytest.raises(sie_sdk.ServerError, match="cannot be written"), SIEClient(server.url) as client:
+        client.jobs.get(f"{JOB}0").download(tmp_path / "out")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
+
+
+def test_the_folder_of_another_job_is_left_alone(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
+    finished(server, 1)
+    using(download(tmp_path))
+    finished(server, 1)
+    with pytest.raises(sie_sdk.InvalidInputError, match=f"has the files of {JOB}0: name another folder"):
+        using(lambda client, do: do(do(client.jobs.get(f"{JOB}1")).download(tmp_path)))
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(sie_sdk.InvalidInputError, match="not the manifest of a job"):
+        using(download(tmp_path))
+
+
+def test_files_that_are_elsewhere_are_read_there(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
+    output = {"url": "s3://bucket/out/"}
+    server.add(**COMPLETED, request={"model": "org/m", "input": {"file": "f"}, "output": output})
+    with pytest.raises(sie_sdk.InvalidInputError, match="its files are at s3://bucket/out/"):
+        using(download(tmp_path))
+
+
+@pytest.mark.parametrize("broken", [b"[]", b"{}", b"no", b'{"id": 3}'])
+def test_a_reply_that_is_none_is_an_error_of_the_server(broken: bytes) -> None:
+    session = core.Session()
+    for plan in (
+        jobs.get("job-1", session),
+        jobs.page(None, 1, None, session),
+        jobs.steered("job-1", "pause", session),
+        jobs.retried("job-1", session),
+        jobs.deleted("job-1", session),
+        jobs.rows("job-1", 1, None, session),
+        jobs.manifest("job-1", session),
+    ):
+        next(plan)
+        with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+            plan.send(core.Received(200, {}, broken))
+
+
+# ---- shapes
+
+
+def test_the_options_of_a_job_are_the_fields_of_its_request() -> None:
+    own = {"on_upload", "idempotency_key"}
+    of_input = {"input_format" if name == "format" else name for name in JobInput.__struct_fields__} - {"file", "url"}
+    of_request = set(JobRequest.__struct_fields__) - {"model", "input"}
+    assert set(JobOptions.__annotations__) == own | of_input | of_request
+    assert set(OutputOptions.__annotations__) == set(JobOutput.__struct_fields__)
+    for name, hint in typing.get_type_hints(OutputOptions).items():
+        declared = typing.get_type_hints(JobOutput)[name]
+        assert hint == declared, name
+
+
+def test_what_the_example_of_the_contract_says_is_read() -> None:
+    found = msgspec.convert(JobInfo.EXAMPLE | {"of_tomorrow": 1, "state": "sleeping"}, jobs.JobInfo)
+    assert (found.state, found.has_ended, found.counts.rows) == ("sleeping", False, 1_000_000)
+    assert found.request == JobInfo.EXAMPLE["request"]
