@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -33,6 +35,19 @@ def printable(text: str, *, lines: bool = False) -> str:
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
         for letter in text
     )
+
+
+def document(value: Any) -> str:
+    """A value as JSON. What a terminal would obey is escaped, as JSON allows everywhere that it can stand."""
+    text = msgspec.json.format(msgspec.json.encode(value)).decode()
+    return re.sub(r"[^ -~]", lambda found: _escaped(found[0]), text)
+
+
+def _escaped(letter: str) -> str:
+    if letter.isprintable() or letter == "\n":
+        return letter
+    units = letter.encode("utf-16-be")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:

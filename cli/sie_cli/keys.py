@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import click
@@ -15,6 +14,7 @@ import msgspec
 from sie_broker import Broker, Entry, Write, WrongRevision
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.moments import future, moment
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import Refused
 from sie_runtime import keys as records
@@ -24,7 +24,6 @@ from sie_runtime.routes import SCOPES
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
 MAX_KEYS = 10_000  # every gateway holds all of them
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
 
@@ -37,24 +36,6 @@ def _scopes(text: str) -> tuple[str, ...]:
             f"{', '.join(unknown) or 'nothing'}: expected some of {', '.join(SCOPES)}, joined by commas"
         )
     return tuple(scope for scope in SCOPES if scope in given)
-
-
-def _until(text: str) -> float:
-    """Seconds since 1970: of a day or moment (UTC where it names no zone), or that far from now."""
-    span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
-    if span is not None:
-        found = time.time() + int(span[1]) * _UNITS[span[2]]
-    else:
-        try:
-            at = datetime.fromisoformat(text.strip())
-        except ValueError as error:
-            raise click.BadParameter(
-                f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31"
-            ) from error
-        found = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
-    if found <= time.time():
-        raise click.BadParameter(f"{text[:40]}: is in the past")
-    return found
 
 
 def _bytes(text: str) -> int:
@@ -98,7 +79,7 @@ def keys() -> None:
     "--scopes", type=_scopes, metavar="SCOPES", default=DEFAULT_SCOPES, show_default=True, help="What it may do."
 )
 @click.option(
-    "--expires", "expires_s", type=_until, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]"
+    "--expires", "expires_s", type=future, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]"
 )
 @click.option(
     "--max-body",
@@ -169,8 +150,7 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
         return
     rows = [("ID", "NAME", "SCOPES", "CREATED (UTC)", "STATE", "LIMITS")]
     rows += [
-        (key.id, key.name, ",".join(key.scopes), _moment(key.created_s), _end(key), _limits(key.limits))
-        for key in found
+        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key), _limits(key.limits)) for key in found
     ]
     display.table(rows)
 
@@ -252,16 +232,12 @@ def _plain(key: Key) -> dict[str, Any]:
     }
 
 
-def _moment(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
-
-
 def _end(key: Key) -> str:
     if key.revoked_s:
-        return f"revoked {_moment(key.revoked_s)}"
+        return f"revoked {moment(key.revoked_s)}"
     if not key.expires_s:
         return "never expires"
-    return f"{'expired' if key.ended(time.time()) else 'until'} {_moment(key.expires_s)}"
+    return f"{'expired' if key.ended(time.time()) else 'until'} {moment(key.expires_s)}"
 
 
 def _limits(limits: Limits) -> str:

@@ -83,6 +83,7 @@ ELSEWHERE = {
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
     "eval": "sie_cli.evals:evals",
+    "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.bench:bench",
@@ -108,6 +109,7 @@ def main() -> None:
     sie settings               every setting, its value and where it came from
     sie doctor                 what is wrong with a cluster, and what mends it
     sie try MODEL "text"       what a model answers, shown for a person
+    sie jobs submit MODEL FILE work on whole files; `watch`, `pause`, `cancel`, `retry` and `result` of a job
     sie top                    workers, models and queues, live
     sie dlq list               work that was given up
     sie keys create NAME       a token for a client; `list` and `revoke` it

@@ -34,6 +34,7 @@ BROWSED = {
     "sie topology",
     "sie top",
     "sie try",
+    "sie jobs",
     "sie doctor",
     "sie models list",
     "sie models compare",
@@ -104,6 +105,7 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
         "topology check",
         "top --once",
         "try m text",
+        "jobs list",
         "models list",
         "models show a",
         "models compare a b --sample {sample}",
@@ -117,7 +119,7 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
-    monkeypatch.setattr("sie_cli.trying.command.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.gateway_client.FIRST_S", 0.2)
     monkeypatch.setattr("sie_cli.models.compare.PATIENCE_S", 0.2)
     found = CliRunner().invoke(main, line.format(sample=sample).split())
     assert found.exit_code in (1, 2), found.output

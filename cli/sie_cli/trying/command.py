@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from typing import TYPE_CHECKING, NoReturn
 
 import click
-import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
-from sie_cli.display import printable
-from sie_cli.options import refuse
+from sie_cli.display import document, printable
+from sie_cli.gateway_client import gateway_client
 from sie_cli.refusal import Refused
 from sie_cli.top import quiet_client
 from sie_cli.trying.asking import Answer, Question, ask, reply
 from sie_cli.trying.inputs import read
 from sie_cli.trying.shown import shown
-from sie_contracts.settings import public_url
-
-if TYPE_CHECKING:
-    from sie_sdk.errors import SIEError
-
-FIRST_S = 5.0  # of attempts to connect
 
 
 @click.command("try")
@@ -81,30 +72,18 @@ def try_model(
 
 def _answered(cluster: Cluster, question: Question) -> Answer:
     """What the gateway answers. Where it does not the process ends."""
-    from sie_sdk import SIEClient
-    from sie_sdk.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
+    from sie_sdk.errors import InvalidInputError
 
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
-    token = secret.reveal() if secret else None
-    try:
-        with SIEClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
-            with quiet_client():
-                info = client.get_model(question.model)
-            return ask(client, info, question, url, token)
-    except AuthenticationError as error:
-        refuse(printable(f"{error}: set SIE_AUTH_TOKEN to a token with the scopes read and infer"))
-    except SIEConnectionError as error:
-        refuse(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}")
-    except ModelNotFoundError as error:
-        raise Refused(f"{printable(str(error))} (`sie models list` shows all)") from error
-    except SIEError as error:
-        _refused(error)
-
-
-def _refused(error: SIEError) -> NoReturn:
-    """Raises Refused, with the option that is missing."""
-    missing = {"labels_required": "; name them with --labels a,b"}.get(error.reason, "")
-    raise Refused(printable(f"{error}{missing}")) from error
+    with gateway_client(cluster, "the scopes read and infer") as client:
+        with quiet_client():
+            info = client.get_model(question.model)
+        try:
+            return ask(client, info, question, url, secret.reveal() if secret else None)
+        except InvalidInputError as error:
+            if error.reason != "labels_required":
+                raise
+            raise Refused(printable(f"{error}; name them with --labels a,b")) from error
 
 
 def _print(answer: Answer) -> None:
@@ -117,13 +96,5 @@ def _print(answer: Answer) -> None:
 
 
 def json_of(answer: Answer) -> str:
-    """The reply. What a terminal would obey is escaped, as JSON allows everywhere that it can stand."""
-    text = msgspec.json.format(msgspec.json.encode(reply(answer))).decode()
-    return re.sub(r"[^ -~]", lambda found: _escaped(found[0]), text)
-
-
-def _escaped(letter: str) -> str:
-    if letter.isprintable() or letter == "\n":
-        return letter
-    units = letter.encode("utf-16-be")
-    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+    """The reply."""
+    return document(reply(answer))

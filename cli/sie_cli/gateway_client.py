@@ -1,0 +1,46 @@
+"""The Python client of the gateway that a command asks, and how the command ends where that does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sie_cli.cluster import Cluster
+from sie_cli.display import printable
+from sie_cli.options import refuse
+from sie_cli.refusal import Refused
+from sie_contracts.settings import public_url
+
+if TYPE_CHECKING:
+    from sie_sdk import SIEClient
+
+FIRST_S = 5.0  # of attempts to connect
+
+
+@contextlib.contextmanager
+def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
+    """A client, for a command that needs a token with these scopes. One that is patient waits for a gateway that
+    restarts.
+
+    Where nobody answers, or the token is refused, the process ends with status 2. Other errors become Refused.
+    """
+    from sie_sdk import SIEClient
+    from sie_sdk.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
+
+    url, secret = cluster.gateway_urls[0], cluster.gateway_token
+    try:
+        with SIEClient(
+            url,
+            api_key=secret.reveal() if secret else None,
+            connection_budget_s=None if is_patient else FIRST_S,
+        ) as client:
+            yield client
+    except AuthenticationError as error:
+        refuse(printable(f"{error}: set SIE_AUTH_TOKEN to a token with {scopes}"))
+    except SIEConnectionError as error:
+        refuse(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}")
+    except ModelNotFoundError as error:
+        raise Refused(f"{printable(str(error))} (`sie models list` shows all)") from error
+    except SIEError as error:
+        raise Refused(printable(str(error))) from error

@@ -1,0 +1,274 @@
+"""`sie jobs`: the commands."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from sie_cli import display
+from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.gateway_client import gateway_client
+from sie_cli.jobs import told
+from sie_cli.jobs.following import fetch, follow, sending
+from sie_cli.jobs.submitting import Place, options
+from sie_cli.options import AnyPosition
+
+if TYPE_CHECKING:
+    from sie_sdk import Job
+
+F = TypeVar("F", bound=Callable[..., Any])
+SCOPE = "the scope infer"
+FAILED_ROWS = 20
+STATES = ("queued", "planning", "running", "paused", "finalizing", "completed", "failed", "cancelled", "expired")
+_options = cluster_options(GATEWAY_URL)
+_json = click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
+_job = click.argument("name", metavar="JOB")
+
+
+@click.group(cls=AnyPosition, short_help="Work on whole files.")
+def jobs() -> None:
+    """Work on whole files: every row is one input, and every answer goes into files. Jobs run beside the requests of
+    clients and give way to them; they survive the end of any process, this one too.
+
+    \b
+    sie jobs submit MODEL docs.jsonl --text "{title}" --output vectors    the file goes up, the vectors come down
+    sie jobs submit MODEL s3://bucket/docs/ --output s3://bucket/out/     the same from a bucket into a bucket
+    sie jobs list                                                         your jobs, the newest first
+    sie jobs watch JOB                                                    how far it is, and when it will be done
+    sie jobs show JOB --failed                                            all that is known, and rows that failed
+    sie jobs pause JOB, resume JOB, cancel JOB                            stop it for a while, go on, end it
+    sie jobs retry JOB                                                    another job over the rows that failed
+    sie jobs result JOB FOLDER                                            fetch its files, or what is missing of them
+    sie jobs delete JOB                                                   forget it with its files
+
+    Where the gateway wants a token: SIE_AUTH_TOKEN, with the scope infer. A token sees its own jobs, an administrator's
+    all of them.
+    """
+
+
+@jobs.command()
+@click.argument("model")
+@click.argument("source", metavar="INPUT")
+@click.option("--text", metavar="TEMPLATE", help='What to encode or extract from: "{title}\\n{body}".')
+@click.option("--query", metavar="TEMPLATE", help="The query of each row, to score --document against it.")
+@click.option("--document", metavar="TEMPLATE", help="The document of each row.")
+@click.option("--image", metavar="COLUMN", help="The column of image files.")
+@click.option("--id", metavar="COLUMN", help="The column of ids.  [default: the file and the number of the row]")
+@click.option("--keep", metavar="A,B", multiple=True, help="Columns that the output repeats.")
+@click.option(
+    "--input-format",
+    type=click.Choice(["jsonl", "csv", "parquet", "images"]),
+    help="Of the input.  [default: by its name]",
+)
+@click.option(
+    "--output", "-o", metavar="URL|FOLDER", help="Where the files go: an address of the server's, or a folder here."
+)
+@click.option("--format", type=click.Choice(["parquet", "jsonl", "npy"]), help="Of the output.  [default: parquet]")
+@click.option("--sink", metavar="NAME", help="A vector database of the server's that gets the vectors too.")
+@click.option("--collection", metavar="NAME", help="The collection or table there.")
+@click.option(
+    "--operation",
+    type=click.Choice(["encode", "score", "extract"]),
+    help="What to ask the model.  [default: score with --query, else encode]",
+)
+@click.option(
+    "--param", "params", metavar="KEY=JSON", multiple=True, help="Of the requests: dimensions=256, output_dtype=int8."
+)
+@click.option("--cache", is_flag=True, help="Take answers of earlier jobs where model and input are the same.")
+@click.option("--deadline", metavar="TIME", help="When it should be done: 12h, 2030-01-31T06:00+01:00.")
+@click.option("--expires", is_flag=True, help="What has not run by the deadline is not run any more.")
+@click.option(
+    "--window", "windows", metavar="HH:MM-HH:MM", multiple=True, help="When it may run: 22:00-06:00. May be repeated."
+)
+@click.option("--time-zone", metavar="ZONE", help="Of the windows: Europe/Berlin.  [default: UTC]")
+@click.option("--tokens-per-s", type=click.FloatRange(0, min_open=True), help="How fast it may run.")
+@click.option("--machine-profile", metavar="NAME", help="Which machines.")
+@click.option("--pool", metavar="NAME", help="Which pool.")
+@click.option("--shard-rows", type=click.IntRange(1), help="Rows of one part of the input.")
+@click.option("--name", metavar="TEXT", help="For people.")
+@click.option("--metadata", metavar="KEY=TEXT", multiple=True, help="Kept with the job.")
+@click.option("--wait", is_flag=True, help="Until it has ended. Implied by an --output that is a folder.")
+@_json
+@_options
+def submit(
+    cluster: Cluster, model: str, source: str, output: str | None, wait: bool, as_json: bool, **given: Any
+) -> None:
+    """Begin a job: ask MODEL about every row of INPUT. Prints its id.
+
+    INPUT is a file of this machine (it is sent first), the id of one that was sent, or an address that the server
+    allows: one object, or all below a path that ends in /. JSON Lines, CSV and Parquet are read by rows.
+
+    \b
+    sie jobs submit sentence-transformers/all-MiniLM-L6-v2 docs.jsonl --text "{title}\\n{body}" --id id -o vectors
+    sie jobs submit BAAI/bge-reranker-v2-m3 pairs.csv --query "{question}" --document "{answer}" --format jsonl
+    sie jobs submit urchade/gliner_multi-v2.1 s3://docs/2030/ --operation extract --text "{body}" \\
+        --param labels='["person", "place"]' -o s3://docs/found/ --window 22:00-06:00
+    JOB=$(sie jobs submit MODEL docs.parquet --text "{body}"); sie jobs watch $JOB
+
+    A template names columns in braces, as in "{title}\\n{body}"; \\n is a line break.
+
+    Status 0: submitted; with --wait: completed, and every row has an answer. 3: completed, but rows have an error. 1:
+    refused, or it failed, expired or was cancelled. 2: no gateway answered, or an option is wrong. 130: Ctrl-C; the job
+    goes on.
+    """
+    place = Place.of(output)
+    asked = options(given, place)
+    with gateway_client(cluster, SCOPE, is_patient=True) as client:
+        with display.transfers() as bars:
+            asked["on_upload"] = sending(bars, Path(source).name)
+            job = client.jobs.submit(model, source, **asked)
+        if not as_json:
+            click.echo(job.id)
+        if wait or place.folder is not None:
+            follow(job, err=True)
+        if place.folder is not None and job.state == "completed":
+            fetch(job, place.folder)
+    if as_json:
+        click.echo(display.document(job.info))
+    if wait or place.folder is not None:
+        sys.exit(told.status(job.info))
+
+
+@jobs.command("list")
+@click.option("--state", type=click.Choice(STATES), help="Those in this state.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="At most so many.")
+@_json
+@_options
+def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
+    """Jobs, the newest first."""
+    with gateway_client(cluster, SCOPE) as client:
+        found = [job.info for job in itertools.islice(client.jobs.list(state, min(limit, 100)), limit)]
+    if as_json:
+        click.echo(display.document(found))
+    elif not found:
+        click.echo("no jobs" if state is None else f"no jobs are {state}")
+    else:
+        display.table(told.table(found))
+
+
+@jobs.command()
+@_job
+@click.option("--failed", is_flag=True, help=f"Also rows that failed, and why; {FAILED_ROWS} at most.")
+@_json
+@_options
+def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:
+    """All that is known of a job."""
+    with gateway_client(cluster, SCOPE) as client:
+        job = client.jobs.get(name)
+        rows = job.rows(FAILED_ROWS, failed=True) if failed else []
+    if as_json:
+        click.echo(display.document({"job": job.info, "failed": rows} if failed else job.info))
+        return
+    facts = told.facts(job.info, time.time())
+    width = max(map(len, facts)) + 2
+    for field, value in facts.items():
+        click.echo(f"{field + ':':<{width}}{value}")
+    if failed:
+        click.echo()
+        if rows:
+            display.table(told.failures(rows))
+        else:
+            click.echo("no row has an error")
+
+
+@jobs.command()
+@_job
+@_json
+@_options
+def watch(cluster: Cluster, name: str, as_json: bool) -> None:
+    """Follow a job until it ends: rows, rate, when it will be done, errors by code, what it waits for.
+
+    In a terminal the picture is drawn in place; in a pipe there is one line for each change, with --json an object. A
+    gateway that restarts is waited for. Ctrl-C ends this command and not the job.
+
+    Status 0: completed, and every row has an answer. 3: completed, but rows have an error. 1: failed, expired,
+    cancelled, or there is no such job. 2: no gateway answered. 130: Ctrl-C.
+    """
+    with gateway_client(cluster, SCOPE, is_patient=True) as client:
+        job = client.jobs.get(name)
+        follow(job, err=False, as_json=as_json)
+    sys.exit(told.status(job.info))
+
+
+@jobs.command()
+@_job
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@_options
+def result(cluster: Cluster, name: str, folder: Path) -> None:
+    """Fetch the files of a job into FOLDER, and manifest.json last.
+
+    Each is checked by its digest and appears once it is whole. The same command again fetches only what is missing.
+
+    Status 0: all is there, and every row has an answer. 3: all is there, but rows have an error. 1: the job has not
+    ended, or not as completed; its files so far are there. 2: no gateway answered.
+    """
+    with gateway_client(cluster, SCOPE, is_patient=True) as client:
+        job = client.jobs.get(name)
+        fetch(job, folder)
+    if job.state != "completed":
+        click.echo(f"{job.id} is {job.state}: these are its files so far", err=True)
+    sys.exit(told.status(job.info))
+
+
+def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json: bool) -> None:
+    with gateway_client(cluster, SCOPE) as client:
+        job = change(client.jobs.get(name))
+    click.echo(display.document(job.info) if as_json else f"{job.id} is {job.state}")
+
+
+@jobs.command()
+@_job
+@_json
+@_options
+def pause(cluster: Cluster, name: str, as_json: bool) -> None:
+    """Stop a job for a while: what runs is finished, nothing more begins."""
+    _changed(cluster, name, lambda job: job.pause(), as_json)
+
+
+@jobs.command()
+@_job
+@_json
+@_options
+def resume(cluster: Cluster, name: str, as_json: bool) -> None:
+    """Go on with a job that was paused."""
+    _changed(cluster, name, lambda job: job.resume(), as_json)
+
+
+@jobs.command()
+@_job
+@_json
+@_options
+def cancel(cluster: Cluster, name: str, as_json: bool) -> None:
+    """End a job. What it has written stays, until it is deleted."""
+    _changed(cluster, name, lambda job: job.cancel(), as_json)
+
+
+@jobs.command()
+@_job
+@_json
+@_options
+def retry(cluster: Cluster, name: str, as_json: bool) -> None:
+    """Begin another job over the rows of this one that failed. Prints the id of the new one."""
+    with gateway_client(cluster, SCOPE) as client:
+        job = client.jobs.get(name).retry()
+    click.echo(display.document(job.info) if as_json else job.id)
+
+
+@jobs.command()
+@_job
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_options
+def delete(cluster: Cluster, name: str, yes: bool) -> None:
+    """Forget a job that has ended, with the files that are kept with it. It cannot be undone."""
+    with gateway_client(cluster, SCOPE) as client:
+        job = client.jobs.get(name)
+        if not yes:
+            click.confirm(f"Delete {job.id} ({job.state}, {told.rows(job.info)}) and its files?", abort=True)
+        job.delete()
+    click.echo(f"{job.id} is deleted")

@@ -1,0 +1,48 @@
+"""Moments on the command line: as people write them, and as commands show them."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+
+import click
+
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def future(text: str) -> float:
+    """Seconds since 1970: of a day or moment (UTC where it names no zone), or that far from now."""
+    span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
+    if span is not None:
+        found = time.time() + int(span[1]) * _UNITS[span[2]]
+    else:
+        try:
+            at = datetime.fromisoformat(text.strip())
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31"
+            ) from error
+        found = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    if found <= time.time():
+        raise click.BadParameter(f"{text[:40]}: is in the past")
+    return found
+
+
+def moment(at_s: float) -> str:
+    """In UTC, to the minute."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def local(at_s: float, now_s: float) -> str:
+    """On the clock of this machine; with its day where that is not today."""
+    at, now = (datetime.fromtimestamp(each).astimezone() for each in (at_s, now_s))
+    return at.strftime("%H:%M" if at.date() == now.date() else "%Y-%m-%d %H:%M")
+
+
+def span(seconds: float) -> str:
+    """A length of time in its largest unit of which there are two."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
