@@ -1,6 +1,7 @@
 import { json } from "./calls.js";
 import * as cluster from "./cluster.js";
 import { invalid } from "./errors.js";
+import { Jobs } from "./jobs.js";
 import { type CallOptions, type ClientOptions, Session } from "./options.js";
 import { stream } from "./streams.js";
 import type {
@@ -16,12 +17,14 @@ import { watch } from "./watching.js";
  */
 export class SIEClient {
   readonly pools: cluster.Pools;
+  readonly jobs: Jobs;
   readonly #session: Session;
 
   constructor(options: ClientOptions) {
     if (typeof options !== "object" || options === null) throw invalid("options: expected an object with baseUrl");
     this.#session = Session.of(options);
     this.pools = new cluster.Pools(this.#session);
+    this.jobs = new Jobs(this.#session);
   }
 
   /** Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`. */

@@ -1,7 +1,7 @@
 // The suite against a real server, in Node and in a browser: each case throws where something is not as it should be.
 
 import {
-  type ClientOptions, InvalidInputError, ModelNotFoundError, SIEAbortError, SIEClient, SIEConnectionError, SIEError,
+  type ClientOptions, InvalidInputError, ModelNotFoundError, ServerError, SIEAbortError, SIEClient, SIEConnectionError,
 } from "../src/index.js";
 
 const MINI = "test/mini";
@@ -153,23 +153,55 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       equal((await client.health()).status, "healthy");
     },
 
-    async "any route is asked in JSON"() {
-      const body = { items: ["a cat"] };
-      interface Told {
-        items: { dense: { values: number[] } }[];
-        explain: unknown[];
+    async "a job is submitted once, waited for, and its files are fetched whole"() {
+      const data = new TextEncoder().encode("a part");
+      const sha256 = "3513ae1a39086c2a2738daa630b9e2f304f41b5945228e0741a117a508fc51b9";
+      const part = { name: "part-00000.parquet", rows: 1, failed: 0, bytes: data.length, sha256, source: "a" };
+      const states = ["queued", "running", "completed"];
+      const keys: string[] = [];
+      let refused = 0;
+      const asked: string[] = [];
+      const answering = async (input: string, init: RequestInit): Promise<Response> => {
+        const { pathname, search } = new URL(input);
+        asked.push(`${init.method} ${pathname}${search}`);
+        const job = { id: "job-1", state: states[0], counts: {}, request: {} };
+        const pages: Record<string, unknown> = {
+          "?": { data: [job], next: "job-1" },
+          "?after=1": { job: "job-1", parts: [{ ...part, sha256: "0".repeat(64) }], next: null },
+        };
+        if (init.method === "POST" && pathname === "/v1/jobs") {
+          keys.push(new Headers(init.headers).get("idempotency-key")!);
+          if (refused++ === 0) throw new TypeError("the connection broke");
+          return Response.json(job, { status: 201 });
+        }
+        if (pathname.endsWith("/part")) return new Response(data);
+        if (pathname.endsWith("/manifest")) return Response.json(pages[search] ?? { job: "job-1", parts: [part], next: 1 });
+        if (pathname === "/v1/jobs") {
+          return Response.json(search.includes("after") ? { data: [], next: null } : pages["?"]);
+        }
+        if (states.length > 1 && init.method === "GET") states.shift();
+        return Response.json({ ...job, state: pathname.endsWith("/pause") ? "paused" : states[0] });
+      };
+      const other = new SIEClient({ ...options, fetch: answering, connectionTimeoutMs: 10_000 });
+      const job = await other.jobs.submit({ model: MINI, input: { url: "s3://b/docs/" }, output: { format: "npy" } });
+      equal(keys.length, 2);
+      equal(keys[0], keys[1], "one job");
+      const looks: string[] = [];
+      equal((await other.jobs.wait(job.id, { onLook: ({ state }) => looks.push(state) })).state, "completed");
+      equal(looks, ["running", "completed"]);
+      equal((await other.jobs.pause(job.id)).state, "paused");
+      const { parts } = await other.jobs.manifest(job.id);
+      equal(parts.length, 2);
+      equal([...(await other.jobs.part(job.id, parts[0]!))], [...data]);
+      if (globalThis.crypto?.subtle) {
+        check((await thrown(other.jobs.part(job.id, parts[1]!))) instanceof ServerError, "another digest");
       }
-      const told = await client.json<Told>("POST", `/v1/encode/${MINI}`, { body, explain: true });
-      near(told.items[0]!.dense.values, (await client.encode(MINI, "a cat")).dense!, 2e-3);
-      equal(told.explain.length, 1);
-      equal((await client.json<{ requests: unknown[] }>("GET", "/v1/requests?limit=1")).requests.length <= 1, true);
-      check(Array.isArray(await client.json("POST", `/tei/${MINI}/tokenize`, { body: { inputs: "a" } })), "a list");
-      check((await thrown(client.json("GET", "/v1/models/test/min"))) instanceof ModelNotFoundError, "its error");
-      check((await thrown(client.json("GET", "/metrics", { waitForCapacity: false }))) instanceof SIEError, "no JSON");
-      const below = new SIEClient({ ...options, baseUrl: `${options.baseUrl}/prefix` });
-      for (const path of ["v1/models", ".evil.example/", "/../v1/models", "/%2e%2e/v1/models"]) {
-        check((await thrown(below.json("GET", path))) instanceof InvalidInputError, path);
-      }
+      check((await thrown(other.jobs.part(job.id, { ...part, bytes: 5 }))) instanceof ServerError, "another length");
+      const ids: string[] = [];
+      for await (const each of other.jobs.list("running")) ids.push(each.id);
+      equal(ids, ["job-1"]);
+      equal(asked.slice(-2), ["GET /v1/jobs?limit=100&state=running", "GET /v1/jobs?limit=100&state=running&after=job-1"]);
+      check((await thrown(other.jobs.get("../pools"))) instanceof InvalidInputError, "no id");
     },
 
     async "the status is watched"() {
