@@ -177,7 +177,7 @@ function judged(answer: Received, session: Session): Failed {
   // a 202 says "not yet" in the body itself, with its code in a header alone
   const details = { ...(inner ?? (status < 400 ? told : {})) };
   if (Array.isArray(told["errors"])) details["errors"] = told["errors"];
-  const code = String(details["code"] ?? headers.get("x-sie-error-code") ?? "");
+  const code = String(headers.get("x-sie-error-code") || (details["code"] ?? "")); // another API's shape has its own in the body
   const isProxy = !code && [502, 503, 504].includes(status); // its answer: there is nobody behind it
   const says = headers.get("x-should-retry");
   const message = details["message"] ?? `status ${status}, which SIE does not answer with here: is this its base URL?`;

@@ -379,7 +379,8 @@ def failure_of(answer: Received) -> SIEError:
     details = dict(inner) if isinstance(inner, dict) else dict(told) if answer.status < 400 else {}
     if isinstance(told.get("errors"), list):
         details["errors"] = told["errors"]
-    code = str(details.get("code", answer.headers.get("x-sie-error-code", "")))
+    # routes in the shape of another API have its code in the body
+    code = str(answer.headers.get("x-sie-error-code") or details.get("code", ""))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
     message = str(
         details.get("message", f"status {answer.status}, which SIE does not answer with here: is this its base URL?")

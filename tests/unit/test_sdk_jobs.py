@@ -20,7 +20,7 @@ from job_server import FILE, JOB, JobServer
 
 import sie_sdk
 from sie_contracts.api.jobs import JobInfo, JobInput, JobOutput, JobRequest
-from sie_sdk import SIEAsyncClient, SIEClient, core, jobs
+from sie_sdk import SIEAsyncClient, SIEClient, core, files, jobs
 from sie_sdk.types import JobOptions
 from sie_sdk.types import JobOutput as OutputOptions
 
@@ -224,6 +224,17 @@ def test_a_large_file_is_never_in_memory(server: JobServer, tmp_path: Path, kind
     assert done.returncode == 0, done.stderr
     assert saved.stat().st_size == 256 << 20
     assert int(done.stdout) < 48
+
+
+def test_an_error_in_the_shape_of_another_api_has_the_class_of_its_code() -> None:
+    """The routes of files are those of OpenAI."""
+    body = {"error": {"message": "there is no such file", "type": "invalid_request_error", "code": "not_found"}}
+    headers = {"x-sie-error-code": "NOT_FOUND", "x-should-retry": "false"}
+    plan = files.get(f"{FILE}0", core.Session())
+    next(plan)
+    with pytest.raises(sie_sdk.NotFoundError, match="NOT_FOUND: there is no such file") as caught:
+        plan.send(core.Received(404, headers, msgspec.json.encode(body)))
+    assert caught.value.code == "NOT_FOUND"
 
 
 # ---- look, steer, wait
