@@ -27,7 +27,7 @@ from sie_sdk.errors import codes
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 # Of writes of configurations, which the config service alone serves.
-CONFIG_ONLY = ("CONTENT_CONFLICT", "VALIDATION_ERROR", "IDEMPOTENCY_MISMATCH")
+CONFIG_ONLY = ("VALIDATION_ERROR",)
 
 
 def _rows(leaf: type[SIEError]) -> Iterator[SIEError]:

@@ -36,6 +36,8 @@ EXAMPLES = {
     "{id:path}": "org/name",
     "{name}": "mine",
     "{file}": "mine",
+    "{job}": "mine",
+    "{batch}": "mine",
     "{lane}": "_default.cpu.default",
 }
 
@@ -52,6 +54,11 @@ DOCUMENTED = """
     infer  GET /v1/files /v1/files/mine /v1/files/mine/content
     infer  POST /v1/files
     infer  DELETE /v1/files/mine
+    infer  GET /v1/jobs /v1/jobs/mine /v1/jobs/mine/manifest /v1/jobs/mine/part /v1/jobs/mine/rows
+    infer  POST /v1/jobs /v1/jobs/mine/pause /v1/jobs/mine/resume /v1/jobs/mine/cancel /v1/jobs/mine/retry
+    infer  DELETE /v1/jobs/mine
+    infer  GET /v1/batches /v1/batches/mine
+    infer  POST /v1/batches /v1/batches/mine/cancel
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
     read   GET /v1/placement /v1/requests/{request}/log
@@ -172,7 +179,7 @@ def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
         "/v1/chat/completions",
         "/vertex",
         "/invocations",
-        "/v1/jobs",
+        "/v1/job",
         "*",
     ],
 )

@@ -102,6 +102,18 @@ class Place:
         }
         return await self.ask(gateway, *(str(number) for number in range(len(failures))))
 
+    async def store(self) -> GatewayProcess:
+        """A gateway that keeps jobs and runs none."""
+        return await self.cluster.gateway(
+            SIE_PAYLOAD_STORE_URL=str(self.cluster.folder / "payloads"), SIE_JOBS_AT_ONCE="0"
+        )
+
+    async def job(self, gateway: GatewayProcess) -> dict[str, Any]:
+        """The body of a job over a file."""
+        form = {"files": {"file": ("a.jsonl", b'{"t": "x"}\n')}, "data": {"purpose": "jobs"}}
+        file = (await gateway.client.post("/v1/files", **form)).json()["id"]
+        return {"model": ONE, "input": {"file": file, "text": "{t}"}}
+
     async def key(self, *scopes: str, **limits: int) -> str:
         """The token of a new key."""
         key, token = keys.create("a test", scopes, now_s=time.time(), limits=Limits(**limits))
@@ -171,7 +183,7 @@ async def pool_not_found(place: Place) -> list[Heard]:
 
 async def not_found(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
-    paths = ("/v1/chat/completions", "/vertex", "/invocations", "/v1/jobs", "/v1/jobs/a", "/nope")
+    paths = ("/v1/chat/completions", "/vertex", "/invocations", "/v1/job", "/v1/job/a", "/nope")
     asked = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
     return [("native", response) for response in [*asked, await gateway.client.get("/v1/scaling/nope")]]
 
@@ -199,6 +211,20 @@ async def pool_conflict(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
     assert (await gateway.client.post("/v1/pools", json=POOL)).status_code == 201
     return [("native", await gateway.client.post("/v1/pools", json={**POOL, "gpus": {"l4": 2}}))]
+
+
+async def content_conflict(place: Place) -> list[Heard]:
+    gateway = await place.store()
+    job = (await gateway.client.post("/v1/jobs", json=await place.job(gateway))).json()["id"]
+    return [("native", await gateway.client.delete(f"/v1/jobs/{job}"))]
+
+
+async def idempotency_mismatch(place: Place) -> list[Heard]:
+    gateway, headers = await place.store(), {"idempotency-key": "k"}
+    body = await place.job(gateway)
+    assert (await gateway.client.post("/v1/jobs", json=body, headers=headers)).status_code == 201
+    assert (await gateway.client.post("/v1/jobs", json=body, headers=headers)).status_code == 201
+    return [("native", await gateway.client.post("/v1/jobs", json={**body, "name": "x"}, headers=headers))]
 
 
 async def payload_too_large(place: Place) -> list[Heard]:
@@ -437,6 +463,8 @@ CASES = (
     Case("METHOD_NOT_ALLOWED", 405, method_not_allowed, (405, INVALID)),
     Case("BUNDLE_CONFLICT", 409, bundle_conflict, (409, INVALID)),
     Case("POOL_CONFLICT", 409, pool_conflict),
+    Case("CONTENT_CONFLICT", 409, content_conflict),
+    Case("IDEMPOTENCY_MISMATCH", 422, idempotency_mismatch),
     Case("PAYLOAD_TOO_LARGE", 413, payload_too_large, (413, INVALID)),
     Case("RATE_LIMITED", 429, rate_limited, (429, BUSY)),
     Case("INFERENCE_ERROR", 500, inference_error, (424, "Backend")),

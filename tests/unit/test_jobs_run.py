@@ -16,12 +16,11 @@ from sie_contracts.errors import ErrorInfo, ModelNotFound
 from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
 from sie_gateway.jobs import keeper as keepers
 from sie_gateway.jobs import run as runs
-from sie_gateway.jobs.asking import KeyEnded
+from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.keeper import Keeper
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.run import Progress, ShardBroken
-from sie_gateway.jobs.values import MixedFingerprints
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
@@ -241,8 +240,7 @@ async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) 
     ("error", "wanted", "code"),
     [
         (ModelNotFound("there is no such model"), "failed", "MODEL_NOT_FOUND"),
-        (KeyEnded("the key of this job is not valid any more"), "paused", "PERMISSION_DENIED"),
-        (MixedFingerprints("a", "b"), "paused", "MODEL_CHANGED"),
+        (Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended")), "paused", "PERMISSION_DENIED"),
         (ZeroDivisionError("a bug"), "paused", "INTERNAL_ERROR"),
     ],
 )

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sie_contracts.errors import InternalFailure, PayloadTooLarge, PermissionDenied, SIEError
+from sie_contracts.errors import ErrorInfo, InternalFailure, PayloadTooLarge, PermissionDenied, SIEError
 from sie_contracts.messages import Failed, Ok, Operation
 from sie_gateway.body import Item
 from sie_gateway.call import Asked, Call, EntryChanged, FailedRequest
@@ -33,8 +33,12 @@ ROOM_S = 4.0  # of work is in flight
 _T = TypeVar("_T")
 
 
-class KeyEnded(PermissionDenied):
-    """The credential that a job runs under is not valid any more."""
+class Halted(Exception):
+    """Only people can change why the job does not go on, so it is paused. No error of a client: see `info`."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,11 @@ class Identity:
     charge: Callable[[Grant], Charge]
 
     def granted(self) -> Grant:
-        """Raises KeyEnded."""
+        """Raises Halted where the credential is not valid any more."""
         found = self.grant(self.key)
         if found is None or "infer" not in found.scopes:
-            raise KeyEnded("the key of this job is not valid any more, or lacks the scope infer")
+            message = "the key of this job is not valid any more, or lacks the scope infer"
+            raise Halted(ErrorInfo(PermissionDenied.code, message))
         return found
 
 
@@ -118,7 +123,7 @@ class Asking:
         self._on_trouble = on_trouble
 
     def call(self) -> Call:
-        """A call that no connection made. Raises KeyEnded."""
+        """A call that no connection made. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s

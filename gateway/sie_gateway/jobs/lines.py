@@ -19,7 +19,7 @@ import orjson
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound, SIEError
 from sie_contracts.jobs import FileRecord, JobRecord, Plan, ShardRecord, Span
 from sie_gateway.call import Answer, Call, FailedRequest
-from sie_gateway.jobs.asking import Asking, KeyEnded
+from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.run import Progress, ShardBroken
 from sie_gateway.jobs.workplace import Workplace
 from sie_runtime.http import uuid7
@@ -85,7 +85,7 @@ class Lines:
                         tasks.create_task(self._line(number, span.first + place, line.strip()))
                         for place, line in enumerate(lines)
                     ]
-            except* SIEError as errors:
+            except* (SIEError, Halted) as errors:
                 raise errors.exceptions[0] from errors
             data = await self._place.put_once(name, b"".join(each.result() + b"\n" for each in answers))
         answered = [orjson.loads(line) for line in data.splitlines()]
@@ -212,8 +212,6 @@ class Lines:
         try:
             await self._asking.throttle.wait()
             answer = await self._asking.patiently(attempt)
-        except KeyEnded:
-            raise
         except (SIEError, FailedRequest) as error:
             call = calls[-1]
             cause, errors = (error.error, error.errors) if isinstance(error, FailedRequest) else (error, None)

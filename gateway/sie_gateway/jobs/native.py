@@ -17,9 +17,9 @@ from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, ShardRecord, Span, Unread
 from sie_gateway.body import Item
 from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.asking import Asking
+from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.cache import Cache
-from sie_gateway.jobs.run import Halted, Progress, ShardBroken
+from sie_gateway.jobs.run import Progress, ShardBroken
 from sie_gateway.jobs.values import Input, Unique, Values, unique
 from sie_gateway.jobs.workplace import Workplace
 from sie_store.datasets import manifests, parts, plans, shards

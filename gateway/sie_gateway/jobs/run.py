@@ -23,31 +23,21 @@ from sie_broker import BrokerError
 from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
 from sie_gateway.jobs import windows
-from sie_gateway.jobs.asking import KeyEnded
+from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.pace import Pace
-from sie_gateway.jobs.values import MixedFingerprints
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
 SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
 FLUSH_S = 1.0  # between two notes of progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
-MODEL_CHANGED = "MODEL_CHANGED"
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class ShardBroken(Exception):
     """A part of the input cannot be read, now or later. The other parts are answered."""
-
-    def __init__(self, info: ErrorInfo) -> None:
-        super().__init__(info.message)
-        self.info = info
-
-
-class Halted(Exception):
-    """Only people can change why the job does not go on."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -111,8 +101,8 @@ class JobRun:
         self._ledger.listen(self._id, lambda job: self._changed.set())
         try:
             await self._steps()
-        except (KeyEnded, MixedFingerprints, Halted) as error:
-            await self._pause(_told(error))
+        except Halted as error:
+            await self._pause(error.info)
         except SIEError as error:
             if error.retryable:
                 self._left(error)
@@ -187,7 +177,7 @@ class JobRun:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(SHARDS_AT_ONCE):
                     tasks.create_task(self._answer(work, plan, waiting))
-        except* (SIEError, MixedFingerprints, Halted, BrokerError) as errors:
+        except* (SIEError, Halted, BrokerError) as errors:
             raise errors.exceptions[0] from errors
         finally:
             flushing.cancel()
@@ -348,13 +338,8 @@ def window_s(text: str) -> float:
 
 
 def _told(error: Exception) -> ErrorInfo:
-    if isinstance(error, Halted):
-        return error.info
     if isinstance(error, SIEError):
         return error.info()
-    if isinstance(error, MixedFingerprints):
-        message = f"the model changed while the job ran: {error}. Roll the model back and resume, or start another job"
-        return ErrorInfo(MODEL_CHANGED, message)
     if isinstance(error, AccessRefused):
         return ErrorInfo("STORE_REFUSED", f"the store refused: {error}")
     if isinstance(error, BucketMissing):

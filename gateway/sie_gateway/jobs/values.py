@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Operation
 from sie_gateway.body import Item
-from sie_gateway.jobs.asking import Asking
+from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.reply import Placed, array_of
 from sie_store.datasets.answers import Answer
 
+MODEL_CHANGED = "MODEL_CHANGED"
 GROUP_ITEMS = 256  # of a request
 GROUP_BYTES = 256 << 10  # of texts; four bytes are a token, roughly
 GROUP_FILES = 16  # of items with files
@@ -46,14 +47,6 @@ class Input(NamedTuple):
         return found.digest()
 
 
-class MixedFingerprints(Exception):
-    """An answer was made by another state of the model than the answers before: the two must not be mixed."""
-
-    def __init__(self, expected: str, got: str) -> None:
-        super().__init__(f"expected answers by fingerprint {expected}, got {got}")
-        self.expected, self.got = expected, got
-
-
 class Values:
     """Computes the values of inputs for one job. `spec`: the model, pinned to its profile."""
 
@@ -76,7 +69,7 @@ class Values:
         self, inputs: Sequence[Input], on_done: Callable[[Sequence[int], Sequence[Answer]], None]
     ) -> list[Answer]:
         """The answer to each input. `on_done` is called with places whose answers are there. Raises SIEError for what
-        no input can escape, MixedFingerprints.
+        no input can escape; Halted where the model is another one than before.
         """
         found: list[Answer | None] = [None] * len(inputs)
 
@@ -90,7 +83,7 @@ class Values:
             async with asyncio.TaskGroup() as tasks:
                 for places in grouped(inputs):
                     tasks.create_task(ask(places))
-        except* (SIEError, MixedFingerprints) as errors:
+        except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
         return [value for value in found if value is not None]
 
@@ -107,7 +100,11 @@ class Values:
         if not self.fingerprint:
             self.fingerprint = fingerprint
         elif fingerprint != self.fingerprint:
-            raise MixedFingerprints(self.fingerprint, fingerprint)
+            message = (
+                f"the model changed while the job ran: its answers are of fingerprint {self.fingerprint}, and those of now "
+                f"of {fingerprint}. Roll the model back and resume, or start another job"
+            )
+            raise Halted(ErrorInfo(MODEL_CHANGED, message))
 
 
 def value_of(placed: Placed) -> Answer:
