@@ -22,6 +22,7 @@ from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, Row
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
+JOBS = "tests/unit/test_jobs.py"
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
 TRUST = "tests/unit/test_trust.py"
@@ -117,6 +118,11 @@ EFFECTS = {
     "SIE_CORS_ORIGINS": "tests/unit/test_origins.py::test_pages_of_listed_origins_read_answers",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
+    "SIE_JOBS_URLS": f"{JOBS}::test_a_job_reads_and_writes_below_the_named_places_alone",
+    "SIE_JOBS_SINKS": f"{JOBS}::test_a_job_names_a_database_of_the_installation",
+    "SIE_JOBS_AT_ONCE": f"{JOBS}::test_a_gateway_runs_so_many_jobs_at_once",
+    "SIE_JOBS_KEEP_S": f"{JOBS}::test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept",
+    "SIE_JOBS_CACHE_BYTES": f"{JOBS}::test_what_changed_is_computed_where_answers_are_kept",
     "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",
     "SIE_STREAM_REPLICAS": f"{BROKER}::test_three_brokers_hold_three_copies",
     "SIE_QUEUE_MAX_BYTES": f"{GATEWAY}::test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted",

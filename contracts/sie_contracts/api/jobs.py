@@ -27,7 +27,7 @@ MAX_METADATA = 16  # as OpenAI has it
 _Url = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
 _Template = Annotated[str, Meta(min_length=1, max_length=4096)]
-_Window = Annotated[str, Meta(pattern=r"^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$")]
+_Window = Annotated[str, Meta(max_length=16)]
 Metadata = dict[str, Annotated[str, Meta(max_length=512)]]
 
 

@@ -82,6 +82,7 @@ class Engine:
         assert request is not None
         templates.check(request.input, request.operation)
         windows.zone(request.time_zone)
+        windows.check(request.windows)
         if request.output.sink and request.output.sink not in self._sinks:
             known = ", ".join(self._sinks) or "none"
             message = f"output.sink: expected a name of SIE_JOBS_SINKS, which has {known}"
@@ -110,6 +111,9 @@ class Engine:
             tasks = ", ".join(resolved.entry.tasks)
             message = f"operation: {resolved.entry.id} does not {request.operation}, it does {tasks}"
             raise InvalidInput(message, reason="unsupported_operation", param="operation")
+        if templates.reads_images(request.input) and "image" not in resolved.entry.inputs:
+            message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
+            raise InvalidInput(message, reason="schema", param="input.text")
         probe = Call(call.id, call.received_s, headers_of(request), grant=call.grant)
         return self._inference.understand(probe, asked)
 

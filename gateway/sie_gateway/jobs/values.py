@@ -101,8 +101,8 @@ class Values:
             self.fingerprint = fingerprint
         elif fingerprint != self.fingerprint:
             message = (
-                f"the model changed while the job ran: its answers are of fingerprint {self.fingerprint}, and those of now "
-                f"of {fingerprint}. Roll the model back and resume, or start another job"
+                f"the model changed while the job ran: its answers are of fingerprint {self.fingerprint}, and those of "
+                f"now of {fingerprint}. Roll the model back and resume, or start another job"
             )
             raise Halted(ErrorInfo(MODEL_CHANGED, message))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zoneinfo
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -9,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from sie_contracts.errors import InvalidInput
 
 DAY_MINUTES = 24 * 60
+_WINDOW = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 
 
 def zone(name: str) -> zoneinfo.ZoneInfo:
@@ -18,6 +20,14 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
         message = "time_zone: expected a name of the IANA database, such as Europe/Zurich or UTC"
         raise InvalidInput(message, reason="schema", param="time_zone") from error
+
+
+def check(windows: Sequence[str]) -> None:
+    """Raises InvalidInput."""
+    for number, window in enumerate(windows):
+        if not _WINDOW.fullmatch(window):
+            message = f"windows[{number}]: expected two times of the day, such as 22:00-06:00"
+            raise InvalidInput(message, reason="schema", param=f"windows[{number}]")
 
 
 def opens_in_s(windows: Sequence[str], time_zone: str, now_s: float) -> float:

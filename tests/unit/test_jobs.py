@@ -1,0 +1,425 @@
+"""Jobs at a gateway: real rows, a real queue, toy models; what is refused, and what the output says."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
+from inprocess import GatewayProcess, InProcess, until_told
+from msgspec.structs import replace
+
+from sie_broker import Write
+from sie_contracts import jobs as records
+from sie_contracts import topology
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.topology import Lane
+from sie_gateway.jobs import asking, keeper, run, sweeping
+
+MODEL = "toy/one"
+LANE = Lane("_default", "_default", "default")
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcess]:
+    monkeypatch.setattr(keeper, "EVERY_S", 0.05)
+    monkeypatch.setattr(run, "FLUSH_S", 0.05)
+    async with InProcess(tmp_path, toy_entry(MODEL), toy_entry("toy/two")) as cluster:
+        yield cluster
+
+
+class Place:
+    """A cluster whose gateway runs jobs, and a folder that they may use."""
+
+    def __init__(self, cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+        self.cluster, self.gateway, self.adapter = cluster, gateway, adapter
+        self.folder = cluster.folder / "jobs"
+        self.payloads = cluster.folder / "payloads"
+
+    async def upload(self, rows: list[Any], name: str = "a.jsonl") -> str:
+        data = b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in rows)
+        answer = await self.gateway.client.post("/v1/files", files={"file": (name, data)}, data={"purpose": "jobs"})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+    async def submit(self, input: dict[str, Any], status: int = 201, **more: Any) -> Any:
+        headers = more.pop("headers", {})
+        body = {"model": MODEL, "input": input, **more}
+        answer = await self.gateway.client.post("/v1/jobs", json=body, headers=headers)
+        assert answer.status_code == status, answer.text
+        return answer.json() if status == 201 else answer.json()["error"]
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.gateway.client.get(f"/v1/jobs/{path}")
+
+    async def job(self, job: str, state: str = "completed") -> Any:
+        async def reached() -> Any:
+            told = (await self.get(job)).json()
+            return told if told["state"] == state else None
+
+        return await until_told(reached, f"the job is {state}")
+
+    def asked(self) -> int:
+        """Inputs that the adapter ran."""
+        return sum(len(batch.lengths) // 4 for batch in self.adapter.batches)
+
+    async def table(self, job: str) -> Any:
+        """The output as one list of rows."""
+        found: list[Any] = []
+        for part in (await self.get(f"{job}/manifest")).json()["parts"]:
+            data = (await self.get(f"{job}/part?name={part['name']}")).content
+            assert hashlib.sha256(data).hexdigest() == part["sha256"]
+            assert len(data) == part["bytes"]
+            found += parquet.read_table(io.BytesIO(data)).to_pylist()
+        return found
+
+
+async def place_of(cluster: InProcess, **settings: str) -> Place:
+    folder = cluster.folder / "jobs"
+    folder.mkdir()
+    adapter = await cluster.adapter()
+    defaults = {"SIE_PAYLOAD_STORE_URL": str(cluster.folder / "payloads"), "SIE_JOBS_URLS": str(folder)}
+    gateway = await cluster.gateway(**{**defaults, **settings})
+    await cluster.sidecar(adapter)
+    return Place(cluster, gateway, adapter)
+
+
+@pytest.fixture
+async def place(cluster: InProcess) -> Place:
+    return await place_of(cluster)
+
+
+def texts(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{number}", "t": f"text {number}", "n": number} for number in range(count)]
+
+
+async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
+    """Faults among them; a column that is kept; several shards; equal rows once."""
+    rows: list[Any] = [*texts(50), b"no json", {"id": "x"}, {"id": "same", "t": "text 3", "n": 1}]
+    file = await place.upload(rows)
+    job = (await place.submit({"file": file, "text": "{t}", "id": "id", "keep": ["n"]}, shard_rows=20))["id"]
+    told = await place.job(job)
+    assert told["counts"] == {
+        "rows": 53,
+        "done": 53,
+        "failed": 2,
+        "reused": 0,
+        "tokens": told["counts"]["tokens"],
+        "shards": 3,
+        "shards_done": 3,
+        "shards_failed": 0,
+    }
+    assert told["errors"] == {"INVALID_INPUT": 2}
+    assert told["model"] == MODEL
+    found = await place.table(job)
+    assert [row["id"] for row in found] == [*(f"r{n}" for n in range(50)), "a.jsonl#50", "x", "same"]
+    assert [row["n"] for row in found] == [*range(50), None, None, 1]
+    for number in (0, 17, 49):
+        assert np.allclose(found[number]["dense"], vector_of(ids_of(f"text {number}")))
+    assert found[52]["dense"] == found[3]["dense"]
+    assert [row["error"] is None for row in found] == [True] * 50 + [False, False, True]
+    assert found[50]["dense"] is None
+    assert "no json" not in json.dumps(found[50]["error"])
+    manifest = json.loads((place.payloads / "jobs" / job / "output" / "manifest.json").read_text())
+    assert manifest == {**(await place.get(f"{job}/manifest")).json(), "parts": manifest["parts"]}
+    sample = (await place.get(f"{job}/rows?failed=true")).json()["rows"]
+    assert [(row["id"], row["error"]["code"]) for row in sample] == [
+        ("a.jsonl#50", "INVALID_INPUT"),
+        ("x", "INVALID_INPUT"),
+    ]
+
+
+async def test_a_job_reads_and_writes_below_the_named_places_alone(place: Place) -> None:
+    """SIE_JOBS_URLS."""
+    (place.folder / "in").mkdir()
+    for name in ("b", "a"):
+        (place.folder / "in" / f"{name}.jsonl").write_text(f'{{"t": "{name}"}}\n')
+    url = f"{place.folder}/in/"
+    job = (await place.submit({"url": url, "text": "{t}"}, output={"url": f"{place.folder}/out", "format": "jsonl"}))[
+        "id"
+    ]
+    await place.job(job)
+    lines = [
+        json.loads(line)
+        for path in sorted((place.folder / "out").glob("part-*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    assert [line["id"] for line in lines] == ["a.jsonl#0", "b.jsonl#0"]
+    assert json.loads((place.folder / "out/manifest.json").read_text())["rows"] == 2
+    for elsewhere in (f"{place.folder}2/in/", "/etc/passwd", f"{place.folder}/../x", "s3://bucket/a"):
+        refused = await place.submit({"url": elsewhere, "text": "{t}"}, 400)
+        assert (refused["reason"], refused["param"]) == ("not_allowed", "input.url"), elsewhere
+    refused = await place.submit({"url": url, "text": "{t}"}, 400, output={"url": "/tmp/elsewhere"})
+    assert refused["param"] == "output.url"
+
+
+@pytest.mark.parametrize(
+    ("input", "more", "param"),
+    [
+        ({"text": "{t}"}, {}, "input"),
+        ({"file": "file-" + "0" * 32, "text": "{t}"}, {}, "file_id"),
+        ({"file": "FILE", "text": "{t!r}"}, {}, "input.text"),
+        ({"file": "FILE"}, {}, "input.text"),
+        ({"file": "FILE", "text": "{t}", "txt": 1}, {}, "input"),
+        ({"file": "FILE", "text": "{t}"}, {"model": "toy/nobody"}, ""),
+        ({"file": "FILE", "text": "{t}"}, {"operation": "extract"}, "operation"),
+        ({"file": "FILE", "text": "{t}"}, {"params": {"output_types": ["sparse"]}}, "params.output_types"),
+        ({"file": "FILE", "text": "{t}"}, {"time_zone": "Nowhere"}, "time_zone"),
+        ({"file": "FILE", "text": "{t}"}, {"windows": ["25:00-26:00"]}, "windows"),
+        ({"file": "FILE", "text": "{t}"}, {"shard_rows": 0}, "shard_rows"),
+    ],
+)
+async def test_what_could_never_run_is_refused_before_it_is_kept(
+    place: Place, input: dict[str, Any], more: dict[str, Any], param: str
+) -> None:
+    file = await place.upload(texts(1))
+    body = {"model": MODEL, "input": {**input, **({"file": file} if input.get("file") == "FILE" else {})}, **more}
+    answer = await place.gateway.client.post("/v1/jobs", json=body)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"].get("param", "").startswith(param), answer.text
+    assert (await place.gateway.client.get("/v1/jobs")).json()["data"] == []
+
+
+async def test_columns_that_there_are_not_are_named_with_those_that_there_are(place: Place) -> None:
+    file = await place.upload([b"id,t", b"a,b"], "a.csv")
+    job = (await place.submit({"file": file, "text": "{body}", "id": "id"}))["id"]
+    told = await place.job(job, "failed")
+    assert told["error"]["param"] == "input.text"
+    assert "'body'" in told["error"]["message"]
+    assert "id, t" in told["error"]["message"]
+
+
+async def test_a_job_names_a_database_of_the_installation(cluster: InProcess) -> None:
+    """SIE_JOBS_SINKS."""
+    place = await place_of(cluster, SIE_JOBS_SINKS="main=qdrant://127.0.0.1:1")
+    file = await place.upload(texts(1))
+    source = {"file": file, "text": "{t}"}
+    refused = await place.submit(source, 400, output={"sink": "other", "collection": "c"})
+    assert refused["param"] == "output.sink"
+    assert "main" in refused["message"]
+    assert "127.0.0.1" not in refused["message"]
+    assert (await place.submit(source, 400, output={"sink": "main"}))["param"] == "output.collection"
+    assert (await place.submit(source, output={"sink": "main", "collection": "c"}))["state"] == "queued"
+
+
+async def test_a_gateway_runs_so_many_jobs_at_once(cluster: InProcess) -> None:
+    """SIE_JOBS_AT_ONCE."""
+    place = await place_of(cluster, SIE_JOBS_AT_ONCE="1")
+    place.adapter.hold_batches = True
+    file = await place.upload(texts(1))
+    jobs = [(await place.submit({"file": file, "text": "{t}"}))["id"] for _ in range(2)]
+    await place.job(jobs[0], "running")
+    assert (await place.get(jobs[1])).json()["state"] == "queued"
+    place.adapter.hold_batches = False
+    place.adapter.let_go()
+    assert (await place.job(jobs[1]))["started_at"] >= (await place.job(jobs[0]))["ended_at"]
+
+
+async def test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_JOBS_KEEP_S."""
+    monkeypatch.setattr(sweeping, "EVERY_S", 0.05)
+    place = await place_of(cluster, SIE_JOBS_KEEP_S="3600")
+    file = await place.upload(texts(1))
+    old, new = [(await place.submit({"file": file, "text": "{t}"}))["id"] for _ in range(2)]
+    for job in (old, new):
+        await place.job(job)
+    bucket = await cluster.server.connect("operator").key_value(topology.JOBS_BUCKET)
+    entry = await bucket.get(f"job.{old}")
+    assert entry is not None
+    assert entry.value is not None
+    ended = replace(records.decode_job(entry.value), ended_s=time.time() - 3601)
+    await bucket.write([Write(entry.key, records.encode(ended))])
+
+    async def gone() -> bool:
+        return (await place.get(old)).status_code == 404
+
+    await until_told(gone, "the older one is forgotten")
+    assert not [path for path in (place.payloads / "jobs" / old).rglob("*") if path.is_file()]
+    assert (await place.get(new)).status_code == 200
+    shards = await cluster.server.connect("operator").key_value(topology.SHARDS_BUCKET)
+    assert {entry.key.partition(".")[0] for entry in await shards.entries()} == {new}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_what_changed_is_computed_where_answers_are_kept(cluster: InProcess, kept: bool) -> None:
+    """SIE_JOBS_CACHE_BYTES."""
+    place = await place_of(cluster, **({} if kept else {"SIE_JOBS_CACHE_BYTES": "0"}))
+    rows = texts(100)
+    source = {"text": "{t}", "id": "id"}
+    first = (await place.submit({"file": await place.upload(rows), **source}, shard_rows=30, cache=True))["id"]
+    assert (await place.job(first))["counts"]["reused"] == 0
+    rows[7]["t"] = "another text"
+    asked = place.asked()
+    second = (await place.submit({"file": await place.upload(rows), **source}, shard_rows=30, cache=True))["id"]
+    told = await place.job(second)
+    computed = place.asked() - asked
+    assert told["counts"]["reused"] == (99 if kept else 0)
+    # a model says by an answer which state it is in
+    assert computed <= 2 if kept else computed == 100
+    found = await place.table(second)
+    assert np.allclose(found[7]["dense"], vector_of(ids_of("another text")))
+    assert np.allclose(found[99]["dense"], vector_of(ids_of("text 99")))
+
+
+async def test_equal_rows_are_computed_once(place: Place) -> None:
+    rows = [{"t": f"text {number % 4}"} for number in range(40)]
+    job = (await place.submit({"file": await place.upload(rows), "text": "{t}"}))["id"]
+    told = await place.job(job)
+    assert told["counts"]["reused"] == 36
+    assert place.asked() == 4
+    assert len({tuple(row["dense"]) for row in await place.table(job)}) == 4
+
+
+async def test_the_rows_that_failed_are_answered_again_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "ATTEMPTS", 1)
+    rows = texts(40)
+    failing = {f"text {number}": ErrorInfo("INFERENCE_ERROR", "why") for number in (3, 25, 26)}
+    place.adapter.failures = failing
+    job = (await place.submit({"file": await place.upload(rows), "text": "{t}", "id": "id"}, shard_rows=10))["id"]
+    assert (await place.job(job))["counts"]["failed"] == 3
+    place.adapter.failures = {"text 26": failing["text 26"]}
+    again = (await place.gateway.client.post(f"/v1/jobs/{job}/retry")).json()["id"]
+    told = await place.job(again)
+    assert (told["counts"]["rows"], told["counts"]["failed"], told["counts"]["shards"]) == (3, 1, 2)
+    found = await place.table(again)
+    assert [(row["id"], row["error"] is None) for row in found] == [("r3", True), ("r25", True), ("r26", False)]
+    place.adapter.failures = {}
+    last = (await place.gateway.client.post(f"/v1/jobs/{again}/retry")).json()["id"]
+    assert (await place.job(last))["counts"]["rows"] == 1
+    assert [row["id"] for row in await place.table(last)] == ["r26"]
+    answer = await place.gateway.client.post(f"/v1/jobs/{last}/retry")
+    assert answer.status_code == 409
+
+
+async def test_another_state_of_the_model_pauses_the_job_and_the_former_one_resumes_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SHARDS_AT_ONCE", 1)
+    place.adapter.hold_batches = True
+    file = await place.upload(texts(30))
+    job = (await place.submit({"file": file, "text": "{t}"}, shard_rows=10))["id"]
+    await place.adapter.until(lambda adapter: adapter.running, "the first shard is computed")
+    place.adapter.let_go(1)
+
+    async def some() -> bool:
+        return bool((await place.get(job)).json()["counts"]["shards_done"])
+
+    await until_told(some, "a shard is done")
+    place.cluster.source.put(toy_entry(MODEL, max_tokens=300))
+    await until_told(lambda: _max_tokens(place, 300), "the gateway knows the entry")
+    place.adapter.let_go()
+    told = await place.job(job, "paused")
+    assert told["error"]["code"] == "MODEL_CHANGED"
+    place.cluster.source.put(toy_entry(MODEL))
+    await until_told(lambda: _max_tokens(place, 512), "the former entry is there again")
+    assert (await place.gateway.client.post(f"/v1/jobs/{job}/resume")).json()["state"] == "queued"
+    told = await place.job(job)
+    assert told["counts"]["done"] == 30
+    assert len(await place.table(job)) == 30
+
+
+async def _max_tokens(place: Place, wanted: int) -> bool:
+    told = (await place.gateway.client.get(f"/v1/models/{MODEL}")).json()
+    return bool(told["max_sequence_length"] == wanted)
+
+
+async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> None:
+    minute = time.strftime("%H:%M", time.gmtime(time.time() + 7200))
+    later = time.strftime("%H:%M", time.gmtime(time.time() + 7260))
+    job = (await place.submit({"file": await place.upload(texts(1)), "text": "{t}"}, windows=[f"{minute}-{later}"]))[
+        "id"
+    ]
+
+    async def waits() -> bool:
+        trouble = (await place.get(job)).json()["trouble"]
+        return bool(trouble and trouble["code"] == "OUTSIDE_WINDOW")
+
+    await until_told(waits, "it waits")
+    assert (await place.gateway.client.post(f"/v1/jobs/{job}/cancel")).status_code == 200
+    assert (await place.job(job, "cancelled"))["counts"]["done"] == 0
+
+
+async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
+    place.adapter.hold_batches = True
+    job = (await place.submit({"file": await place.upload(texts(200)), "text": "{t}"}, shard_rows=10))["id"]
+    await place.job(job, "running")
+    jobs = place.cluster.server.connect("operator")
+    bucket = await jobs.key_value(topology.JOBS_BUCKET)
+    entry = await bucket.get(f"job.{job}")
+    assert entry is not None
+    assert entry.value is not None
+    known = records.decode_job(entry.value)
+    assert known.lane == str(LANE)
+    assert known.request is not None
+    late = replace(
+        known, id="job-late", request=replace(known.request, deadline=time.time() + 100), rows=1000, rows_per_s=2.0,
+        state="paused", wanted="pause",
+    )  # fmt: skip
+    await bucket.write([Write("job.job-late", records.encode(late))])
+
+    async def wanted() -> bool:
+        return bool((await place.gateway.client.get(f"/v1/scaling/{LANE}")).json()["wanted_replicas"] >= 5)
+
+    await until_told(wanted, "five workers are wanted")
+    place.adapter.hold_batches = False
+    place.adapter.let_go()
+
+
+async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
+    tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two-token-of-a-test"}
+    place = await place_of(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test", **tokens)
+    client = place.gateway.client
+    client.headers["authorization"] = "Bearer one-token-of-a-test"
+    job = (await place.submit({"file": await place.upload(texts(2)), "text": "{t}"}))["id"]
+    assert (await place.job(job))["counts"]["done"] == 2
+    client.headers["authorization"] = "Bearer two-token-of-a-test"
+    assert (await client.get("/v1/jobs")).json()["data"] == []
+    for path in (job, f"{job}/manifest", f"{job}/part?name=part-00000.parquet", f"{job}/rows"):
+        assert (await place.get(path)).status_code == 404, path
+    for action in ("pause", "resume", "cancel", "retry"):
+        assert (await client.post(f"/v1/jobs/{job}/{action}")).status_code == 404, action
+    assert (await client.delete(f"/v1/jobs/{job}")).status_code == 404
+    client.headers["authorization"] = "Bearer admin-token-of-a-test"
+    assert [each["id"] for each in (await client.get("/v1/jobs")).json()["data"]] == [job]
+    assert (await client.delete(f"/v1/jobs/{job}")).json() == {"id": job, "object": "job", "deleted": True}
+    assert (await place.get(job)).status_code == 404
+
+
+async def test_a_list_of_jobs_has_pages(place: Place) -> None:
+    file = await place.upload(texts(1))
+    made = [(await place.submit({"file": file, "text": "{t}"}, name=f"n{number}"))["id"] for number in range(5)]
+    for job in made:
+        await place.job(job)
+    first = (await place.gateway.client.get("/v1/jobs?limit=2")).json()
+    assert [job["name"] for job in first["data"]] == ["n4", "n3"]
+    rest = (await place.gateway.client.get(f"/v1/jobs?after={first['next']}")).json()
+    assert ([job["name"] for job in rest["data"]], rest["next"]) == (["n2", "n1", "n0"], None)
+    assert (await place.gateway.client.get("/v1/jobs?state=running")).json()["data"] == []
+    answer = await place.gateway.client.get("/v1/jobs?after=job-0")
+    assert answer.status_code == 404
+
+
+async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> None:
+    source = {"file": await place.upload(texts(1)), "text": "{t}"}
+    one = await place.submit(source, headers={"idempotency-key": "k"})
+    other = await place.submit(source, headers={"idempotency-key": "k"})
+    assert one["id"] == other["id"]
+    await place.job(one["id"])
+
+
+async def test_without_a_payload_store_the_setting_is_named(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    answer = await gateway.client.post("/v1/jobs", json={"model": MODEL, "input": {"url": "/x", "text": "{t}"}})
+    assert answer.status_code == 503
+    assert "SIE_PAYLOAD_STORE_URL" in answer.json()["error"]["message"]
