@@ -1,0 +1,136 @@
+"""A job over a file beside other ways to have the same texts encoded, in turn, several rounds in one run.
+
+1. Texts a second: the engine alone on ready token ids (all its lanes, batches within the token budget); 8 clients with
+   32 texts a request; a job, from the moment in which it runs to its end, its output included. Medians, and ratios.
+2. Beside the job: one interactive request a second, its latency with and without the job; the job's rate with and
+   without it.
+
+    python bench/jobs.py [--texts 4000 --rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from client import closed_loop
+from overhead import MODEL, SHORT, Alone, Cluster, percentile, texts_of
+from report import Report, add_options, machine
+
+GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
+
+
+class Jobs:
+    """Jobs of a cluster over one uploaded file of texts."""
+
+    def __init__(self, cluster: Cluster, texts: list[str]) -> None:
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{cluster.port}", timeout=60, trust_env=False)
+        rows = b"".join(json.dumps({"t": text}).encode() + b"\n" for text in texts)
+        form = {"files": {"file": ("t.jsonl", rows)}, "data": {"purpose": "jobs"}}
+        self._file = self._client.post("/v1/files", **form).raise_for_status().json()["id"]
+        self._count = len(texts)
+
+    def rate(self) -> float:
+        """Texts a second of one job."""
+        body = {"model": MODEL, "input": {"file": self._file, "text": "{t}"}}
+        job = self._client.post("/v1/jobs", json=body).raise_for_status().json()["id"]
+        while True:
+            told = self._client.get(f"/v1/jobs/{job}").json()
+            if told["state"] in ("completed", "failed", "paused"):
+                break
+            time.sleep(0.02)
+        if told["counts"]["done"] != self._count or told["counts"]["failed"]:
+            raise RuntimeError(told)
+        return self._count / (told["ended_at"] - told["started_at"])
+
+
+class Interactive(threading.Thread):
+    """One request a second until `ended`; `latencies_ms`."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.latencies_ms: list[float] = []
+        self.ended = threading.Event()
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            began_s = time.perf_counter()
+            self._client.post(f"/v1/encode/{MODEL}", json={"items": [SHORT]}).raise_for_status()
+            self.latencies_ms.append(1000 * (time.perf_counter() - began_s))
+            self.ended.wait(max(0.0, 1.0 - (time.perf_counter() - began_s)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of the engine and of the clients")
+    add_options(parser)
+    options = parser.parse_args()
+    say = Report()
+    texts = texts_of("mix", options.texts)
+    with torch.inference_mode():
+        alone = Alone(dict(os.environ))
+        cluster = Cluster(())
+        try:
+            measure(alone, cluster, texts, options, say)
+        finally:
+            cluster.stop()
+            alone.engine.stop(5)
+    say.save(options.out)
+
+
+def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.Namespace, say: Report) -> None:
+    say(f"# Jobs\n\n`python bench/jobs.py`, {machine()}, Python {platform.python_version()}, MiniLM-L6 in ")
+    say(f"{alone.precision}, {len(texts):,} texts of 87 tokens in the mean, {options.rounds} rounds; {GOALS}.\n")
+    jobs, batches, requests = Jobs(cluster, texts), alone.batches(texts), cluster.requests(texts, 32)
+    rates: dict[str, list[float]] = {name: [] for name in ("engine", "clients", "job", "job beside requests")}
+    quiet_ms: list[float] = []
+    beside_ms: list[float] = []
+    alone.rate(batches, 1.0)
+    jobs.rate()
+    for _ in range(options.rounds):
+        rates["engine"].append(alone.rate(batches, options.seconds))
+        load = closed_loop("127.0.0.1", cluster.port, requests, clients=8, seconds=options.seconds)
+        answered, seconds, _ = asyncio.run(load)
+        rates["clients"].append(32 * answered / seconds)
+        rates["job"].append(jobs.rate())
+        for latencies, work in ((quiet_ms, None), (beside_ms, jobs.rate)):
+            asking = Interactive(cluster.port)
+            asking.start()
+            if work is None:
+                time.sleep(options.seconds)
+            else:
+                rates["job beside requests"].append(work())
+            asking.ended.set()
+            asking.join(60)
+            latencies.extend(asking.latencies_ms)
+    found = {name: statistics.median(each) for name, each in rates.items()}
+    say("| way | texts/s | of the engine |")
+    say("|---|--:|--:|")
+    for name, rate in found.items():
+        say(f"| {name} | {rate:.0f} | {rate / found['engine']:.2f} |")
+    say(f"\nJob to 8 x 32: {found['job'] / found['clients']:.2f}. ")
+    say(f"Job beside one request a second to itself: {found['job beside requests'] / found['job']:.2f}. ")
+    say("\n| one short text, ms | p50 | p99 | requests |")
+    say("|---|--:|--:|--:|")
+    for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
+        say(f"| {name} | {statistics.median(each):.1f} | {percentile(each, 0.99):.1f} | {len(each)} |")
+
+
+if __name__ == "__main__":
+    main()
