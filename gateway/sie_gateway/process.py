@@ -31,6 +31,7 @@ from sie_gateway.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
 from sie_gateway.jobs.assembly import assembled
+from sie_gateway.jobs.figures import Figures
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.lag import Lag
 from sie_gateway.metrics import Live, Metrics
@@ -163,6 +164,7 @@ async def serve(
     readiness = Readiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
+    metrics.registry.register(Figures(jobs.jobs.ledger))
     names = settings.allowed_hosts
     main = HttpServer(
         create_app(gateway, gate, readiness, tracer),

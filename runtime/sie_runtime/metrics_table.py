@@ -44,6 +44,7 @@ LABELS = {
     "result": "the outcome",
     "route": "a route of the config service, without the names in its path",
     "side": "served, shadow",
+    "state": "of a job: queued, planning, running, paused, finalizing, completed, failed, cancelled, expired",
     "status": (
         "the HTTP status; 499: the client had disconnected. Of workers: success, error, queue_full. Of "
         "`sie_gateway_workers`: healthy, unhealthy"
@@ -134,6 +135,10 @@ _GATEWAY = (
         48,
         each=1,
     ),
+    # jobs, the same at every gateway
+    Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
+    Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),
+    Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
     # the queue
     Metric(
         "sie_gateway_queue_oldest_seconds",

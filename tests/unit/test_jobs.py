@@ -396,6 +396,22 @@ async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
     assert (await place.get(job)).status_code == 404
 
 
+async def test_metrics_tell_of_jobs(place: Place) -> None:
+    place.adapter.hold_batches = True
+    job = (await place.submit({"file": await place.upload(texts(30)), "text": "{t}"}))["id"]
+    await place.job(job, "running")
+
+    async def waits() -> bool:
+        return await place.gateway.metric("sie_gateway_job_rows_waiting") == 30
+
+    await until_told(waits, "its rows wait")
+    assert await place.gateway.metric("sie_gateway_jobs", state="running") == 1
+    place.adapter.let_go()
+    await place.job(job)
+    assert await place.gateway.metric("sie_gateway_jobs", state="completed") == 1
+    assert await place.gateway.metric("sie_gateway_job_rows_waiting") == 0
+
+
 async def test_a_list_of_jobs_has_pages(place: Place) -> None:
     file = await place.upload(texts(1))
     made = [(await place.submit({"file": file, "text": "{t}"}, name=f"n{number}"))["id"] for number in range(5)]
