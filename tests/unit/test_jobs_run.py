@@ -139,7 +139,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World) -> Non
     assert (job.rows, job.done, job.failed, job.tokens, job.shards, job.shards_done) == (60, 60, 6, 18, 6, 6)
     assert job.codes == {"INVALID_INPUT": 6}
     assert (job.output_url, job.leader, world.output.finished) == ("there", "", ["completed"])
-    assert world.output.closed == 1
+    assert world.output.closed == 2
     assert len(await ledger.shards(JOB.id)) == 6
     await ledger.forget(JOB.id)
     assert await ledger.shards(JOB.id) == {}

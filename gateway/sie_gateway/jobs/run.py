@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec.structs import replace
 
 from sie_broker import BrokerError
-from sie_contracts.errors import ErrorInfo, SIEError
+from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
 from sie_gateway.jobs import windows
 from sie_gateway.jobs.asking import Halted
@@ -100,6 +100,14 @@ class JobRun:
         """Until the job has ended, is paused, or this task is cancelled: then another leader goes on."""
         self._ledger.listen(self._id, lambda job: self._changed.set())
         try:
+            await self._until_end()
+        except (BrokerError, NotFound) as error:  # not found: it was forgotten meanwhile
+            self._left(error)
+        finally:
+            self._ledger.listen(self._id, None)
+
+    async def _until_end(self) -> None:
+        try:
             await self._steps()
         except Halted as error:
             await self._pause(error.info)
@@ -108,14 +116,12 @@ class JobRun:
                 self._left(error)
             else:
                 await self._end("failed", error=error.info())
-        except BrokerError as error:
-            self._left(error)
+        except BrokerError:
+            raise
         except Exception:  # the root of a job: its owner must hear of it
             _logger.exception("job %s failed", self._id)
             message = "the gateway failed; its log has the details under the id of this job"
             await self._pause(ErrorInfo("INTERNAL_ERROR", message))
-        finally:
-            self._ledger.listen(self._id, None)
 
     def _left(self, error: Exception) -> None:
         """Its next leader, which may be this gateway, goes on."""
@@ -311,7 +317,10 @@ class JobRun:
             self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
         await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
         work = self._make(self._job, self)
-        fields = await self._patiently(lambda: work.finish(state, self._shards))
+        try:
+            fields = await self._patiently(lambda: work.finish(state, self._shards))
+        finally:
+            await work.close()
         broken = [shard.error for shard in self._shards.values() if shard.error is not None]
         error = None
         if state == "completed" and broken and len(broken) == len(self._shards):

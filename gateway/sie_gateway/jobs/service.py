@@ -157,7 +157,7 @@ class Jobs:
             fingerprint=job.fingerprint,
             output_url=job.output_url,
             owner=job.owner_name,
-            forecast=forecast(job, self._workers(job), self._now_s()),
+            forecast=forecast(job, self._workers(job), self._now_s()) if job.state == "running" else None,
             request=job.request,
         )
 
