@@ -1,0 +1,137 @@
+"""Jobs as a client has them, over plain HTTP, and the rows of what they wrote: every digest of a manifest is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pyarrow as pa
+from cluster import until
+from pyarrow import parquet
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+STOPPED = (*ENDED, "paused")
+Job = dict[str, Any]
+Rows = list[dict[str, Any]]
+
+
+class JobClient:
+    """Of one gateway."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
+
+    def __enter__(self) -> JobClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
+    def ask(self, method: str, path: str, status: int = 200, **options: Any) -> Any:
+        answer = self.http.request(method, path, **options)
+        assert answer.status_code == status, f"{method} {path}: {answer.status_code} {answer.text[:2000]}"
+        return answer.json()
+
+    def submit(self, model: str, source: Mapping[str, Any], *, key: str = "", status: int = 201, **options: Any) -> Job:
+        headers = {"idempotency-key": key} if key else {}
+        body = {"model": model, "input": source, **options}
+        return cast(Job, self.ask("POST", "/v1/jobs", status, json=body, headers=headers))
+
+    def refusal(self, model: str, source: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """The error that a job is refused with."""
+        return cast(dict[str, Any], self.submit(model, source, status=400, **options)["error"])
+
+    def upload(self, name: str, data: bytes) -> str:
+        made = self.ask("POST", "/v1/files", files={"file": (name, data)}, data={"purpose": "batch"})
+        return str(made["id"])
+
+    def show(self, job: str) -> Job:
+        return cast(Job, self.ask("GET", f"/v1/jobs/{job}"))
+
+    def steer(self, job: str, action: str, status: int = 200) -> Job:
+        return cast(Job, self.ask("POST", f"/v1/jobs/{job}/{action}", status))
+
+    def reaches(self, job: str, *states: str, timeout_s: float = 60.0) -> Job:
+        """The job once it is in one of the states. Fails at once where it stopped in another one."""
+
+        def looked() -> Job | None:
+            found = self.show(job)
+            if found["state"] in states:
+                return found
+            assert found["state"] not in ENDED, found
+            return None
+
+        return cast(Job, until(looked, timeout_s, f"{job} to be {states}", lambda: self.show(job)))
+
+    def done(self, job: str, timeout_s: float = 60.0) -> Job:
+        """The job once it has completed."""
+        found = self.reaches(job, *STOPPED, timeout_s=timeout_s)
+        assert found["state"] == "completed", found
+        return found
+
+    def trouble(self, job: str, code: str, timeout_s: float = 30.0) -> Job:
+        """The job once it says that it waits for this."""
+        return cast(
+            Job,
+            until(
+                lambda: (found := self.show(job)).get("trouble", {}).get("code") == code and found,
+                timeout_s,
+                f"{job} to wait for {code}",
+                lambda: self.show(job),
+            ),
+        )
+
+    def manifest(self, job: str) -> dict[str, Any]:
+        return cast(dict[str, Any], self.ask("GET", f"/v1/jobs/{job}/manifest", params={"limit": 10_000}))
+
+    def parts(self, job: str) -> list[bytes]:
+        """The parts of a job's output, whose digests are those of the manifest."""
+        manifest = self.manifest(job)
+        found = []
+        for part in manifest["parts"]:
+            if manifest["url"]:
+                data = (Path(manifest["url"].removeprefix("file://")) / part["name"]).read_bytes()
+            else:
+                answer = self.http.get(f"/v1/jobs/{job}/part", params={"name": part["name"]})
+                assert answer.status_code == 200, answer.text
+                data = answer.content
+            assert (len(data), hashlib.sha256(data).hexdigest()) == (part["bytes"], part["sha256"]), part
+            found.append(data)
+        return found
+
+    def rows(self, job: str) -> Rows:
+        """The rows of the whole output, in the order of its parts, whatever its format."""
+        kind = self.manifest(job)["format"]
+        return [row for part in self.parts(job) for row in rows_of(part, kind)]
+
+
+def rows_of(part: bytes, kind: str) -> Rows:
+    """The rows of a part; vectors of an archive of NumPy are put to their rows."""
+    if kind == "parquet":
+        return cast(Rows, parquet.read_table(pa.BufferReader(part)).to_pylist())
+    if kind == "jsonl":
+        return [json.loads(line) for line in part.splitlines()]
+    with np.load(io.BytesIO(part)) as arrays:
+        found = [json.loads(line) for line in bytes(arrays["rows.jsonl"]).splitlines()]
+        if "dense" in arrays:
+            for row, vector, failed in zip(found, arrays["dense"], arrays["failed"], strict=True):
+                if not failed:
+                    row["dense"] = vector
+    return found
+
+
+def jsonl(rows: Rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def parquet_file(rows: Rows, group: int = 1000) -> bytes:
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.Table.from_pylist(rows), sink, row_group_size=group, write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
